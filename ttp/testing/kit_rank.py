@@ -123,8 +123,9 @@ def main() -> None:
     ended: dict[str, Any] = program.main(int(os.environ["KIT_STEPS"]), place / "checkpoints", report)
     ended |= {"python's random stream": random.getstate(), "torch's random stream": torch.get_rng_state()}
     ended["numpy's random stream"] = np.random.get_state(legacy=False)
-    if torch.cuda.is_initialized():
-        ended["the device's random stream"] = torch.cuda.get_rng_state()
+    cuda: Any = torch.cuda
+    if cuda.is_initialized():
+        ended["the device's random stream"] = cuda.get_rng_state()
     states = {name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in ended.items()}
     result = {name: digest(state) for name, state in states.items()}
     (place / f"result{rank}.json").write_text(json.dumps(result, sort_keys=True))
