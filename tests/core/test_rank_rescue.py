@@ -226,7 +226,7 @@ def test_failures_are_reported() -> None:
     assert rank.event(ev.CommitBroken("a", 0, "no rename")) == ">CommitFailed"
 
 
-@pytest.mark.parametrize(("version", "phase"), [(8, m.Phase.IDLE), (7, m.Phase.TORN), (7, m.Phase.UPDATING)])
+@pytest.mark.parametrize(("version", "phase"), [(8, m.Phase.IDLE), (7, m.Phase.TORN)])
 def test_only_the_planned_version_is_written(version: int, phase: m.Phase) -> None:
     rank = Rank1()
     rank.freeze()
@@ -235,6 +235,31 @@ def test_only_the_planned_version_is_written(version: int, phase: m.Phase) -> No
     failed = rank.sent(m.SaveFailed)
     assert failed.text == f"version 7 was ordered, but this rank holds version {version} ({phase.value})"
     assert failed.may_pass is (phase is m.Phase.IDLE), "another plan may be made of a newer version that is whole"
+
+
+@pytest.mark.parametrize(
+    ("version", "phase", "said"), [(7, m.Phase.IDLE, ">Frozen StartSave"), (7, m.Phase.TORN, ">Frozen >SaveFailed")]
+)
+def test_a_save_waits_while_the_state_is_looked_at_again(version: int, phase: m.Phase, said: str) -> None:
+    """Where the state is on a device, each movement of the training thread is acknowledged before it is looked at."""
+    rank = Rank1()
+    rank.freeze()
+    rank.quiet(7)
+    rank.quiet(7, m.Phase.UPDATING)
+    assert rank.save(7) == "" and rank.save(7) == ""
+    assert rank.quiet(7, m.Phase.UPDATING) == ">Frozen"
+    assert rank.quiet(version, phase) == said
+    assert rank.quiet(version, phase) == ">Frozen"
+
+
+def test_a_save_that_waits_is_forgotten_with_its_incident() -> None:
+    rank = Rank1()
+    rank.freeze()
+    rank.quiet(7)
+    rank.quiet(7, m.Phase.UPDATING)
+    rank.save(7)
+    rank.thaw()
+    assert rank.quiet(7) == ""
 
 
 def test_anybody_can_collect_pages() -> None:

@@ -124,7 +124,7 @@ class ProcessorMachine:
             case ev.OrderReceived(order):
                 self._ordered(order, now)
             case ev.Quiet():
-                self._rescue.quiet(event)
+                self._rescue.quiet(event, now)
             case ev.NotRedone(text):
                 self._rescue.not_redone(text)
             case ev.PiecesWritten() | ev.WriteFailed() | ev.CommitDone() | ev.CommitBroken():

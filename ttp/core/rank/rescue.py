@@ -66,6 +66,7 @@ class RankRescue:
         self._frozen_since = 0.0
         self._over: deque[tuple[int, str]] = deque(maxlen=OVER_MAX)
         self._order: m.Save | m.Commit | None = None
+        self._waits = False  # the order is a save that waits for the state to be known
         self._results: dict[tuple[type[m.Save | m.Commit], int], m.Report] = {}
         self._results_of = ""  # the incident that the results belong to
         self._preimage = False
@@ -138,10 +139,18 @@ class RankRescue:
             return
         self._cancel()
         self._order, self._generation = order, order.generation
-        version, phase = self._state.version, self._state.phase
         if isinstance(order, m.Commit):
             self._outbox.do(act.StartCommit(order))
-        elif not order.order.shards or self._holds(order):  # any rank can collect pages
+        else:
+            self._save(order, now)
+
+    def _save(self, order: m.Save, now: float) -> None:
+        """Begin a save. If the state is being looked at again, because the training thread has moved, wait for that."""
+        version, phase = self._state.version, self._state.phase
+        self._waits = phase is m.Phase.UPDATING and self._redoing is None and bool(order.order.shards)
+        if self._waits:
+            return
+        if not order.order.shards or self._holds(order):  # any rank can collect pages
             self._outbox.do(act.StartSave(_as_it_is(order) if order.order.how is How.REDO else order))
         elif order.order.how is How.REDO and order.version == version + 1 and phase is m.Phase.IDLE:
             self._redo_until, self._redoing = now + self._redo_s, order.version
@@ -173,12 +182,17 @@ class RankRescue:
             self._outbox.do(act.CancelSave())
             failed = m.SaveFailed(self._state.rank, order.incident, order.generation, "it was cancelled", may_pass=True)
             self._results[m.Save, order.generation] = failed
-        self._order = self._redo_until = None
+        self._order, self._redo_until, self._waits = None, None, False
 
     # -------------------------------------------------------------------------------------------------------- answers
 
-    def quiet(self, quiet: ev.Quiet) -> None:
-        """Answer the freeze with the state behind the closed gate."""
+    def quiet(self, quiet: ev.Quiet, now: float) -> None:
+        """Answer the freeze with the state behind the closed gate, and begin a save that waits for it."""
+        self._answer(quiet)
+        if self._waits and isinstance(self._order, m.Save):
+            self._save(self._order, now)
+
+    def _answer(self, quiet: ev.Quiet) -> None:
         state = self._state
         state.version, state.phase, self._preimage = quiet.version, quiet.phase, quiet.has_preimage
         if self._redoing is not None and (quiet.version >= self._redoing or quiet.phase is m.Phase.TORN):
