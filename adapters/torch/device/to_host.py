@@ -1,13 +1,15 @@
 """Copies large tensors from devices to the host for a save, on a side stream: the training's stream may hang.
 
-Kernels and memory are prepared at the start, because a device may refuse both while it hangs. See decision 31.
+Only copies of dense memory are queued, which the device's copy engines carry out. No kernel is: if enough streams hang,
+a device starts no kernel on any other stream. Memory is allocated at the start. See decisions 31 and 68.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,13 +18,10 @@ from ttp.adapters.torch.device.accelerator import Event, Runtime, flat_bytes, ho
 
 RING_BYTES = 64 << 20
 """Size in bytes of each pinned buffer."""
-PACK_BYTES = 8 << 20
-"""Bytes of memory on each device in which tensors with gaps are packed, slab by slab."""
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-ONCE_BYTES = 256
-"""Bytes of device memory that ``launch_once`` needs."""
+_COPY_BYTES = 128 << 10
+"""Bytes that a device moves in the time that another copy costs: gaps up to that size are copied, too."""
 _START_S = 60.0
-"""Seconds that a device may take to load the kernels."""
+"""Seconds that a device may take for its first copy."""
 
 
 @dataclass(slots=True)
@@ -33,13 +32,13 @@ class _Flight:
         event: the mark behind the copy; None: the chunk is on the host already.
         staged: the pinned memory to which it is copied first.
         target: the memory to which it is copied from there.
-        completes: the tensor on the host whose last chunk this is; None: more chunks follow.
+        completes: returns the tensor on the host whose last chunk this is; None: more chunks follow.
     """
 
     event: Event | None
     staged: Tensor
     target: Tensor
-    completes: Tensor | None
+    completes: Callable[[], Tensor] | None
 
 
 class HostCopier:
@@ -49,7 +48,6 @@ class HostCopier:
         runtimes: the devices; empty: all tensors are on the host, and are returned themselves.
         ring: number of pinned buffers, allocated in the constructor.
         buffer_bytes: size of each of these buffers.
-        pack_bytes: bytes of memory for packing tensors with gaps, allocated on each device in the constructor.
         timeout_s: seconds that one chunk may take before the device counts as hanging.
 
     Raises:
@@ -62,16 +60,14 @@ class HostCopier:
         *,
         ring: int = 2,
         buffer_bytes: int = RING_BYTES,
-        pack_bytes: int = PACK_BYTES,
         timeout_s: float = 60.0,
     ) -> None:
         self._runtimes = runtimes
         self._timeout_s = timeout_s
         self._ring = [runtimes[0].pinned(buffer_bytes) for _ in range(ring)] if runtimes else []
-        self._packs = {id(runtime): runtime.on_device(max(pack_bytes, ONCE_BYTES)) for runtime in runtimes}
         self._turn = 0
         for runtime in runtimes:
-            launch_once(runtime, self._packs[id(runtime)], self._ring[0])
+            _copy_once(runtime, self._ring[0])
 
     def copy_to_host(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
         """Yield the tensors in order, each as an ordinary CPU tensor of the same shape, dtype and memory format.
@@ -95,14 +91,19 @@ class HostCopier:
         for tensor in map(Tensor.detach, tensors):
             runtime = holder(self._runtimes, tensor)
             if runtime is None:
-                yield _Flight(None, tensor, tensor, tensor)
+                yield _Flight(None, tensor, tensor, tensor.detach)
                 continue
             source = _by_stride(tensor)
-            target = torch.empty(source.shape, dtype=tensor.dtype)
-            slabs = self._dense(source) if source.is_contiguous() else self._packed(runtime, source)
-            yield from self._fly(runtime, slabs, flat_bytes(target), _back(tensor, target))
+            run, span = _run(source), _span(source)
+            with_gaps = span <= source.numel() // run * (run + _COPY_BYTES // source.element_size())
+            runs = iter([source.as_strided((span,), (1,))]) if with_gaps else _runs(source, run)
+            target = torch.empty(span if with_gaps else source.numel(), dtype=tensor.dtype)
+            whole = partial(_shaped, target, tensor, with_gaps)
+            yield from self._fly(runtime, self._slabs(runs), flat_bytes(target), whole)
 
-    def _fly(self, runtime: Runtime, slabs: Iterator[Tensor], target: Tensor, whole: Tensor) -> Iterator[_Flight]:
+    def _fly(
+        self, runtime: Runtime, slabs: Iterator[Tensor], target: Tensor, whole: Callable[[], Tensor]
+    ) -> Iterator[_Flight]:
         at, size = 0, target.numel()
         for slab in slabs:
             end = at + slab.numel()
@@ -113,24 +114,13 @@ class HostCopier:
             yield _Flight(runtime.mark(side=True), staged, target[at:end], whole if end == size else None)
             at = end
 
-    def _dense(self, source: Tensor) -> Iterator[Tensor]:
-        """Yield the bytes of a dense tensor in slabs that fit a pinned buffer; of an empty tensor one empty slab."""
-        data, step = flat_bytes(source), self._ring[0].numel()
-        for start in range(0, max(1, data.numel()), step):
-            yield data[start : start + step]
-
-    def _packed(self, runtime: Runtime, source: Tensor) -> Iterator[Tensor]:
-        """Yield the elements of a tensor with gaps in order, packed slab by slab into one piece of device memory.
-
-        One piece is enough: the copy out of it is queued before the next slab, on the same stream.
-        """
-        memory = self._packs[id(runtime)]
-        room = min(memory.numel(), self._ring[0].numel())
-        for slab in _slabs(words(source), room // source.element_size()):
-            packed = memory[: slab.nbytes]
-            with runtime.on_side():
-                packed.view(slab.dtype).view(slab.shape).copy_(slab)
-            yield packed
+    def _slabs(self, runs: Iterator[Tensor]) -> Iterator[Tensor]:
+        """Yield the bytes of dense tensors in slabs that fit a pinned buffer; of an empty tensor one empty slab."""
+        step = self._ring[0].numel()
+        for run in runs:
+            data = flat_bytes(run)
+            for start in range(0, max(1, data.numel()), step):
+                yield data[start : start + step]
 
     def _land(self, flight: _Flight) -> Iterator[Tensor]:
         if flight.event is not None:
@@ -138,39 +128,20 @@ class HostCopier:
                 raise TimeoutError(f"{flight.target.numel()} bytes did not leave the device in {self._timeout_s:g} s")
             flight.target.copy_(flight.staged)
         if flight.completes is not None:
-            yield flight.completes
+            yield flight.completes()
 
 
-def words(tensor: Tensor) -> Tensor:
-    """Return a view of the elements as plain integers of the same size, so that few kernels copy any kind of tensor."""
-    return tensor.detach().view(_WORDS[tensor.element_size()])
-
-
-def launch_once(runtime: Runtime, memory: Tensor, pinned: Tensor) -> None:
-    """Load every kernel that copies tensors with gaps, by running it once, while nothing hangs.
-
-    Args:
-        runtime: the device.
-        memory: at least ``ONCE_BYTES`` bytes on the device, which are overwritten.
-        pinned: pinned memory, which is overwritten.
+def _copy_once(runtime: Runtime, pinned: Tensor) -> None:
+    """Copy some bytes, while nothing hangs: the first copy on a stream may have to wait for others.
 
     Raises:
         TimeoutError: the device does not respond.
     """
+    memory = runtime.on_device(min(256, pinned.numel()))
     with runtime.on_side():
-        for word in _WORDS.values():
-            there, here = (half.view(word) for half in memory[:ONCE_BYTES].chunk(2))
-            side = 8 if there.numel() >= 64 else 4 if there.numel() >= 16 else 2
-            square = there[: side * side].view(side, side)
-            here[: side * side].view(side, side).copy_(square.t())
-            cube = there[:8].view(2, 2, 2)
-            here[:8].view(2, 2, 2).copy_(cube.permute(2, 1, 0))
-            here[: side * (side // 2)].view(side, side // 2).copy_(square[:, : side // 2])
-            here[:4].copy_(there[:1].expand(4))
-        count = min(ONCE_BYTES, pinned.numel())
-        pinned[:count].copy_(memory[:count], non_blocking=True)
+        pinned[: memory.numel()].copy_(memory, non_blocking=True)
     if not poll(runtime.mark(side=True).query, _START_S):
-        raise TimeoutError(f"the device did not finish its first copies within {_START_S:g} s")
+        raise TimeoutError(f"the device did not finish its first copy within {_START_S:g} s")
 
 
 def _by_stride(tensor: Tensor) -> Tensor:
@@ -178,18 +149,41 @@ def _by_stride(tensor: Tensor) -> Tensor:
     return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
 
 
-def _back(tensor: Tensor, target: Tensor) -> Tensor:
-    """Return a view of ``target``, whose shape is that of ``_by_stride(tensor)``, in the dimensions of ``tensor``."""
-    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    return target.permute(sorted(range(tensor.dim()), key=order.__getitem__))
+def _run(source: Tensor) -> int:
+    """Return the number of elements that lie together in memory, at least 1; ``source`` is in the order of memory."""
+    run = 1
+    for size, stride in zip(reversed(source.shape), reversed(source.stride()), strict=True):
+        if size != 1 and stride != run:
+            break
+        run *= size
+    return max(1, run)
 
 
-def _slabs(tensor: Tensor, limit: int) -> Iterator[Tensor]:
-    """Yield the tensor in slabs of at most ``limit`` elements, in the order of its elements."""
-    if tensor.numel() <= limit:
-        yield tensor
-    elif (row := tensor.numel() // tensor.shape[0]) <= limit:
-        yield from torch.split(tensor, limit // row)
+def _span(source: Tensor) -> int:
+    """Return the number of elements from the first to the last one in memory, gaps included."""
+    if not source.numel():
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(source.shape, source.stride(), strict=True))
+
+
+def _runs(source: Tensor, run: int) -> Iterator[Tensor]:
+    """Yield the parts of a tensor that are dense, each of ``run`` elements, in the order of its elements."""
+    if source.numel() == run:
+        yield source
     else:
-        for part in tensor.unbind(0):
-            yield from _slabs(part, limit)
+        for part in source.unbind(0):
+            yield from _runs(part, run)
+
+
+def _shaped(copied: Tensor, tensor: Tensor, with_gaps: bool) -> Tensor:
+    """Return copied elements in the shape and memory format of ``tensor``.
+
+    Args:
+        copied: the memory of the elements in its order.
+        tensor: the original.
+        with_gaps: ``copied`` also has what lies between the elements.
+    """
+    source = _by_stride(tensor)
+    whole = copied.as_strided(source.shape, source.stride()).contiguous() if with_gaps else copied.view(source.shape)
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return whole.permute(sorted(range(tensor.dim()), key=order.__getitem__))

@@ -9,8 +9,8 @@ By default a sample is read: everything if the state is small, else evenly space
 blocks depends on the version, so a later save can find damage that an earlier one missed. Digests can be compared only
 if they are of the same version and were made in the same mode (``TTP_DIGEST``).
 
-Host memory is read in place. On a device, samples are packed on the side stream into memory that was allocated at the
-start, because the training's stream may hang and an allocation would queue behind it.
+Host memory is read in place. From a device, samples are copied on the side stream into pinned memory that was allocated
+at the start, because the training's stream may hang and an allocation would queue behind it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ import xxhash
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ttp.adapters.torch.device.accelerator import Runtime, holder, poll
-from ttp.adapters.torch.device.to_host import launch_once, words
+from ttp.adapters.torch.device.accelerator import Runtime, flat_bytes, holder, poll
 from ttp.adapters.torch.saving.flatten_state import leaves
 from ttp.adapters.torch.saving.piece_index import StatePath
 from ttp.adapters.torch.saving.state import optimizer_state
@@ -125,19 +124,14 @@ class Inspector:
 
     Args:
         mode: ``sample`` or ``all``, as in ``TTP_DIGEST``.
-        runtimes: the devices of the state, on each of which the constructor allocates 8 MiB; empty: the state is on
-            the host.
+        runtimes: the devices of the state; empty: it is on the host. The constructor allocates 8 MiB of pinned memory.
     """
 
     def __init__(self, mode: str = "sample", runtimes: Sequence[Runtime] = ()) -> None:
         self._mode = mode
         self._runtimes = runtimes
         self._limit = _PACK_DEVICE if runtimes else _PACK_HOST
-        self._packed = {id(runtime): runtime.on_device(_PACK_DEVICE) for runtime in runtimes}
         self._pinned = runtimes[0].pinned(_PACK_DEVICE) if runtimes else None
-        for runtime in runtimes:
-            assert self._pinned is not None
-            launch_once(runtime, self._packed[id(runtime)], self._pinned)
 
     @torch.no_grad()
     def look(self, leaves: Iterable[ComparedTensor], version: int) -> Findings:
@@ -222,13 +216,13 @@ class Inspector:
 
     def _from_device(self, runtime: Runtime, pieces: list[Tensor]) -> Tensor:
         assert self._pinned is not None
-        memory, size = self._packed[id(runtime)], sum(piece.nbytes for piece in pieces)
-        copied = [words(piece) for piece in pieces]
-        packed = memory[:size].view(copied[0].dtype)
+        size = 0
         with runtime.on_side():
-            for slot, piece in zip(torch.split(packed, [p.numel() for p in copied]), copied, strict=True):
-                slot.view(piece.shape).copy_(piece)
-            self._pinned[:size].copy_(memory[:size], non_blocking=True)
+            for piece in pieces:
+                for row in piece if piece.dim() == 2 else (piece,):  # each is dense, so no kernel is needed
+                    source = flat_bytes(row)
+                    self._pinned[size : size + source.numel()].copy_(source, non_blocking=True)
+                    size += source.numel()
         event = runtime.mark(side=True)
         if not poll(event.query, _PATIENCE_S):
             raise TimeoutError(f"{size} bytes did not leave the device in {_PATIENCE_S:g} s")

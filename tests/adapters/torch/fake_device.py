@@ -15,7 +15,8 @@ in case the exception is swallowed:
 * a thread in ``no_waiting()`` waits for the device;
 * work is queued while a CUDA graph is captured (``capturing``);
 * a thread waits for a stream that hangs, or launches a kernel for the first time while one hangs: the kernel is loaded
-  lazily, and the call would never return.
+  lazily, and the call would never return;
+* a kernel is launched on a side stream while a stream hangs: it may never start. Copies of dense memory do.
 """
 
 from __future__ import annotations
@@ -296,6 +297,8 @@ class FakeDevice:
         if func is _copy and self._straight(args[0], args[1]):
             return
         kernel = (str(func), *sorted({str(t.dtype) for t in tensors}), all(t.is_contiguous() for t in tensors))
+        if self.current.side and any(stream.hangs for stream in self._streams):
+            self.sin(f"{kernel} may never start beside kernels that never end")
         if kernel not in self._loaded:
             self.pump()
             if any(stream.hangs for stream in self._streams):

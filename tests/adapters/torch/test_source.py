@@ -156,7 +156,7 @@ class OnDevice:
         source.begun, source.finished, source.reduced = (DeviceFence(runtime) for _ in range(3))
         self.put()
         source.swapped = Swapped([job.optimizer], {}, [runtime])
-        source._copier = HostCopier([runtime], buffer_bytes=256, pack_bytes=256)
+        source._copier = HostCopier([runtime], buffer_bytes=256)
         reporter: Any = DeviceReporter(job.processor, source)  # type: ignore[arg-type]
         job.adapter._attachment._reporter, job.adapter._attachment._fence = reporter, source.finished  # type: ignore
 
