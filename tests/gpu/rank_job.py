@@ -137,6 +137,8 @@ def train() -> None:
     ttp.wrap_optimizer(optimizer, model=model, scheduler=scheduler, save_dir=JOB_DIR / "checkpoints")
     start = ttp.restore()
     note("start", start)
+    if "LD_PRELOAD" in os.environ and "TTP_PORT" in os.environ:
+        wait_until_warm()
     for step in range(start, STEPS):
         hurt(step, "data")
         data = torch.randn(16, 32, generator=torch.Generator().manual_seed(1000 * step + RANK)).to(DEVICE)
@@ -151,6 +153,13 @@ def train() -> None:
         hurt(step, "stepped")
         scheduler.step()
     finish(model, optimizer)
+
+
+def wait_until_warm() -> None:
+    """Wait until the launcher can replace a dead rank; elsewhere the tests fork launchers that can from the start."""
+    deadline = time.monotonic() + 60
+    while "the next restart is warm" not in (JOB_DIR / "launcher.log").read_text() and time.monotonic() < deadline:
+        time.sleep(0.1)
 
 
 def note(kind: str, value: int) -> None:

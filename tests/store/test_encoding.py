@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from collections import OrderedDict
+from types import SimpleNamespace
 from typing import Any
 
 import msgpack
@@ -16,6 +17,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ttp.store import arrays
 from ttp.store.encoding import EncodingError, decode, encode
 from ttp.store.repeated_encoding import RepeatedEncoder
 
@@ -166,6 +168,24 @@ def test_arrays_come_back_writable() -> None:
     assert array.tolist() == tensor.tolist() == [1, 0]
 
 
+@pytest.mark.parametrize(("device", "name"), [("cpu", []), ("cuda:0", ["cuda"]), ("cuda:1", ["cuda:1"])])
+def test_a_tensor_on_a_device_is_kept_with_its_device(
+    device: str, name: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a number if it is on the current one, which another rank may have under another number."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert arrays._elsewhere(torch.device(device)) == name
+
+
+@pytest.mark.parametrize(("used", "where"), [(True, "meta"), (False, "cpu")])
+def test_it_comes_back_on_a_device_that_the_process_uses(
+    used: bool, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = [*arrays.pack_tensor(torch.ones(2)), "meta"]
+    monkeypatch.setattr(torch, "meta", SimpleNamespace(is_initialized=lambda: used), raising=False)
+    assert arrays.unpack_tensor(fields).device.type == where
+
+
 class Foo:
     def __repr__(self) -> str:
         return "<Foo>"  # without an address: names of tests must be the same in every process
@@ -269,6 +289,9 @@ BOMBS = {
         msgpack.packb(msgpack.ExtType(32, msgpack.packb(["float32", [-1], bytes(8), False, False])))
     ),
     "no dtype of torch": bytes(msgpack.packb(msgpack.ExtType(32, msgpack.packb(["load", [1], b"", False, False])))),
+    "no device of torch": bytes(
+        msgpack.packb(msgpack.ExtType(32, msgpack.packb(["float32", [1], bytes(4), False, False, "moon"])))
+    ),
     "half a pair": bytes(msgpack.packb(msgpack.ExtType(5, msgpack.packb([1])))),
     "a list as a key": bytes(msgpack.packb(msgpack.ExtType(5, msgpack.packb([[1], 1])))),
     "no list": bytes(msgpack.packb(msgpack.ExtType(1, msgpack.packb(1)))),

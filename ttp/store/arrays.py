@@ -103,7 +103,7 @@ def pack_tensor(tensor: Any, index: int | None = None) -> list[Any]:
             ``may_be_apart`` is true.
 
     Returns:
-        ``[dtype, shape, bytes or index, requires_grad, is_parameter]``.
+        ``[dtype, shape, bytes or index, requires_grad, is_parameter]``, and the device if that is not the CPU.
 
     Raises:
         NotPlainError: the tensor is of another subclass, is not strided, or has no data.
@@ -124,28 +124,60 @@ def pack_tensor(tensor: Any, index: int | None = None) -> list[Any]:
         return [dtype, shape, index, tensor.requires_grad, is_parameter]
     plain = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
     data = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
-    return [dtype, shape, data, tensor.requires_grad, is_parameter]
+    return [dtype, shape, data, tensor.requires_grad, is_parameter, *_elsewhere(tensor.device)]
 
 
 def unpack_tensor(fields: list[Any]) -> Any:
-    """Make a tensor, on the CPU, from the fields that ``pack_tensor`` returned.
+    """Make a tensor from the fields that ``pack_tensor`` returned.
+
+    It is made on the CPU, except in a process that uses such a device as it was on: there it is put on that device, as
+    ``torch.load`` does.
 
     Args:
-        fields: ``[dtype, shape, bytes, requires_grad, is_parameter]``.
+        fields: ``[dtype, shape, bytes, requires_grad, is_parameter]``, and perhaps the device.
 
     Raises:
-        ValueError: the bytes do not fit the shape, or torch has no such dtype.
+        ValueError: the bytes do not fit the shape, or torch has no such dtype or device.
     """
     import torch
 
-    name, shape, data, requires_grad, is_parameter = fields
+    name, shape, data, requires_grad, is_parameter, *device = fields
     dtype = getattr(torch, name, None) if _TORCH_DTYPE.fullmatch(name) else None
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"torch has no dtype {name!r}")
     _check_shape(shape, dtype.itemsize, data)
     flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
     tensor = flat.reshape(shape)
+    if device and _is_used(device[0]):
+        tensor = tensor.to(device[0])
     return torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
+
+
+def _elsewhere(device: Any) -> list[str]:
+    """Return the name of a device in a list, without its number if it is the process's current one; CPU: []."""
+    import torch
+
+    if device.type == "cpu":
+        return []
+    current = getattr(getattr(torch, device.type, None), "current_device", lambda: None)()
+    return [device.type if device.index == current else str(device)]
+
+
+def _is_used(name: Any) -> bool:
+    """Return whether this process uses this device.
+
+    Raises:
+        ValueError: it is no device's name.
+    """
+    import torch
+
+    try:
+        device: Any = torch.device(name)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"torch has no device {name!r}") from None
+    library: Any = getattr(torch, device.type, None)
+    used = bool(getattr(library, "is_initialized", lambda: False)())
+    return used and (device.index is None or device.index < library.device_count())
 
 
 def _check_shape(shape: list[int], itemsize: int, data: bytes) -> None:
