@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import ttp
 from tests.gpu import made_up_nccl
 from tests.gpu.made_up import MadeUp
+from ttp.processor.import_list import AFTER_UPDATES
 
 JOB_DIR = Path(os.environ["JOB_DIR"])
 STEPS = int(os.environ["JOB_STEPS"])
@@ -137,9 +138,9 @@ def train() -> None:
     ttp.wrap_optimizer(optimizer, model=model, scheduler=scheduler, save_dir=JOB_DIR / "checkpoints")
     start = ttp.restore()
     note("start", start)
-    if "LD_PRELOAD" in os.environ and "TTP_PORT" in os.environ:
-        wait_until_warm()
     for step in range(start, STEPS):
+        if step == AFTER_UPDATES and "LD_PRELOAD" in os.environ and "TTP_PORT" in os.environ:
+            wait_until_warm()
         hurt(step, "data")
         data = torch.randn(16, 32, generator=torch.Generator().manual_seed(1000 * step + RANK)).to(DEVICE)
         optimizer.zero_grad()
