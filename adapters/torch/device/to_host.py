@@ -1,7 +1,7 @@
 """Copies large tensors from devices to the host for a save, on a side stream: the training's stream may hang.
 
 Only copies of dense memory are queued, which the device's copy engines carry out. No kernel is: if enough streams hang,
-a device starts no kernel on any other stream. Memory is allocated at the start. See decisions 31 and 68.
+a device starts no kernel on any other stream. Memory is allocated at the start. See decision 31.
 """
 
 from __future__ import annotations
