@@ -26,14 +26,21 @@ class ArrivalWriter:
     def __init__(self, write: Write, release: Callable[[Staged], None]) -> None:
         self._write = write
         self._release = release
+        self._given = self._done = 0
         self.arrived = 0
         """Number of captures that have arrived: as long as it grows, the device is working."""
         self._inbox: Inbox[tuple[int, bool, bytes | None, Staged] | None] = Inbox()
         self._thread = threading.Thread(target=self._run, name="ttp-pages", daemon=True)
         self._thread.start()
 
+    @property
+    def idle(self) -> bool:
+        """Whether all captures have arrived, and this thread does nothing until the next one is handed over."""
+        return self._given == self._done
+
     def put(self, version: int, final: bool, head: bytes | None, staged: Staged) -> None:
         """Hand over a capture. For the training thread."""
+        self._given += 1
         self._inbox.put((version, final, head, staged))
 
     def close(self) -> None:
@@ -52,3 +59,4 @@ class ArrivalWriter:
             except Exception as problem:  # the device is broken, and the capture lost
                 log.debug("a capture of device buffers did not arrive: %s", problem)
             self._release(staged)
+            self._done += 1

@@ -43,6 +43,7 @@ class Staged:
         staging: the host memory of the small buffers.
         large: the copies of the large buffers.
         stands: no write to a buffer was seen since the capture before.
+        in_page: the page holds the capture already.
     """
 
     parts: list[Buffer] = field(default_factory=list)
@@ -51,6 +52,7 @@ class Staged:
     staging: _StagingBuffer | None = None
     large: list[_Held] = field(default_factory=list)
     stands: bool = False
+    in_page: bool = False
 
 
 @dataclass(slots=True)
@@ -167,6 +169,11 @@ class DeviceBuffers:
                     staged.parts[place] = _bytes_of(entry.tensor)
         staged.ready = events[0] if len(events) == 1 else AllEvents(events)
         return staged
+
+    @property
+    def bare(self) -> bool:
+        """Whether the module has no buffers, so that a capture waits for the devices but brings nothing from them."""
+        return not (self.table.small or self.table.large)
 
     def stands(self) -> bool:
         """Return whether no write to a buffer was seen since the last capture.

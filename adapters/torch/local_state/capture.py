@@ -161,7 +161,7 @@ class LocalCapture:
         """Write the image to the page, or have it written when it arrives from a device. Never raises."""
         try:
             if self._device is not None:
-                self._stage(self._device, version, final)
+                self._stage(page, self._device, version, final)
                 return
             host = self._host
             if host is None or not (self._stands() and self._buffers_stand()):
@@ -246,7 +246,7 @@ class LocalCapture:
             self._head = (facts, encode_head(self._names, infos, several))
         return self._head[1]
 
-    def _stage(self, device: DeviceBuffers, version: int, final: bool) -> None:
+    def _stage(self, page: PageWriter, device: DeviceBuffers, version: int, final: bool) -> None:
         """Begin to copy the buffers from the device, and hand the rest of the image to the thread that writes it.
 
         Nothing is copied if nothing has changed since the provisional capture. The first updates copy nevertheless, to
@@ -269,6 +269,9 @@ class LocalCapture:
         staged.kept += [(stamp, bytes(data)) for stamp, data in apart]  # the page is written later: no live memory
         if not final:
             self._in_page = version, head, apart
+            if device.bare and (self._arrivals is None or self._arrivals.idle):
+                # No device is behind, so no older page is needed: this one is written before gradients leave.
+                staged.in_page = page.write(version, False, (head,), staged.kept)
         self._hand_over(device, version, final, head, staged)
 
     def _hand_over(self, device: DeviceBuffers, version: int, final: bool, head: bytes | None, staged: Staged) -> None:
@@ -285,7 +288,7 @@ class LocalCapture:
             if staged.stands and None not in (buffers, before[1]) and buffers != before[1]:
                 device.trusted = False
             self._arrived = version, buffers
-            written = page.write(version, final, [head, *staged.parts], staged.kept)
+            written = staged.in_page or page.write(version, final, [head, *staged.parts], staged.kept)
         else:
             written = version == before[0] and page.finish(version)
         if written and self.on_written is not None:

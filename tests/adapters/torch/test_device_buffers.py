@@ -1,0 +1,297 @@
+"""Buffers on a made-up device: captured in the order of its work, and written when they arrive."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.adapters.torch.fake_device import SIDE, TRAINING, FakeDevice, Watching
+from tests.adapters.torch.fake_runtime import FakeRuntime
+from tests.waiting import until
+from ttp.adapters.torch.device import staging
+from ttp.adapters.torch.device.accelerator import poll
+from ttp.adapters.torch.local_state import buffers
+from ttp.adapters.torch.local_state.capture import LocalCapture
+from ttp.adapters.torch.local_state.image import LocalState, decode
+from ttp.adapters.torch.local_state.rng import RngState
+from ttp.processor.local_state import pages
+from ttp.processor.local_state.pages import PageWriter, read_page
+
+LARGE = buffers.LARGE_BYTES // 4
+
+
+class Page:
+    """A page of a model on a device, with a reader."""
+
+    def __init__(self, directory: Path, device: Any) -> None:
+        self.writer = PageWriter(directory / "pages", 0, incarnation=1)
+        self.model: Any = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        self.model.register_buffer("mask", torch.ones(LARGE))
+        self.model.register_buffer("strided", torch.arange(6.0)[::2])
+        self.model.register_buffer("counter", torch.tensor(7))
+        self.here = "counter"  # the one that is on the host
+        for name, buffer in self.model.named_buffers():
+            if name != self.here:
+                device.device.put(buffer)
+        self.device = device
+        self.capture = LocalCapture(self.model, page=self.writer, runtimes=[device])
+
+    def state(self, version: int) -> LocalState | str:
+        found = read_page(self.writer.path.parent, 0, version, 1)
+        if isinstance(found, pages.Page):
+            return decode(found.data) if found.final else "it is not final"
+        return found
+
+    def arrived(self, version: int) -> LocalState:
+        until(lambda: not isinstance(self.state(version), str), 30, lambda: self.state(version), 0.001)
+        state = self.state(version)
+        assert not isinstance(state, str)
+        return state
+
+    def step(self, version: int) -> dict[str, Any]:
+        """Queue one update in which every buffer changes in place. Returns their values afterwards."""
+        expected = self.change(version)
+        self.capture.capture(version, final=True)
+        return expected
+
+    def change(self, version: int) -> dict[str, Any]:
+        with torch.no_grad():
+            self.model[1].running_mean.fill_(version)
+            self.model.mask.fill_(version)
+            self.model.strided.add_(1)
+            self.model.counter += 1
+        strided = torch.arange(6.0)[::2] + version
+        return {
+            "1.running_mean": torch.full((3,), float(version)),
+            "mask": torch.full((LARGE,), float(version)),
+            "strided": strided,
+            "counter": torch.tensor(7 + version),
+        }
+
+    def check(self, version: int, expected: dict[str, Any]) -> None:
+        found = self.arrived(version)
+        assert set(found.buffers) == {name for name, _ in self.model.named_buffers()} and found.rng
+        for name, tensor in expected.items():
+            assert torch.equal(found.buffers[name], tensor), (version, name)
+
+
+class TestBuffers:
+    @pytest.fixture(params=[TRAINING, SIDE])
+    def device(self, request: Any) -> Any:
+        return FakeRuntime(order=request.param)
+
+    @pytest.fixture
+    def page(self, tmp_path: Path, device: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Page]:
+        monkeypatch.setattr(staging, "_TWIN_BYTES", LARGE)  # a large buffer takes several turns
+        made = Page(tmp_path, device)
+        with Watching(device.device):
+            yield made
+        device.device.release()
+        device.moving.set()
+        made.capture.close()
+        made.writer.close(unlink=True)
+        assert not device.device.sins
+
+    def test_they_arrive_as_they_were_however_far_the_training_is(self, device: Any, page: Page) -> None:
+        device.moving.clear()
+        expected = {version: page.step(version) for version in (1, 2, 3)}
+        page.model.counter += 100
+        assert isinstance(page.state(1), str)
+        device.moving.set()
+        for version in (3, 2, 1):
+            page.check(version, expected[version])
+        assert not page.capture.problem
+
+    def test_pages_are_those_of_versions_that_the_device_has_reached(self, device: Any, page: Page) -> None:
+        """The host is three updates ahead of a device that hangs. The page of the device's version is kept."""
+        expected = page.step(1)
+        page.arrived(1)
+        device.device.hang()
+        for version in (2, 3, 4):
+            page.step(version)
+        device.device.run()
+        page.check(1, expected)
+        assert all(isinstance(page.state(version), str) for version in (2, 3, 4))
+
+    def test_in_the_steady_state_nothing_is_set_aside_and_nobody_waits(self, device: Any, page: Page) -> None:
+        for version in range(1, 10):
+            expected = page.step(version)
+        page.check(9, expected)
+        device.device.seal()
+        with device.device.no_waiting():
+            for version in range(10, 40):
+                if version % 10 == 0:
+                    page.model[1].register_buffer("running_mean", device.device.put(torch.zeros(3)))
+                page.check(version, page.step(version))
+        assert not device.device.waits
+
+    def whole_update(self, page: Page, version: int, at_gate: Any = None) -> dict[str, Any]:
+        """Queue an update as a training does, with a capture in the backward pass, one at the gate and a final one."""
+        expected = page.change(version)
+        page.capture.capture(version, final=False)
+        if at_gate is not None:
+            at_gate()
+        page.capture.look_again(version)
+        page.capture.capture(version, final=True)
+        return expected
+
+    def test_what_has_not_changed_since_the_backward_pass_is_not_copied_again(self, device: Any, page: Page) -> None:
+        for version in range(1, 7):
+            page.check(version, self.whole_update(page, version))
+        finished: list[tuple[int, bool]] = []
+        page.capture.on_written = lambda version, final: finished.append((version, final))
+        device.log.clear()
+        page.check(7, self.whole_update(page, 7))
+        until(lambda: (7, True) in finished, 30)
+        assert device.log.count("side") == 1 + LARGE * 4 // staging._TWIN_BYTES  # the small ones, and a large one
+        assert finished == [(7, False), (7, True)]
+
+    @pytest.mark.parametrize("what", ["buffer", "numbers"])
+    def test_what_changes_at_the_gate_is_copied_again(self, page: Page, what: str) -> None:
+        def act() -> None:
+            page.model[1].num_batches_tracked.add_(1) if what == "buffer" else torch.rand(1)
+
+        for version in range(1, 10):
+            expected = self.whole_update(page, version, act if version == 9 else None)
+        expected |= {"1.num_batches_tracked": page.model[1].num_batches_tracked}
+        drawn = torch.rand(4)
+        page.check(9, expected)
+        RngState([]).restore(page.arrived(9).rng)
+        assert torch.equal(torch.rand(4), drawn)
+
+    def test_a_version_is_not_final_before_the_device_has_finished_it(self, device: Any, page: Page) -> None:
+        for version in range(1, 7):
+            page.check(version, self.whole_update(page, version))
+        finished: list[tuple[int, bool]] = []
+        page.capture.on_written = lambda version, final: finished.append((version, final))
+        page.change(7)
+        page.capture.capture(7, final=False)
+        until(lambda: finished == [(7, False)], 30)
+        device.device.hang()
+        page.capture.capture(7, final=True)
+        device.device.run()
+        assert not poll(lambda: len(finished) > 1, 0.1)
+        device.device.release()
+        until(lambda: finished == [(7, False), (7, True)], 30)
+
+    def test_a_buffer_whose_writes_torch_does_not_count_is_copied_each_time(self, device: Any, page: Page) -> None:
+        def uncounted() -> None:
+            page.model[1].running_var.data.add_(1)
+
+        for version in range(1, 12):
+            expected = self.whole_update(page, version, uncounted)
+            expected |= {"1.running_var": torch.full((3,), 1.0 + version)}
+            page.check(version, expected)
+
+    def test_buffers_of_another_form_are_described_as_such(self, device: Any, page: Page) -> None:
+        page.step(1)
+        page.model[1].register_buffer("running_mean", device.device.put(torch.full((5,), 6.0)))
+        page.capture.capture(2, final=True)
+        assert page.arrived(2).buffers["1.running_mean"].tolist() == [6.0] * 5
+
+    def test_nothing_becomes_part_of_a_cuda_graph(self, device: Any, page: Page) -> None:
+        """Forward and backward pass run once for the capture of the graph, and call the hooks."""
+        page.step(1)
+        device.device.capturing = True
+        page.capture.capture(2, final=False)
+        device.device.capturing = False
+        page.check(2, page.step(2))
+        assert not page.capture.problem
+
+    def test_a_large_constant_one_is_brought_once(self, device: Any, page: Page) -> None:
+        page.capture.capture(0, final=True)
+        page.arrived(0)
+        before = device.device.allocated
+        device.log.clear()
+        for version in range(1, 12):
+            page.capture.capture(version, final=True)
+            page.arrived(version)
+        assert device.device.allocated == before
+        assert device.log.count("side") == 11, "the small ones, each time"
+
+    def test_without_any_buffer_a_page_waits_for_the_device_too(self, tmp_path: Path, device: Any) -> None:
+        writer = PageWriter(tmp_path / "pages", 0, incarnation=1)
+        capture = LocalCapture(nn.Linear(2, 2), page=writer, runtimes=[device])
+        device.moving.clear()
+        capture.capture(1, final=True)
+        assert isinstance(read_page(tmp_path / "pages", 0, 1, 1), str)
+        device.moving.set()
+        until(lambda: not isinstance(read_page(tmp_path / "pages", 0, 1, 1), str), 30)
+        capture.close(unlink=True)
+
+    def test_without_any_buffer_it_is_written_at_once_if_the_host_is_not_ahead(
+        self, tmp_path: Path, device: Any
+    ) -> None:
+        """So a rank that dies right after its gradients have left has a page of the version that its peers make."""
+        writer = PageWriter(tmp_path / "pages", 0, incarnation=1)
+        capture = LocalCapture(nn.Linear(2, 2), page=writer, runtimes=[device])
+        told: list[tuple[int, bool]] = []
+        capture.on_written = lambda version, final: told.append((version, final))
+
+        def settled(version: int) -> bool:
+            arrivals: Any = capture._arrivals
+            return (version, True) in told and bool(arrivals.idle)
+
+        for version in range(1, 7):
+            capture.capture(version, final=True)
+            until(partial(settled, version), 30)
+        device.moving.clear()
+        torch.rand(1)
+        capture.capture(7, final=False)
+        assert isinstance(read_page(tmp_path / "pages", 0, 7, 1), pages.Page)
+        capture.capture(7, final=True)
+        torch.rand(1)
+        capture.capture(8, final=False)
+        assert isinstance(read_page(tmp_path / "pages", 0, 8, 1), str), "the host is ahead: older pages are needed"
+        assert told[-1] == (6, True), "it is not told to others before the device has come so far"
+        device.moving.set()
+        until(lambda: told[-3:] == [(7, False), (7, True), (8, False)], 30)
+        assert isinstance(read_page(tmp_path / "pages", 0, 8, 1), pages.Page)
+        capture.close(unlink=True)
+
+    def test_a_device_that_does_not_move_does_not_stop_training(
+        self, device: Any, page: Page, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(staging, "_PATIENCE_S", 0.001)
+        device.moving.clear()
+        for version in range(1, 20):
+            page.step(version)
+        device.moving.set()
+        page.arrived(staging._COPIES_MAX)
+        assert isinstance(page.state(19), str) and not page.capture.problem
+
+    def test_a_broken_device_does_not_end_the_writer(self, device: Any, page: Page) -> None:
+        page.capture.capture(1, final=True)
+        device.device.broken = True
+        page.capture.capture(2, final=True)
+        page.capture.close()
+        assert isinstance(page.state(2), str)
+
+    @pytest.mark.supports("several devices in a process")
+    def test_buffers_of_several_devices_arrive_together(self, tmp_path: Path, device: Any) -> None:
+        other = FakeRuntime(FakeDevice(beside=device.device))
+        model: Any = nn.Module()
+        model.register_buffer("one", device.device.put(torch.ones(3)))
+        model.register_buffer("two", other.device.put(torch.full((LARGE,), 2.0)))
+        model.register_buffer("three", torch.full((2,), 3.0))
+        writer = PageWriter(tmp_path / "pages", 0, incarnation=1)
+        capture = LocalCapture(model, page=writer, runtimes=[device, other])
+        other.moving.clear()
+        with Watching(device.device, other.device):
+            capture.capture(1, final=True)
+        time.sleep(0.01)
+        assert isinstance(read_page(tmp_path / "pages", 0, 1, 1), str)
+        other.moving.set()
+        deadline = time.monotonic() + 30
+        while isinstance(found := read_page(tmp_path / "pages", 0, 1, 1), str):
+            assert time.monotonic() < deadline
+        got = decode(found.data).buffers
+        assert [set(got[name].tolist()) for name in ("one", "two", "three")] == [{1.0}, {2.0}, {3.0}]
+        capture.close(unlink=True)
