@@ -42,7 +42,8 @@ class Staged:
         ready: the mark behind the last copy; None: everything has arrived.
         staging: the host memory of the small buffers.
         large: the copies of the large buffers.
-        stands: no write to a buffer was seen since the capture before.
+        stands: no write to a buffer was seen since the capture before, of the same version.
+        learning: whether ``stands`` holds is to be checked.
         in_page: the page holds the capture already.
     """
 
@@ -52,6 +53,7 @@ class Staged:
     staging: _StagingBuffer | None = None
     large: list[_Held] = field(default_factory=list)
     stands: bool = False
+    learning: bool = False
     in_page: bool = False
 
 
@@ -127,7 +129,7 @@ class DeviceBuffers:
         self._turn = 0
         self._returned: Inbox[Staged] = Inbox()
         self._stuck = False
-        self._versions: list[int] = []
+        self._versions: list[int | None] = []
         self.trusted = True
         """Whether ``stands`` may be believed: False once a buffer changed of which it said that it did not."""
         self._build()
@@ -179,12 +181,14 @@ class DeviceBuffers:
         """Return whether no write to a buffer was seen since the last capture.
 
         Torch counts writes to a tensor, except some. Those of BatchNorm's kernels go with a write to
-        ``num_batches_tracked``, which it counts.
+        ``num_batches_tracked``, which it counts. Of inference tensors it counts none.
         """
-        return self.trusted and self.table.is_current() and self._counted() == self._versions
+        counted = self._counted()
+        return self.trusted and self.table.is_current() and None not in counted and counted == self._versions
 
-    def _counted(self) -> list[int]:
-        return [entry.tensor._version for entry in (*self.table.small, *self.table.large)]
+    def _counted(self) -> list[int | None]:
+        tensors = [entry.tensor for entry in (*self.table.small, *self.table.large)]
+        return [None if tensor.is_inference() else tensor._version for tensor in tensors]
 
     def mark(self) -> Event:
         """Return a mark behind the work that is queued on all devices so far."""

@@ -264,7 +264,7 @@ class LocalCapture:
         if staged is None:
             return  # the device hangs, so it will finish no new version; or a CUDA graph is being captured
         head = b"".join(self._small())  # after the capture, because its header describes the buffers that were found
-        staged.stands = staged.stands and version == known[0]
+        staged.stands, staged.learning = staged.stands and version == known[0], self._updates <= _LEARNING_UPDATES
         apart = [part for _, apart in self._sections.values() for part in apart]
         staged.kept += [(stamp, bytes(data)) for stamp, data in apart]  # the page is written later: no live memory
         if not final:
@@ -284,8 +284,8 @@ class LocalCapture:
         if page is None or device is None:
             return
         if head is not None:
-            buffers = b"".join(staged.parts) if self._updates <= _LEARNING_UPDATES + 1 else None
-            if staged.stands and None not in (buffers, before[1]) and buffers != before[1]:
+            buffers = b"".join(staged.parts) if staged.learning else None
+            if staged.stands and staged.learning and buffers != before[1]:
                 device.trusted = False
             self._arrived = version, buffers
             written = staged.in_page or page.write(version, final, [head, *staged.parts], staged.kept)

@@ -190,6 +190,19 @@ class TestBuffers:
             expected |= {"1.running_var": torch.full((3,), 1.0 + version)}
             page.check(version, expected)
 
+    def test_a_buffer_made_in_inference_mode_is_copied_each_time(self, page: Page, device: Any) -> None:
+        with torch.inference_mode():
+            page.model[1].register_buffer("running_var", device.device.put(torch.zeros(3)))
+        for version in range(1, 9):
+
+            def write(version: int = version) -> None:
+                with torch.inference_mode():
+                    page.model[1].running_var.fill_(version)
+
+            expected = self.whole_update(page, version, write)
+            page.check(version, expected | {"1.running_var": torch.full((3,), float(version))})
+        assert not page.capture.problem
+
     def test_buffers_of_another_form_are_described_as_such(self, device: Any, page: Page) -> None:
         page.step(1)
         page.model[1].register_buffer("running_mean", device.device.put(torch.full((5,), 6.0)))
