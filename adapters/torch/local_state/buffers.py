@@ -148,7 +148,7 @@ class BufferTable:
 
     def _add(self, owner: nn.Module, key: str, name: str, tensor: Tensor) -> None:
         info = BufferInfo(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-        trusted = name not in self._uncounted
+        trusted = name not in self._uncounted and not tensor.is_inference()  # such a tensor has no counter
         entry = BufferEntry(owner._buffers, key, info, tensor, tensor.data_ptr(), next(_serials), trusted)
         large = entry.size >= LARGE_BYTES and tensor.is_contiguous() and not isinstance(owner, _NormBase)
         (self.large if large else self.small).append(entry)
