@@ -154,7 +154,7 @@ class Trial:
     def _try(self) -> str:
         state = self._make_state()
         self._say(left_out(state))
-        return refusal(state, self._model) or "; ".join(self._grown())
+        return refusal(state, self._model) or "; ".join([*self._grown(), *self._made_late()])
 
     def _run(self, check: Callable[[], str]) -> None:
         try:
@@ -212,6 +212,15 @@ class Trial:
                     "program could not load it. Make it empty or None at first, give it its last shape before "
                     "wrap_optimizer(), or register it with persistent=False if it is a cache"
                 )
+
+    def _made_late(self) -> Iterator[str]:
+        """Yield messages about buffers that training has made: a restarted program has none when it restores."""
+        for name in sorted(ModelNames(self._model, None).buffer_names - self._names.buffer_names):
+            yield (
+                f"the buffer {name} was made after wrap_optimizer(): a restarted program would lose its value. "
+                "Register it, as None if it has no value yet, before wrap_optimizer(), or register it with "
+                "persistent=False if it is a cache"
+            )
 
     def _refuse_unsaved(self) -> None:
         """Refuse a new param group whose parameters this job would not save."""

@@ -10,7 +10,7 @@ library may have swapped what ``named_parameters()`` shows; the objects in ``opt
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,11 @@ class ModelNames:
         """The live tensor of every buffer that belongs into a checkpoint (persistent, not ``None``), by name."""
         found = ((name, owner._buffers.get(key)) for name, (owner, key) in self._buffer_owners.items())
         return {name: tensor for name, tensor in found if tensor is not None}
+
+    @property
+    def buffer_names(self) -> Set[str]:
+        """The names of all buffers that belong into a checkpoint, also of those that are ``None``."""
+        return self._buffer_owners.keys()
 
     @property
     def of_any_shape(self) -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from pathlib import Path
@@ -117,6 +118,20 @@ def test_one_that_grows_from_something_is_refused_while_nothing_is_lost(tmp_path
     """A restarted program begins with the first size, and could not load the checkpoint."""
     with pytest.raises(UsageError, match=r"seen had the shape \(1, 3\) .* and has \(\d, 3\) now.* empty or None"):
         saved_with(tmp_path, functools.partial(Remembering, torch.zeros(1, 3), True))
+
+
+@supports("buffers made in training")
+@pytest.mark.parametrize("persistent", [True, False])
+def test_one_that_is_registered_in_a_forward_pass(tmp_path: Path, persistent: bool) -> None:
+    class Late(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if "seen" not in self._buffers:
+                self.register_buffer("seen", torch.zeros(3), persistent=persistent)
+            return super().forward(x)
+
+    refused = pytest.raises(UsageError, match=r"the buffer seen was made after wrap_optimizer\(\).*persistent=False")
+    with refused if persistent else contextlib.nullcontext():
+        saved_with(tmp_path, lambda: Late(6, 3))
 
 
 @pytest.mark.parametrize("persistent", [True, False])
