@@ -266,12 +266,17 @@ def restore_buffers(module: nn.Module, saved: Mapping[str, Tensor]) -> list[str]
     with torch.no_grad():
         for owner, key, value in wanted:
             tensor = owner._buffers[key]
-            if tensor is None or _form(tensor) != _form(value) or overlaps(tensor):
+            if tensor is None or _form(tensor) != _form(value) or not _writable(tensor):
                 owner._buffers[key] = value.to(home if tensor is None else tensor.device)
             else:
                 tensor.copy_(value)
     unknown = sorted(saved.keys() - {name for name, _, _ in live})
     return notes + [f"buffer {name} was saved and is not in this model" for name in unknown]
+
+
+def _writable(tensor: Tensor) -> bool:
+    """Return whether torch writes to a tensor in place: not to overlapping ones, nor to those of inference mode."""
+    return not (overlaps(tensor) or tensor.is_inference())
 
 
 def overlaps(tensor: Tensor) -> bool:

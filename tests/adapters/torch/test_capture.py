@@ -166,17 +166,6 @@ class TestBuffersChange:
             capture.capture(version, final=True)
             assert torch.equal(read(page, version).buffers["running_var"], model.running_var)
 
-    def test_large_ones_made_in_inference_mode_have_no_counter(self, page: PageWriter) -> None:
-        model: Any = nn.Module()
-        with torch.inference_mode():
-            model.register_buffer("mask", torch.ones(LARGE))
-        capture = LocalCapture(model, page=page)
-        for version in range(1, 14):
-            with torch.inference_mode():
-                model.mask.fill_(version)
-            capture.capture(version, final=True)
-            assert torch.equal(read(page, version).buffers["mask"], model.mask) and not capture.problem
-
     def test_large_constant_ones_are_not_copied_again(self, page: PageWriter, monkeypatch: pytest.MonkeyPatch) -> None:
         model: Any = nn.Module()
         model.register_buffer("mask", torch.ones(LARGE))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tests.adapters.torch.going_on import UPDATES, Program, adamw, assert_goes_on_with_its_bits, plainly
 from tests.adapters.torch.stub_processor import StubProcessor, join, save
+from ttp.adapters.torch.local_state.buffers import LARGE_BYTES
 from ttp.errors import CheckpointError, UsageError
 
 supports = pytest.mark.supports
@@ -132,6 +133,21 @@ def test_one_that_is_registered_in_a_forward_pass(tmp_path: Path, persistent: bo
     refused = pytest.raises(UsageError, match=r"the buffer seen was made after wrap_optimizer\(\).*persistent=False")
     with refused if persistent else contextlib.nullcontext():
         saved_with(tmp_path, lambda: Late(6, 3))
+
+
+def test_a_large_one_made_in_inference_mode(tmp_path: Path) -> None:
+    """Torch counts no writes to it."""
+
+    def make(value: float = 0.0) -> nn.Module:
+        model = nn.Linear(6, 3)
+        with torch.inference_mode():
+            model.register_buffer("mask", torch.full((LARGE_BYTES,), value))
+        return model
+
+    _, path = saved_with(tmp_path, functools.partial(make, 5.0))
+    other = make()
+    Program(other, adamw(other), lambda _: None).register().load(path, 0, 1, protected=False)
+    assert torch.equal(other.get_buffer("mask"), torch.full((LARGE_BYTES,), 5.0))
 
 
 @pytest.mark.parametrize("persistent", [True, False])
