@@ -252,6 +252,17 @@ def test_a_save_waits_while_the_state_is_looked_at_again(version: int, phase: m.
     assert rank.quiet(version, phase) == ">Frozen"
 
 
+def test_a_heartbeat_meanwhile_does_not_end_the_wait() -> None:
+    """It tells the host's version, and the device may be behind."""
+    rank = Rank1()
+    rank.freeze()
+    rank.quiet(7)
+    rank.quiet(8, m.Phase.UPDATING)
+    rank.event(ev.Observed(Version(8), m.Phase.IDLE, 0, "", 0))
+    assert rank.save(7) == ""
+    assert rank.quiet(7) == ">Frozen StartSave"
+
+
 def test_a_save_that_waits_is_forgotten_with_its_incident() -> None:
     rank = Rank1()
     rank.freeze()

@@ -172,8 +172,8 @@ def test_arrays_come_back_writable() -> None:
 def test_a_tensor_on_a_device_is_kept_with_its_device(
     device: str, name: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a number if it is on the current one, which another rank may have under another number."""
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    """Without a number if it is on the process's own, which another rank may have under another number."""
+    monkeypatch.setitem(arrays._home, "cuda", torch.device("cuda:0"))
     assert arrays._elsewhere(torch.device(device)) == name
 
 

@@ -148,23 +148,29 @@ def unpack_tensor(fields: list[Any]) -> Any:
     _check_shape(shape, dtype.itemsize, data)
     flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
     tensor = flat.reshape(shape)
-    if device and _is_used(device[0]):
-        tensor = tensor.to(device[0])
+    if device and (here := _here(device[0])) is not None:
+        tensor = tensor.to(here)
     return torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
 
 
-def _elsewhere(device: Any) -> list[str]:
-    """Return the name of a device in a list, without its number if it is the process's current one; CPU: []."""
-    import torch
+_home: dict[str, Any] = {}
+"""The device of this process of each type, by the type's name."""
 
+
+def set_home(device: Any) -> None:
+    """Make this device, a ``torch.device``, the one on which tensors come back that were on the home device."""
+    _home[device.type] = device
+
+
+def _elsewhere(device: Any) -> list[str]:
+    """Return the name of a device in a list, without its number if it is the process's home; CPU: []."""
     if device.type == "cpu":
         return []
-    current = getattr(getattr(torch, device.type, None), "current_device", lambda: None)()
-    return [device.type if device.index == current else str(device)]
+    return [device.type if device == _home.get(device.type) else str(device)]
 
 
-def _is_used(name: Any) -> bool:
-    """Return whether this process uses this device.
+def _here(name: Any) -> Any:
+    """Return the device that a name from ``_elsewhere`` means in this process; None: the process does not use it.
 
     Raises:
         ValueError: it is no device's name.
@@ -176,8 +182,11 @@ def _is_used(name: Any) -> bool:
     except (RuntimeError, TypeError):
         raise ValueError(f"torch has no device {name!r}") from None
     library: Any = getattr(torch, device.type, None)
-    used = bool(getattr(library, "is_initialized", lambda: False)())
-    return used and (device.index is None or device.index < library.device_count())
+    if not getattr(library, "is_initialized", lambda: False)():
+        return None
+    if device.index is None:
+        return _home.get(device.type, device)
+    return device if device.index < library.device_count() else None
 
 
 def _check_shape(shape: list[int], itemsize: int, data: bytes) -> None:

@@ -14,7 +14,7 @@ are compared with the number of bytes.
 
 Supported types: None, bool, int of any size, float, complex, str, bytes, bytearray, list, tuple, dict, OrderedDict,
 Counter, set, frozenset, numpy arrays and scalars of plain dtypes, torch tensors and parameters (strided, any dtype;
-they come back on the CPU).
+they come back on the CPU, or on a device if they were on such a one and the process uses it).
 """
 
 from __future__ import annotations

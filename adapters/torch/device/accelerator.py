@@ -25,7 +25,7 @@ log = logging.getLogger("ttp.adapters.torch")
 
 _POLL_S = 0.0002
 
-AHEAD_MAX = 8
+AHEAD_MAX = 12
 """Number of updates that a host may be ahead of its device before copies of the oldest version are dropped."""
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -33,6 +33,30 @@ _NON_BLOCKING = 1
 
 _own: dict[int, Any] = {}
 """The rescue's stream of each device. Streams are never destroyed, because copies may still be queued on them."""
+
+
+class _Mark:
+    """An event of CUDA, asked with its device as the current one.
+
+    A thread begins with the first device as the current one, and asking would make a context there: several hundred MB
+    of the memory of another rank's device, and an error if that device is the one that is broken.
+    """
+
+    __slots__ = ("_device", "event")
+
+    def __init__(self, device: torch.device, stream: Any) -> None:
+        self._device, self.event = device, _cuda.Event(blocking=True)
+        self.event.record(stream)
+
+    def query(self) -> bool:
+        """See ``Event``."""
+        with torch.cuda.device(self._device):
+            return bool(self.event.query())
+
+    def synchronize(self) -> None:
+        """See ``Event``."""
+        with torch.cuda.device(self._device):
+            self.event.synchronize()
 
 
 class CudaRuntime:
@@ -58,22 +82,22 @@ class CudaRuntime:
 
     def mark(self, *, side: bool) -> Event:
         """See ``Runtime``."""
-        event: Any = _cuda.Event(blocking=True)
-        event.record(self._side if side else torch.cuda.current_stream(self._index))
-        return event
+        return _Mark(self._device, self._side if side else torch.cuda.current_stream(self._index))
 
-    def side_waits_for(self, event: Event) -> None:
-        """See ``Runtime``."""
-        self._side.wait_event(event)
+    def side_waits_for(self, event: Any) -> None:
+        """See ``Runtime``. The event is one of ``mark``."""
+        self._side.wait_event(event.event)
 
-    def training_waits_for(self, event: Event) -> None:
-        """See ``Runtime``."""
+    def training_waits_for(self, event: Any) -> None:
+        """See ``Runtime``. The event is one of ``mark``."""
         stream: Any = torch.cuda.current_stream(self._index)
-        stream.wait_event(event)
+        stream.wait_event(event.event)
 
-    def on_side(self) -> contextlib.AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def on_side(self) -> Iterator[None]:
         """See ``Runtime``."""
-        return torch.cuda.stream(self._side)
+        with torch.cuda.device(self._device), torch.cuda.stream(self._side):
+            yield
 
     def hold(self) -> Hold:
         """See ``Runtime``."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from ttp.adapters.torch.device.accelerator import AHEAD_MAX, AllEvents, Event, Runtime, flat_bytes, holder
@@ -93,6 +94,7 @@ class _StagingBuffer:
 class _Held:
     """A copy of a large buffer in one state. ``users`` counts captures on their way, plus one for the newest copy."""
 
+    entry: BufferEntry
     stamp: Hashable
     pinned: Tensor
     home: list[Tensor]  # the list to which the memory returns when ``users`` is 0
@@ -130,6 +132,9 @@ class DeviceBuffers:
         self._returned: Inbox[Staged] = Inbox()
         self._stuck = False
         self._versions: list[int | None] = []
+        self._graphs = False  # a CUDA graph was captured; torch counts no writes of its replays
+        self.learning = True
+        """Copy large buffers each time, so that it can be seen whether torch counts all writes to them."""
         self.trusted = True
         """Whether ``stands`` may be believed: False once a buffer changed of which it said that it did not."""
         self._build()
@@ -144,7 +149,9 @@ class DeviceBuffers:
             The capture; None: the device hangs, so no memory came free, or a CUDA graph is being captured.
         """
         if any(runtime.capturing() for runtime in self._runtimes):
+            self._graphs = True
             return None
+        stands = self.stands()
         self.table.refresh()
         if self._built != self.table.layout:
             self._build()
@@ -153,7 +160,7 @@ class DeviceBuffers:
         if not self._until(lambda: self._staging):
             return None
         staging = self._staging.pop()
-        staged = Staged(parts=list(staging.parts), staging=staging, stands=self.stands())
+        staged = Staged(parts=list(staging.parts), staging=staging, stands=stands, learning=self.learning)
         self._versions = self._counted()
         with torch.no_grad():
             events = [
@@ -165,7 +172,7 @@ class DeviceBuffers:
                     self.release(staged)
                     return None
                 staged.large.append(held)
-                staged.kept.append((held.stamp, _view(held.pinned)))
+                staged.kept.append((None if self.learning else held.stamp, _view(held.pinned)))
             for place, entry in enumerate(self.table.small):
                 if holder(self._runtimes, entry.tensor) is None:
                     staged.parts[place] = _bytes_of(entry.tensor)
@@ -184,11 +191,25 @@ class DeviceBuffers:
         ``num_batches_tracked``, which it counts. Of inference tensors it counts none.
         """
         counted = self._counted()
-        return self.trusted and self.table.is_current() and None not in counted and counted == self._versions
+        return (
+            not self._graphs
+            and self.trusted
+            and self.table.is_current()
+            and None not in counted
+            and counted == self._versions
+        )
 
     def _counted(self) -> list[int | None]:
-        tensors = [entry.tensor for entry in (*self.table.small, *self.table.large)]
-        return [None if tensor.is_inference() else tensor._version for tensor in tensors]
+        entries = (*self.table.small, *self.table.large)
+        return [entry.tensor._version if entry.counted else None for entry in entries]
+
+    def compare(self, staged: Staged) -> None:
+        """Read a large buffer each time from now on if it has changed under the same stamp; the capture has arrived."""
+        for held in staged.large:
+            digest, entry = xxhash.xxh3_64_intdigest(_view(held.pinned)), held.entry
+            if entry.digest_of == held.stamp is not None and entry.digest != digest:
+                self.table.distrust(entry)
+            entry.digest, entry.digest_of = digest, held.stamp
 
     def mark(self) -> Event:
         """Return a mark behind the work that is queued on all devices so far."""
@@ -243,9 +264,9 @@ class DeviceBuffers:
         Returns:
             The copy; None: no memory came free.
         """
-        large, stamp = self._large[entry.info.name, entry.size], entry.stamp()
+        large, stamp = self._large[entry.info.name, entry.size], None if self._graphs else entry.stamp()
         newest = large.newest
-        if newest is not None and stamp is not None and newest.stamp == stamp:
+        if newest is not None and stamp is not None and newest.stamp == stamp and not self.learning:
             newest.users += 1
             return newest
         pinned = self._memory_for(large)
@@ -253,7 +274,7 @@ class DeviceBuffers:
             return None
         if newest is not None:
             _let_go(newest)
-        large.newest = held = _Held(stamp, pinned, large.free, users=2)
+        large.newest = held = _Held(entry, stamp, pinned, large.free, users=2)
         runtime = holder(self._runtimes, entry.tensor)
         if runtime is None:
             pinned.copy_(flat_bytes(entry.tensor))
@@ -297,6 +318,9 @@ class DeviceBuffers:
         layout = tuple((id(runtime), entry.info.dtype, entry.info.shape) for runtime, entry in places)
         if layout != self._layout or not self._built:
             self._layout = layout
+            for small in self._small:  # their memory may be used again when the last copies out of it have run
+                for twin in small.twins:
+                    self._reuse(small.runtime, twin)
             self._small = [
                 self._pack(runtime, [n for n, (held_by, _) in enumerate(places) if held_by is runtime])
                 for runtime in self._runtimes
@@ -328,7 +352,7 @@ class DeviceBuffers:
         found = [dense]
         for place, span in zip(small.entries, small.spans, strict=True):
             source, target = self.table.small[place].tensor.detach(), twin.memory[span]
-            if source.is_contiguous():
+            if source.is_contiguous() and not (source.is_conj() or source.is_neg()):
                 dense[0].append(target)
                 dense[1].append(flat_bytes(source))
             else:

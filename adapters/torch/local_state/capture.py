@@ -24,6 +24,7 @@ from ttp.adapters.torch.local_state.extra_state import ExtraState
 from ttp.adapters.torch.local_state.image import LocalState, encode_head
 from ttp.adapters.torch.local_state.rng import RngState
 from ttp.processor.local_state.pages import Buffer, Kept, PageWriter
+from ttp.store.arrays import set_home
 
 log = logging.getLogger("ttp.adapters.torch")
 
@@ -69,6 +70,8 @@ class LocalCapture:
         self._module = module
         self._page = page
         devices = devices_of([*module.parameters(), *module.buffers()])
+        if devices:
+            set_home(devices[0])
         self._streams = RngState(devices)
         self._rng: RngState | None = self._streams
         self._extra = extra or ExtraState()
@@ -80,6 +83,8 @@ class LocalCapture:
         self._device = DeviceBuffers(module, runtimes) if runtimes else None
         self._arrivals: ArrivalWriter | None = None
         self._arrived: tuple[int, bytes | None] = (-1, None)  # the last page written on arrival: version, and buffers
+        self._learned = False  # it is known of all buffers whether torch counts all writes to them
+        self._at_once = -1  # the version whose pages were written at once, before the capture had arrived
         self._head: tuple[tuple[int, ...], bytes] = ((-1,), b"")
         self._sections: dict[str, _Section] = dict.fromkeys(self._names, _GIVEN_UP)
         self._kept: tuple[list[Sequence[Kept]], Sequence[Kept]] = ([], ())
@@ -252,26 +257,28 @@ class LocalCapture:
         Nothing is copied if nothing has changed since the provisional capture. The first updates copy nevertheless, to
         learn whether a buffer changes without torch's counting it.
         """
-        known, self._in_page = self._in_page, _NOWHERE
-        same = self._updates > _LEARNING_UPDATES and version == known[0] and not known[2] and device.stands()
+        known, self._in_page, at_once, self._at_once = self._in_page, _NOWHERE, self._at_once, -1
+        same = self._learned and version == known[0] and not known[2] and device.stands()
         if same and b"".join(self._small()) == known[1]:
             if final:
                 self._hand_over(device, version, final, None, Staged(ready=device.mark()))
             else:
-                self._in_page = known
+                self._in_page, self._at_once = known, at_once
             return
+        device.learning = self._updates <= _LEARNING_UPDATES
         staged = device.capture()
         if staged is None:
             return  # the device hangs, so it will finish no new version; or a CUDA graph is being captured
         head = b"".join(self._small())  # after the capture, because its header describes the buffers that were found
-        staged.stands, staged.learning = staged.stands and version == known[0], self._updates <= _LEARNING_UPDATES
+        staged.stands = staged.stands and version == known[0]
         apart = [part for _, apart in self._sections.values() for part in apart]
         staged.kept += [(stamp, bytes(data)) for stamp, data in apart]  # the page is written later: no live memory
         if not final:
             self._in_page = version, head, apart
-            if device.bare and (self._arrivals is None or self._arrivals.idle):
+            if device.bare and (version == at_once or self._arrivals is None or self._arrivals.idle):
                 # No device is behind, so no older page is needed: this one is written before gradients leave.
                 staged.in_page = page.write(version, False, (head,), staged.kept)
+                self._at_once = version if staged.in_page else -1
         self._hand_over(device, version, final, head, staged)
 
     def _hand_over(self, device: DeviceBuffers, version: int, final: bool, head: bytes | None, staged: Staged) -> None:
@@ -287,6 +294,9 @@ class LocalCapture:
             buffers = b"".join(staged.parts) if staged.learning else None
             if staged.stands and staged.learning and buffers != before[1]:
                 device.trusted = False
+            if staged.learning:
+                device.compare(staged)
+            self._learned = not staged.learning  # all that were made to learn have arrived before
             self._arrived = version, buffers
             written = staged.in_page or page.write(version, final, [head, *staged.parts], staged.kept)
         else:

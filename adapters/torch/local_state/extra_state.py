@@ -19,6 +19,7 @@ from typing import Any
 import xxhash
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_leaves
 
 from ttp.adapters.versions import TORCHDATA, require
 from ttp.errors import CheckpointError, UsageError
@@ -52,6 +53,8 @@ class ExtraState:
             require("torchdata", "wrap_optimizer", TORCHDATA, extra="torchdata")
         self._constant = {n: o for n, o in others.items() if getattr(o, "ttp_constant", False) is True}
         self._changing = {n: o for n, o in others.items() if n not in self._constant}
+        for name, value in self._constant.items():
+            _refuse_devices(name, value)
         for name, value in {**self._changing, **self._constant}.items():
             _encoded(name, value)
         self._encoders = {name: RepeatedEncoder(_path(name)) for name in self._changing}
@@ -157,6 +160,15 @@ def _named(given: Any) -> dict[str, Any]:
 
 def _path(name: str) -> str:
     return SINGLE if name == SINGLE else f"{SINGLE}[{name!r}]"
+
+
+def _refuse_devices(name: str, value: Any) -> None:
+    for leaf in tree_leaves(value.state_dict()):
+        if isinstance(leaf, Tensor) and leaf.device.type != "cpu":
+            raise UsageError(
+                f"{_path(name)} holds a tensor on {leaf.device}. The state of an object with ttp_constant is read when "
+                "a checkpoint is written, and the device may hang then: keep it on the CPU"
+            )
 
 
 def _encoded(name: str, value: Any) -> bytes:

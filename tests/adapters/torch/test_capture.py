@@ -253,6 +253,12 @@ class TestExtraState:
         assert constant.index == 5
         assert notes == ["extra_state['d'] was not saved: it keeps its initial state"]
 
+    def test_constants_on_a_device_are_refused(self) -> None:
+        constant: Any = Constant()
+        constant.index = torch.zeros(1, device="meta")
+        with pytest.raises(UsageError, match="keep it on the CPU"):
+            ExtraState(constant)
+
     def test_modules_are_replicated_state(self) -> None:
         average = torch.optim.swa_utils.AveragedModel(network())
         extra = ExtraState({"ema": average, "data": Cursor()})

@@ -190,6 +190,61 @@ class TestBuffers:
             expected |= {"1.running_var": torch.full((3,), 1.0 + version)}
             page.check(version, expected)
 
+    def test_a_host_that_is_ahead_while_it_learns(self, tmp_path: Path, device: Any) -> None:
+        """What the first captures show is not known before they have arrived."""
+        writer = PageWriter(tmp_path / "pages", 0, incarnation=1)
+        model: Any = nn.Module()
+        model.register_buffer("b", device.device.put(torch.zeros(3)))
+        capture = LocalCapture(model, page=writer, runtimes=[device])
+
+        def final(version: int) -> bool:
+            found = read_page(tmp_path / "pages", 0, version, 1)
+            return isinstance(found, pages.Page) and found.final
+
+        with Watching(device.device):
+            for version in range(1, 10):
+                device.moving.clear() if version % 3 == 1 else None
+                capture.capture(version, final=False)
+                model.b.data.add_(1)  # torch does not count it
+                capture.capture(version, final=True)
+                if version % 3 == 0:
+                    device.moving.set()
+                    for each in (version, version - 1, version - 2):
+                        until(partial(final, each), 30)
+                        page: Any = read_page(tmp_path / "pages", 0, each, 1)
+                        assert decode(page.data).buffers["b"].tolist() == [each] * 3
+        capture.close(unlink=True)
+
+    @pytest.mark.parametrize("learning", [True, False])
+    def test_a_large_one_whose_writes_torch_does_not_count(self, device: Any, page: Page, learning: bool) -> None:
+        """It is noticed in the first updates; of a graph that is replayed, because the graph was captured."""
+        for version in range(1, 14):
+            if version == 8 and not learning:
+                device.device.capturing = True
+                page.capture.capture(version, final=False)
+                device.device.capturing = False
+            page.capture.capture(version, final=False)
+            if version > 8 or learning:
+                page.model.mask.data.fill_(version)
+            page.capture.capture(version, final=True)
+            expected = float(version) if version > 8 or learning else 1.0
+            page.check(version, {"mask": torch.full((LARGE,), expected)})
+
+    def test_several_backward_passes_of_a_version_without_buffers(self, tmp_path: Path, device: Any) -> None:
+        writer = PageWriter(tmp_path / "pages", 0, incarnation=1)
+        capture = LocalCapture(nn.Linear(2, 2), page=writer, runtimes=[device])
+        device.moving.clear()
+        for _ in range(3):
+            torch.rand(1)
+            capture.capture(1, final=False)
+            found = read_page(tmp_path / "pages", 0, 1, 1)
+            assert isinstance(found, pages.Page)
+            drawn = torch.rand(4)
+            RngState([]).restore(decode(found.data).rng)
+            assert torch.equal(torch.rand(4), drawn)
+        device.moving.set()
+        capture.close(unlink=True)
+
     def test_a_buffer_made_in_inference_mode_is_copied_each_time(self, page: Page, device: Any) -> None:
         with torch.inference_mode():
             page.model[1].register_buffer("running_var", device.device.put(torch.zeros(3)))
@@ -219,11 +274,12 @@ class TestBuffers:
         assert not page.capture.problem
 
     def test_a_large_constant_one_is_brought_once(self, device: Any, page: Page) -> None:
-        page.capture.capture(0, final=True)
-        page.arrived(0)
+        for version in range(6):
+            page.capture.capture(version, final=True)
+            page.arrived(version)
         before = device.device.allocated
         device.log.clear()
-        for version in range(1, 12):
+        for version in range(6, 17):
             page.capture.capture(version, final=True)
             page.arrived(version)
         assert device.device.allocated == before

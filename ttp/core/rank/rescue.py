@@ -66,7 +66,8 @@ class RankRescue:
         self._frozen_since = 0.0
         self._over: deque[tuple[int, str]] = deque(maxlen=OVER_MAX)
         self._order: m.Save | m.Commit | None = None
-        self._waits = False  # the order is a save that waits for the state to be known
+        self._looking = False  # the state behind the gate is being looked at: the result follows
+        self._waits = False  # the order is a save that waits for that result
         self._results: dict[tuple[type[m.Save | m.Commit], int], m.Report] = {}
         self._results_of = ""  # the incident that the results belong to
         self._preimage = False
@@ -125,7 +126,7 @@ class RankRescue:
 
     def _thaw(self) -> None:
         self._cancel()
-        self.incident, self._snapshot, self._redoing = "", False, None
+        self.incident, self._snapshot, self._redoing, self._looking = "", False, None, False
         self._outbox.answers_aside = False
         self._outbox.do(act.OpenGate())
         self._outbox.do(act.DropLease())
@@ -147,7 +148,7 @@ class RankRescue:
     def _save(self, order: m.Save, now: float) -> None:
         """Begin a save. If the state is being looked at again, because the training thread has moved, wait for that."""
         version, phase = self._state.version, self._state.phase
-        self._waits = phase is m.Phase.UPDATING and self._redoing is None and bool(order.order.shards)
+        self._waits = self._looking and self._redoing is None and bool(order.order.shards)
         if self._waits:
             return
         if not order.order.shards or self._holds(order):  # any rank can collect pages
@@ -188,6 +189,7 @@ class RankRescue:
 
     def quiet(self, quiet: ev.Quiet, now: float) -> None:
         """Answer the freeze with the state behind the closed gate, and begin a save that waits for it."""
+        self._looking = quiet.phase is m.Phase.UPDATING
         self._answer(quiet)
         if self._waits and isinstance(self._order, m.Save):
             self._save(self._order, now)
