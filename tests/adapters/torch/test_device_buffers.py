@@ -205,14 +205,15 @@ class TestBuffers:
             for version in range(1, 10):
                 device.moving.clear() if version % 3 == 1 else None
                 capture.capture(version, final=False)
-                model.b.data.add_(1)  # torch does not count it
+                if version > 3:
+                    model.b.data.add_(1)  # torch does not count it
                 capture.capture(version, final=True)
                 if version % 3 == 0:
                     device.moving.set()
                     for each in (version, version - 1, version - 2):
                         until(partial(final, each), 30)
                         page: Any = read_page(tmp_path / "pages", 0, each, 1)
-                        assert decode(page.data).buffers["b"].tolist() == [each] * 3
+                        assert decode(page.data).buffers["b"].tolist() == [max(0, each - 3)] * 3
         capture.close(unlink=True)
 
     @pytest.mark.parametrize("learning", [True, False])
