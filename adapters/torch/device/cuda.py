@@ -44,7 +44,7 @@ class _Mark:
 
     __slots__ = ("_device", "event")
 
-    def __init__(self, device: torch.device, stream: Any) -> None:
+    def __init__(self, device: int, stream: Any) -> None:
         self._device, self.event = device, _cuda.Event(blocking=True)
         self.event.record(stream)
 
@@ -69,7 +69,7 @@ class CudaRuntime:
 
     def __init__(self, device: torch.device, *, rescue: bool = False) -> None:
         self._device = device
-        self._index = device.index  # torch looks up a stream faster by number than by device
+        self._index: int = device.index  # torch looks up streams faster by number than by device
         self._side: Any = rescue_stream(device) if rescue else _cuda.Stream(device, priority=_PRIORITY)
 
     def holds(self, tensor: Tensor) -> bool:
@@ -82,7 +82,7 @@ class CudaRuntime:
 
     def mark(self, *, side: bool) -> Event:
         """See ``Runtime``."""
-        return _Mark(self._device, self._side if side else torch.cuda.current_stream(self._index))
+        return _Mark(self._index, self._side if side else torch.cuda.current_stream(self._index))
 
     def side_waits_for(self, event: Any) -> None:
         """See ``Runtime``. The event is one of ``mark``."""
@@ -96,7 +96,7 @@ class CudaRuntime:
     @contextlib.contextmanager
     def on_side(self) -> Iterator[None]:
         """See ``Runtime``."""
-        with torch.cuda.device(self._device), torch.cuda.stream(self._side):
+        with torch.cuda.device(self._index), torch.cuda.stream(self._side):
             yield
 
     def hold(self) -> Hold:
