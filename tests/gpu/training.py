@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import ttp
-from tests.gpu.stand import Stand
+from tests.gpu.stand import Stand, Thread, assert_same, saved_tensors
 
 STEPS_MAX = 40
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
@@ -122,6 +123,30 @@ class Training:
             for number, group in enumerate(self.optimizer.param_groups)
         }
         return self._stand.host_copy(tensors | rates)
+
+
+def check_saved_behind_a_hang(
+    stand: Stand, training: Training, meanwhile: Callable[[], AbstractContextManager[None]] = nullcontext
+) -> None:
+    """Let the device hang before the second step, save, and check that the first version was saved, byte for byte.
+
+    Args:
+        stand: the place.
+        training: has made one step.
+        meanwhile: returns the context of the save.
+    """
+    wanted = training.state()
+    spin = stand.spin()
+    try:
+        queued = Thread(stand, [training.step] if stand.hangs else [])
+        queued.wait_stuck()
+        with meanwhile():
+            version, checkpoint = stand.save()
+    finally:
+        spin.release()
+    queued.join()
+    assert version == 1
+    assert_same(saved_tensors(checkpoint), wanted)
 
 
 def references(make: Callable[[], Training], steps: int) -> list[dict[str, Tensor]]:

@@ -2,8 +2,8 @@
 
 CUDA runs the streams of a process on a few hardware queues (``CUDA_DEVICE_MAX_CONNECTIONS``: 8, and 1 in many Megatron
 jobs). Streams that share a queue wait for each other: if a collective hangs, so do all streams that wait for it, and
-every other stream on their queues. The stream of a rescue must not be one of them. Streams of different priorities do
-not share a queue, so it has a priority that torch gives to no stream.
+every other stream on their queues. The stream of a rescue must not be one of them. As far as was measured (docs/gpu.md),
+copies on a stream wait for none of another priority, so it has a priority that torch gives to no stream.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ttp.adapters.torch.device.accelerator import Event, Hold, Runtime
-from ttp.adapters.torch.loop.stream_hold import StreamHold, noticing
+from ttp.adapters.torch.loop.stream_hold import StreamHold, check, driver, noticing
 
 log = logging.getLogger("ttp.adapters.torch")
 
@@ -149,18 +149,13 @@ def _make_stream(device: torch.device) -> int:
         AttributeError: the driver is too old.
         RuntimeError: the device knows fewer priorities, or the driver refuses.
     """
-    driver = ctypes.CDLL("libcuda.so.1")
+    cuda, refused = driver(), "the CUDA driver makes no stream"
     lowest, highest, made = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
     with torch.cuda.device(device):
         mark: Any = _cuda.Event()
         mark.record(torch.cuda.current_stream(device))  # makes sure that this thread has the device's context
-        _check(driver.cuCtxGetStreamPriorityRange(ctypes.byref(lowest), ctypes.byref(highest)))
+        check(cuda.cuCtxGetStreamPriorityRange(ctypes.byref(lowest), ctypes.byref(highest)), refused)
         if highest.value > _OWN_PRIORITY:
             raise RuntimeError(f"its highest priority is {highest.value}")
-        _check(driver.cuStreamCreateWithPriority(ctypes.byref(made), _NON_BLOCKING, _OWN_PRIORITY))
+        check(cuda.cuStreamCreateWithPriority(ctypes.byref(made), _NON_BLOCKING, _OWN_PRIORITY), refused)
     return int(made.value or 0)
-
-
-def _check(code: int) -> None:
-    if code:
-        raise RuntimeError(f"error {code} of the CUDA driver")

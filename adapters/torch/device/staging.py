@@ -44,7 +44,7 @@ class Staged:
         staging: the host memory of the small buffers.
         large: the copies of the large buffers.
         stands: no write to a buffer was seen since the capture before, of the same version.
-        learning: whether ``stands`` holds is to be checked.
+        learning: the capture is to show whether ``stands`` may be believed.
         in_page: the page holds the capture already.
     """
 
@@ -133,17 +133,18 @@ class DeviceBuffers:
         self._stuck = False
         self._versions: list[int | None] = []
         self._graphs = False  # a CUDA graph was captured; torch counts no writes of its replays
-        self.learning = True
-        """Copy large buffers each time, so that it can be seen whether torch counts all writes to them."""
-        self.trusted = True
-        """Whether ``stands`` may be believed: False once a buffer changed of which it said that it did not."""
+        self._trusted: bool | None = None  # whether torch counts all writes to small buffers; None: not known yet
+        self._before: bytes | None = None  # the small buffers of the last capture that arrived, while learning
         self._build()
 
-    def capture(self) -> Staged | None:
+    def capture(self, *, learning: bool) -> Staged | None:
         """Begin to copy the buffers, as they are after the work queued so far. For the training thread.
 
         A host that is several updates ahead of its device waits here for memory to come free, up to ``_PATIENCE_S``
         seconds. That costs no time, because the device has work meanwhile, and no version is left without a page.
+
+        Args:
+            learning: copy large buffers even if no write to them was counted, to see whether all writes are counted.
 
         Returns:
             The capture; None: the device hangs, so no memory came free, or a CUDA graph is being captured.
@@ -151,7 +152,7 @@ class DeviceBuffers:
         if any(runtime.capturing() for runtime in self._runtimes):
             self._graphs = True
             return None
-        stands = self.stands()
+        stands = learning and self._unchanged()
         self.table.refresh()
         if self._built != self.table.layout:
             self._build()
@@ -160,19 +161,19 @@ class DeviceBuffers:
         if not self._until(lambda: self._staging):
             return None
         staging = self._staging.pop()
-        staged = Staged(parts=list(staging.parts), staging=staging, stands=stands, learning=self.learning)
+        staged = Staged(parts=list(staging.parts), staging=staging, stands=stands, learning=learning)
         self._versions = self._counted()
         with torch.no_grad():
             events = [
                 self._bring_small(small, pinned) for small, pinned in zip(self._small, staging.pinned, strict=True)
             ]
             for entry in self.table.large:
-                held = self._bring_large(entry, events)
+                held = self._bring_large(entry, events, learning)
                 if held is None:
                     self.release(staged)
                     return None
                 staged.large.append(held)
-                staged.kept.append((None if self.learning else held.stamp, _view(held.pinned)))
+                staged.kept.append((None if learning else held.stamp, _view(held.pinned)))
             for place, entry in enumerate(self.table.small):
                 if holder(self._runtimes, entry.tensor) is None:
                     staged.parts[place] = _bytes_of(entry.tensor)
@@ -185,26 +186,33 @@ class DeviceBuffers:
         return not (self.table.small or self.table.large)
 
     def stands(self) -> bool:
-        """Return whether no write to a buffer was seen since the last capture.
+        """Return whether it is known that no buffer has changed since the last capture.
 
         Torch counts writes to a tensor, except some. Those of BatchNorm's kernels go with a write to
         ``num_batches_tracked``, which it counts. Of inference tensors it counts none.
         """
+        return bool(self._trusted) and not self._graphs and self._unchanged()
+
+    def _unchanged(self) -> bool:
         counted = self._counted()
-        return (
-            not self._graphs
-            and self.trusted
-            and self.table.is_current()
-            and None not in counted
-            and counted == self._versions
-        )
+        return self.table.is_current() and None not in counted and counted == self._versions
 
     def _counted(self) -> list[int | None]:
         entries = (*self.table.small, *self.table.large)
         return [entry.tensor._version if entry.counted else None for entry in entries]
 
-    def compare(self, staged: Staged) -> None:
-        """Read a large buffer each time from now on if it has changed under the same stamp; the capture has arrived."""
+    def learn(self, staged: Staged) -> None:
+        """Compare a capture that has arrived with the one before, if it was made for that.
+
+        If small buffers have changed without a counted write, all of them are copied at every capture from then on.
+        """
+        if not staged.learning:
+            self._trusted, self._before = self._trusted is not False, None
+            return
+        buffers = b"".join(staged.parts)
+        if staged.stands and buffers != self._before:
+            self._trusted = False
+        self._before = buffers
         for held in staged.large:
             digest, entry = xxhash.xxh3_64_intdigest(_view(held.pinned)), held.entry
             if entry.digest_of == held.stamp is not None and entry.digest != digest:
@@ -254,19 +262,20 @@ class DeviceBuffers:
             torch._foreach_copy_(targets, sources)
         return self._leave(small.runtime, twin, [(pinned, twin.memory)])
 
-    def _bring_large(self, entry: BufferEntry, events: list[Event]) -> _Held | None:
+    def _bring_large(self, entry: BufferEntry, events: list[Event], learning: bool) -> _Held | None:
         """Return a copy of a large buffer: the last one if the buffer is unchanged, else a new one.
 
         Args:
             entry: the buffer.
             events: the marks behind new copies are added to it.
+            learning: make a new one in any case.
 
         Returns:
             The copy; None: no memory came free.
         """
         large, stamp = self._large[entry.info.name, entry.size], None if self._graphs else entry.stamp()
         newest = large.newest
-        if newest is not None and stamp is not None and newest.stamp == stamp and not self.learning:
+        if newest is not None and stamp is not None and newest.stamp == stamp and not learning:
             newest.users += 1
             return newest
         pinned = self._memory_for(large)

@@ -82,8 +82,7 @@ class LocalCapture:
         self._host = BufferSet(module) if not runtimes else None
         self._device = DeviceBuffers(module, runtimes) if runtimes else None
         self._arrivals: ArrivalWriter | None = None
-        self._arrived: tuple[int, bytes | None] = (-1, None)  # the last page written on arrival: version, and buffers
-        self._learned = False  # it is known of all buffers whether torch counts all writes to them
+        self._arrived = -1  # the version of the last capture that has arrived
         self._at_once = -1  # the version whose pages were written at once, before the capture had arrived
         self._head: tuple[tuple[int, ...], bytes] = ((-1,), b"")
         self._sections: dict[str, _Section] = dict.fromkeys(self._names, _GIVEN_UP)
@@ -258,15 +257,14 @@ class LocalCapture:
         learn whether a buffer changes without torch's counting it.
         """
         known, self._in_page, at_once, self._at_once = self._in_page, _NOWHERE, self._at_once, -1
-        same = self._learned and version == known[0] and not known[2] and device.stands()
+        same = version == known[0] and not known[2] and device.stands()
         if same and b"".join(self._small()) == known[1]:
             if final:
                 self._hand_over(device, version, final, None, Staged(ready=device.mark()))
             else:
                 self._in_page, self._at_once = known, at_once
             return
-        device.learning = self._updates <= _LEARNING_UPDATES
-        staged = device.capture()
+        staged = device.capture(learning=self._updates <= _LEARNING_UPDATES)
         if staged is None:
             return  # the device hangs, so it will finish no new version; or a CUDA graph is being captured
         head = b"".join(self._small())  # after the capture, because its header describes the buffers that were found
@@ -287,20 +285,15 @@ class LocalCapture:
         self._arrivals.put(version, final, head, staged)
 
     def _write_arrived(self, version: int, final: bool, head: bytes | None, staged: Staged) -> None:
-        page, device, before = self._page, self._device, self._arrived
+        page, device = self._page, self._device
         if page is None or device is None:
             return
         if head is not None:
-            buffers = b"".join(staged.parts) if staged.learning else None
-            if staged.stands and staged.learning and buffers != before[1]:
-                device.trusted = False
-            if staged.learning:
-                device.compare(staged)
-            self._learned = not staged.learning  # all that were made to learn have arrived before
-            self._arrived = version, buffers
+            device.learn(staged)
+            self._arrived = version
             written = staged.in_page or page.write(version, final, [head, *staged.parts], staged.kept)
         else:
-            written = version == before[0] and page.finish(version)
+            written = version == self._arrived and page.finish(version)
         if written and self.on_written is not None:
             self.on_written(version, final)
 

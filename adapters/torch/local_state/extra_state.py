@@ -53,10 +53,8 @@ class ExtraState:
             require("torchdata", "wrap_optimizer", TORCHDATA, extra="torchdata")
         self._constant = {n: o for n, o in others.items() if getattr(o, "ttp_constant", False) is True}
         self._changing = {n: o for n, o in others.items() if n not in self._constant}
-        for name, value in self._constant.items():
-            _refuse_devices(name, value)
         for name, value in {**self._changing, **self._constant}.items():
-            _encoded(name, value)
+            _encoded(name, value, on_host=name in self._constant)
         self._encoders = {name: RepeatedEncoder(_path(name)) for name in self._changing}
         self._memories = {name: ApartMemory() for name in self._changing}
 
@@ -162,8 +160,8 @@ def _path(name: str) -> str:
     return SINGLE if name == SINGLE else f"{SINGLE}[{name!r}]"
 
 
-def _refuse_devices(name: str, value: Any) -> None:
-    for leaf in tree_leaves(value.state_dict()):
+def _refuse_devices(name: str, state: Any) -> None:
+    for leaf in tree_leaves(state):
         if isinstance(leaf, Tensor) and leaf.device.type != "cpu":
             raise UsageError(
                 f"{_path(name)} holds a tensor on {leaf.device}. The state of an object with ttp_constant is read when "
@@ -171,9 +169,15 @@ def _refuse_devices(name: str, value: Any) -> None:
             )
 
 
-def _encoded(name: str, value: Any) -> bytes:
+def _encoded(name: str, value: Any, *, on_host: bool = False) -> bytes:
+    """Encode the state of an object; with ``on_host`` a tensor on a device is refused."""
     try:
-        return encode(value.state_dict(), f"{_path(name)}.state_dict()")
+        state = value.state_dict()
+        if on_host:
+            _refuse_devices(name, state)
+        return encode(state, f"{_path(name)}.state_dict()")
+    except UsageError:
+        raise
     except EncodingError as problem:
         raise UsageError(f"this state cannot be stored: {problem}") from problem
     except Exception as problem:

@@ -17,6 +17,7 @@ _cuda: Any = torch.cuda
 _GREATER_OR_EQUAL = 0
 """``CU_STREAM_WAIT_VALUE_GEQ``: the stream goes on when the signed difference of word and number is not negative, so
 numbers may exceed 32 bits."""
+_REFUSED = "the CUDA driver does not let a stream wait for a word in host memory"
 _SYNCHRONISES = "synchronizing CUDA operation"
 
 
@@ -33,7 +34,7 @@ class StreamHold:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._driver = device, ctypes.CDLL("libcuda.so.1")
+        self._device, self._driver = device, driver()
         self._wait = self._driver.cuStreamWaitValue32_v2
         self._wait.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
         self._memory = torch.zeros(16, dtype=torch.int32, pin_memory=True)
@@ -42,22 +43,28 @@ class StreamHold:
         with torch.cuda.device(device):
             torch.cuda.current_stream(device)  # makes sure that the device has a context
             locate = self._driver.cuMemHostGetDevicePointer_v2
-            self._check(locate(ctypes.byref(there), ctypes.c_void_p(self._memory.data_ptr()), ctypes.c_uint(0)))
+            check(locate(ctypes.byref(there), ctypes.c_void_p(self._memory.data_ptr()), ctypes.c_uint(0)), _REFUSED)
         self._address = there.value
 
     def queue(self, number: int) -> None:
         """See ``Hold``."""
         stream: Any = torch.cuda.current_stream(self._device)
-        self._check(self._wait(stream.cuda_stream, self._address, number & 0xFFFFFFFF, _GREATER_OR_EQUAL))
+        check(self._wait(stream.cuda_stream, self._address, number & 0xFFFFFFFF, _GREATER_OR_EQUAL), _REFUSED)
 
     def release(self, number: int) -> None:
         """See ``Hold``."""
         self._word.value = number & 0xFFFFFFFF
 
-    @staticmethod
-    def _check(code: int) -> None:
-        if code:
-            raise RuntimeError(f"the CUDA driver does not let a stream wait for a word in host memory: error {code}")
+
+def driver() -> ctypes.CDLL:
+    """Return the CUDA driver. Raises OSError if there is none."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def check(code: int, refused: str) -> None:
+    """Raise RuntimeError, with the text ``refused``, if ``code`` is an error of the CUDA driver."""
+    if code:
+        raise RuntimeError(f"{refused}: error {code}")
 
 
 @contextlib.contextmanager

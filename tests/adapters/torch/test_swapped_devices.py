@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,19 +15,32 @@ from ttp.adapters.torch.loop import swapped as swapped_module
 from ttp.adapters.torch.loop.swapped import Swapped
 
 
-def test_on_a_device_the_bytes_are_those_that_the_device_has() -> None:
-    """The host has taken the averages out again, and the device has not even put them in."""
-    device: Any = FakeRuntime()
-    parameter = nn.Parameter(torch.ones(8))
+def updates(device: Any, parameter: nn.Parameter, count: int, hangs_in: int = -1) -> Iterator[tuple[Swapped, bool]]:
+    """Make updates on the device, which hangs from the one with this number on.
+
+    Yields what notes the weights, and what it has returned after the update.
+    """
     device.device.put(parameter)
-    optimizer, average = torch.optim.SGD([parameter], lr=0.1, foreach=False), device.device.put(torch.zeros(8))
+    optimizer = torch.optim.SGD([parameter], lr=0.5, foreach=False)
     with Watching(device.device):
         swapped = Swapped([optimizer], {}, [device])
         parameter.grad = device.device.put(torch.ones(8))
-        for _ in range(7):
+        for number in range(count):
             swapped.used()
+            if number == hangs_in:
+                device.device.run()
+                device.device.hang()
             optimizer.step()
-            swapped.updated()
+            yield swapped, swapped.updated()
+    assert not device.device.sins
+
+
+def test_on_a_device_the_bytes_are_those_that_the_device_has() -> None:
+    """The host has taken the averages out again, and the device has not even put them in."""
+    device: Any = FakeRuntime()
+    parameter, average = nn.Parameter(torch.ones(8)), device.device.put(torch.zeros(8))
+    *_, (swapped, _) = updates(device, parameter, 7)
+    with Watching(device.device):
         device.device.run()
         with device.device.no_waiting():
             assert not swapped.now()
@@ -48,22 +61,9 @@ def test_on_a_device_the_bytes_are_those_that_the_device_has() -> None:
 def test_a_host_that_is_ahead_in_the_first_updates_suspects_nothing() -> None:
     """The device hangs in the second step; what the host has queued to note since has not arrived."""
     device: Any = FakeRuntime()
-    parameter = nn.Parameter(torch.ones(8))
-    device.device.put(parameter)
-    optimizer = torch.optim.SGD([parameter], lr=0.1, foreach=False)
-    with Watching(device.device):
-        swapped = Swapped([optimizer], {}, [device])
-        parameter.grad = device.device.put(torch.ones(8))
-        for number in range(4):
-            swapped.used()
-            if number == 1:
-                device.device.run()
-                device.device.hang()
-            optimizer.step()
-            swapped.updated()
-            with device.device.no_waiting():
-                assert not swapped.now(), number
-    assert not device.device.sins
+    for number, (swapped, _) in enumerate(updates(device, nn.Parameter(torch.ones(8)), 4, hangs_in=1)):
+        with device.device.no_waiting():
+            assert not swapped.now(), number
 
 
 @pytest.mark.parametrize("behind", [True, False])
@@ -72,27 +72,15 @@ def test_ranks_are_compared_by_what_the_device_has_done(behind: bool, monkeypatc
     monkeypatch.setattr(swapped_module, "_EARLY_S", 0.01)
     device: Any = FakeRuntime()
     parameter = nn.Parameter(torch.ones(8))
-    device.device.put(parameter)
-    optimizer = torch.optim.SGD([parameter], lr=0.5, foreach=False)
-    with Watching(device.device):
-        swapped = Swapped([optimizer], {}, [device])
-        parameter.grad = device.device.put(torch.ones(8))
-        last = False
-        for number in range(5):
-            swapped.used()
-            if behind and number == 1:
-                device.device.run()
-                device.device.hang()
-            optimizer.step()
-            last = swapped.updated()
-        assert last
-        with device.device.no_waiting():
-            if behind:
-                with pytest.raises(TimeoutError, match="first updates"):
-                    swapped.early()
-                device.device.release()
-            device.device.run()
-            ((found, noted),) = swapped.early()
+    *_, (swapped, last) = updates(device, parameter, 5, hangs_in=1 if behind else -1)
+    assert last
+    with Watching(device.device), device.device.no_waiting():
+        if behind:
+            with pytest.raises(TimeoutError, match="first updates"):
+                swapped.early()
+            device.device.release()
+        device.device.run()
+        ((found, noted),) = swapped.early()
     assert found is parameter
     made = torch.frombuffer(bytearray(noted), dtype=torch.float32).view(5, 8)
     assert made[:, 0].tolist() == [0.5, 0.0, -0.5, -1.0, -1.5]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tests.gpu.cases.ahead import host_ahead
-from tests.gpu.stand import Stand, Thread, assert_same, saved_tensors
-from tests.gpu.training import Plain, Training
+from tests.gpu.stand import Stand
+from tests.gpu.training import Plain, Training, check_saved_behind_a_hang
 
 
 def _frozen(tensor: Tensor) -> nn.Parameter:
@@ -59,17 +61,7 @@ def every_form(stand: Stand, two_devices: bool = False) -> None:
     with stand.protected():
         training.protect()
         training.step()
-        wanted = training.state()
-        spin = stand.spin()
-        try:
-            queued = Thread(stand, [training.step] if stand.hangs else [])
-            queued.wait_stuck()
-            version, checkpoint = stand.save()
-        finally:
-            spin.release()
-        queued.join()
-        assert version == 1
-        assert_same(saved_tensors(checkpoint), wanted)
+        check_saved_behind_a_hang(stand, training)
 
 
 def many_streams(stand: Stand, count: int = 24) -> None:
@@ -81,24 +73,19 @@ def many_streams(stand: Stand, count: int = 24) -> None:
     cuda: Any = torch.cuda
     others = [cuda.Stream(priority=-(number % 4)) for number in range(count)] if stand.real else []
     idle = [torch.zeros(64, device=stand.device).add_(1) for _ in others]  # loads the kernel
+
+    @contextlib.contextmanager
+    def held_up() -> Iterator[None]:
+        for stream, memory in zip(others, idle, strict=True):
+            stream.wait_stream(cuda.current_stream())
+            with torch.cuda.stream(stream):
+                memory.add_(1)
+        yield
+
     with stand.protected():
         training.protect()
         training.step()
-        wanted = training.state()
-        spin = stand.spin()
-        try:
-            queued = Thread(stand, [training.step] if stand.hangs else [])
-            queued.wait_stuck()
-            for stream, memory in zip(others, idle, strict=True):
-                stream.wait_stream(cuda.current_stream())
-                with torch.cuda.stream(stream):
-                    memory.add_(1)
-            version, checkpoint = stand.save()
-        finally:
-            spin.release()
-        queued.join()
-        assert version == 1
-        assert_same(saved_tensors(checkpoint), wanted)
+        check_saved_behind_a_hang(stand, training, held_up)
 
 
 def first_look(stand: Stand) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tests.gpu.stand import Stand, Thread, assert_same, saved_tensors
-from tests.gpu.training import Training
+from tests.gpu.stand import Stand, Thread
+from tests.gpu.training import Training, check_saved_behind_a_hang
 
 LEFT = 16 << 20
 """Bytes that are left free, for what the driver itself may want."""
@@ -17,20 +17,9 @@ def full(stand: Stand) -> None:
     with stand.protected():
         training.protect()
         Thread(stand, [training.step]).join()  # its cuBLAS handle is used again by the thread below
-        wanted = training.state()
         ballast = _fill(stand)
         before = _allocations(stand)
-        spin = stand.spin()
-        try:
-            queued = Thread(stand, [training.step] if stand.hangs else [])
-            queued.wait_stuck()
-            with stand.no_memory():
-                version, checkpoint = stand.save()
-        finally:
-            spin.release()
-        queued.join()
-        assert version == 1
-        assert_same(saved_tensors(checkpoint), wanted)
+        check_saved_behind_a_hang(stand, training, stand.no_memory)
         assert _allocations(stand) == before, "memory of the device was allocated meanwhile"
         del ballast
 
