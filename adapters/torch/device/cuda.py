@@ -2,8 +2,8 @@
 
 CUDA runs the streams of a process on a few hardware queues (``CUDA_DEVICE_MAX_CONNECTIONS``: 8, and 1 in many Megatron
 jobs). Streams that share a queue wait for each other: if a collective hangs, so do all streams that wait for it, and
-every other stream on their queues. The stream of a rescue must not be one of them. As far as was measured (docs/gpu.md),
-copies on a stream wait for none of another priority, so it has a priority that torch gives to no stream.
+every other stream on their queues. The stream of a rescue must not be one of them. As far as was measured, copies on a
+stream wait for no stream of another priority (docs/gpu.md), so it has a priority that torch gives to none.
 """
 
 from __future__ import annotations

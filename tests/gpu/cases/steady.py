@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,8 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.gpu.pages import written
 from tests.gpu.stand import Stand, same_bytes
 from tests.gpu.training import Plain, Training, references
+from ttp.adapters.torch.local_state.image import decode
 
 LARGE = 8 << 20
 
@@ -67,33 +68,16 @@ def pages(stand: Stand) -> None:
     """At every step a page has the buffers of its version, though the next forward pass changes them at once."""
     wanted = references(lambda: Training(stand, make=Statistics), 6)
     training = Training(stand, make=Statistics)
-    buffers = {f"model.{name}" for name, _ in training.module.named_buffers()}
+    buffers = [name for name, _ in training.module.named_buffers()]
     with stand.protected():
         training.protect()
         training.gradient()
         for version in range(1, 7):
             training.update()
             training.gradient()  # changes them while they are on their way
-            found = _page(version)
-            differ = [name for name in buffers if not same_bytes(found[name], wanted[version][name])]
+            found = decode(written(0, version).data).buffers
+            differ = [name for name in buffers if not same_bytes(found[name], wanted[version][f"model.{name}"])]
             assert not differ, f"page of version {version}: {differ}"
-
-
-def _page(version: int) -> dict[str, Any]:
-    """Return the buffers in this rank's page."""
-    import ttp.session
-    from ttp.adapters.torch.local_state.image import decode
-    from ttp.processor.local_state.pages import Page, read_page
-
-    processor = ttp.session.current().processor
-    assert processor is not None and processor.host.pages is not None
-    deadline = time.monotonic() + 20
-    while True:
-        found = read_page(processor.host.pages.path, 0, version, processor.incarnation)
-        if isinstance(found, Page):
-            return {f"model.{name}": value for name, value in decode(found.data).buffers.items()}
-        assert time.monotonic() < deadline, found
-        time.sleep(0.002)
 
 
 def _training(stand: Stand, kind: str) -> Training:

@@ -1,0 +1,98 @@
+"""What ``CudaRuntime`` asks of CUDA, which cannot run here: with several devices, and if the driver refuses."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from ttp.adapters.torch.device import cuda
+
+OURS, FIRST = 3, 0
+
+
+class Library:
+    """The part of ``torch.cuda`` that is used; notes the current device of each call that CUDA relates to one."""
+
+    def __init__(self) -> None:
+        self.current = FIRST
+        self.asked_on: list[int] = []
+
+    @contextlib.contextmanager
+    def device(self, device: int | torch.device) -> Iterator[None]:
+        before, self.current = self.current, device.index if isinstance(device, torch.device) else device
+        yield
+        self.current = before
+
+    @contextlib.contextmanager
+    def stream(self, stream: str) -> Iterator[None]:
+        self.asked_on.append(self.current)
+        yield
+        self.asked_on.append(self.current)
+
+    def current_stream(self, device: Any) -> str:
+        return "training's"
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Any:
+    library: Any = Library()
+
+    class Event:
+        def __init__(self, blocking: bool = False) -> None: ...
+
+        def record(self, stream: str) -> None: ...
+
+        def query(self) -> bool:
+            library.asked_on.append(library.current)
+            return True
+
+        synchronize = query
+
+    library.Event = Event
+    library.Stream = lambda device, priority: f"torch's, priority {priority}"
+    library.ExternalStream = lambda handle, device: f"own, {handle}"
+    monkeypatch.setattr(cuda, "_cuda", library)
+    monkeypatch.setattr(cuda, "_own", {})
+    for name in ("device", "stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, getattr(library, name))
+    return library
+
+
+def test_a_thread_asks_with_the_device_of_the_state_as_the_current_one(library: Library) -> None:
+    """A thread begins with the first device, which is another rank's: it would make a context there."""
+    runtime = cuda.CudaRuntime(torch.device("cuda", OURS))
+    mark = runtime.mark(side=True)
+    assert mark.query()
+    mark.synchronize()
+    with runtime.on_side():
+        pass
+    assert library.asked_on == [OURS] * 4 and library.current == FIRST
+
+
+def test_all_rescues_of_a_device_have_one_stream(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def make(device: torch.device) -> int:
+        made.append(device.index)
+        return device.index
+
+    monkeypatch.setattr(cuda, "_make_stream", make)
+    for index in (OURS, OURS, FIRST):
+        assert cuda.rescue_stream(torch.device("cuda", index)) == f"own, {index}"
+    assert made == [OURS, FIRST]
+
+
+@pytest.mark.parametrize("problem", [OSError("no driver"), AttributeError("too old"), RuntimeError("refused")])
+def test_if_the_driver_makes_none_a_stream_of_torch_serves(
+    library: Library, problem: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(device: torch.device) -> int:
+        raise problem
+
+    monkeypatch.setattr(cuda, "_make_stream", refuse)
+    assert cuda.rescue_stream(torch.device("cuda", OURS)) == "torch's, priority -2"
+    assert f"may hang in a failure: {problem}" in caplog.text
