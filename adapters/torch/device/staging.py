@@ -16,7 +16,9 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from ttp.adapters.torch.device.accelerator import AHEAD_MAX, AllEvents, Event, Runtime, flat_bytes, holder
+from ttp.adapters.torch.device.accelerator import (
+    AHEAD_MAX, AllEvents, Event, Runtime, flat_bytes, holder, is_dense, to_dense
+)  # fmt: skip
 from ttp.adapters.torch.local_state.buffers import BufferEntry, BufferTable
 from ttp.inbox import Inbox
 from ttp.processor.local_state.pages import Buffer, Kept
@@ -176,7 +178,7 @@ class DeviceBuffers:
                 staged.kept.append((None if learning else held.stamp, _view(held.pinned)))
             for place, entry in enumerate(self.table.small):
                 if holder(self._runtimes, entry.tensor) is None:
-                    staged.parts[place] = _bytes_of(entry.tensor)
+                    staged.parts[place] = bytes(_view(flat_bytes(to_dense(entry.tensor))))
         staged.ready = events[0] if len(events) == 1 else AllEvents(events)
         return staged
 
@@ -361,7 +363,7 @@ class DeviceBuffers:
         found = [dense]
         for place, span in zip(small.entries, small.spans, strict=True):
             source, target = self.table.small[place].tensor.detach(), twin.memory[span]
-            if source.is_contiguous() and not (source.is_conj() or source.is_neg()):
+            if is_dense(source):
                 dense[0].append(target)
                 dense[1].append(flat_bytes(source))
             else:
@@ -388,11 +390,6 @@ def _let_go(held: _Held) -> None:
 
 def _chunks(source: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     return zip(torch.split(source, _TWIN_BYTES), torch.split(target, _TWIN_BYTES), strict=True)
-
-
-def _bytes_of(tensor: Tensor) -> bytes:
-    array: Any = flat_bytes(tensor.contiguous()).numpy()
-    return bytes(array)
 
 
 def _view(host: Tensor) -> memoryview:

@@ -23,7 +23,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from ttp.adapters.torch.device.accelerator import flat_bytes
+from ttp.adapters.torch.device.accelerator import flat_bytes, is_dense, to_dense
 from ttp.adapters.torch.sharding.names import _walk as walk
 from ttp.adapters.torch.sharding.names import takes_any_shape
 from ttp.errors import CheckpointError
@@ -150,7 +150,7 @@ class BufferTable:
         info = BufferInfo(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
         trusted = name not in self._uncounted and not tensor.is_inference()  # such a tensor has no counter
         entry = BufferEntry(owner._buffers, key, info, tensor, tensor.data_ptr(), next(_serials), trusted)
-        large = entry.size >= LARGE_BYTES and tensor.is_contiguous() and not isinstance(owner, _NormBase)
+        large = entry.size >= LARGE_BYTES and is_dense(tensor) and not isinstance(owner, _NormBase)
         (self.large if large else self.small).append(entry)
 
     def distrust(self, entry: BufferEntry) -> None:
@@ -166,7 +166,7 @@ class BufferSet:
         self.table = BufferTable(module)
         self._captures = 0
         self._viewed = 0
-        self._views: list[Buffer | None] = []  # memory of the small buffers; None: not contiguous, copied each time
+        self._views: list[Buffer | None] = []  # memory of the small buffers; None: not dense, copied each time
         self._plain: list[Buffer] = []  # the views that are not None
         self._large_views: list[Buffer] = []
         self._kept: list[Kept] = []
@@ -181,14 +181,14 @@ class BufferSet:
         table = self.table
         table.refresh()
         if self._viewed != table.layout:
-            self._views = [_live(e.tensor) if e.tensor.is_contiguous() else None for e in table.small]
+            self._views = [_live(e.tensor) if is_dense(e.tensor) else None for e in table.small]
             self._large_views = [_live(e.tensor) for e in table.large]
             self._plain = [view for view in self._views if view is not None]
             self._viewed, self._kept = table.layout, []
         parts = self._plain
         if len(parts) < len(table.small):
             parts = [
-                view if view is not None else bytes(_live(entry.tensor.detach().contiguous()))
+                view if view is not None else bytes(_live(to_dense(entry.tensor)))
                 for view, entry in zip(self._views, table.small, strict=True)
             ]
         return parts, self.capture_large()
@@ -222,7 +222,7 @@ class BufferSet:
 
 
 def _live(tensor: Tensor) -> memoryview:
-    """Return a view of the memory of a contiguous CPU tensor. The view keeps the tensor alive."""
+    """Return a view of the memory of a dense CPU tensor. The view keeps the tensor alive."""
     size = tensor.numel() * tensor.element_size()
     if size == 0:
         return memoryview(b"")

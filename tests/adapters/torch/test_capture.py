@@ -104,6 +104,7 @@ class TestRoundTrip:
             "transposed": torch.arange(6.0).reshape(2, 3).t(),
             "strided": torch.arange(6)[::2],
         }
+        made |= {"conjugated": made["imaginary"].conj(), "negated": made["imaginary"].conj().imag}
         for name, tensor in made.items():
             model.register_buffer(name, tensor)
         model.register_buffer("none", None)
