@@ -326,16 +326,12 @@ def poll(done: Callable[[], bool], timeout_s: float) -> bool:
     return True
 
 
-def is_dense(tensor: Tensor) -> bool:
-    """Return whether the memory of a strided tensor is its elements in order, not those that a view negates."""
-    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-
-
-def to_dense(tensor: Tensor) -> Tensor:
-    """Return the elements of a strided tensor as a dense one, which is the tensor itself where possible."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
-
-
 def flat_bytes(tensor: Tensor) -> Tensor:
     """Return a view of a dense tensor as a vector of bytes."""
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    # A dimension of size 1 may have any stride, which reshape(-1) would keep.
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def copied_bytes(tensor: Tensor) -> bytes:
+    """Return a copy of the elements of a strided tensor, on the host, as bytes."""
+    return flat_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous()).numpy().tobytes()

@@ -16,9 +16,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from ttp.adapters.torch.device.accelerator import (
-    AHEAD_MAX, AllEvents, Event, Runtime, flat_bytes, holder, is_dense, to_dense
-)  # fmt: skip
+from ttp.adapters.torch.device.accelerator import AHEAD_MAX, AllEvents, Event, Runtime, flat_bytes, holder
 from ttp.adapters.torch.local_state.buffers import BufferEntry, BufferTable
 from ttp.inbox import Inbox
 from ttp.processor.local_state.pages import Buffer, Kept
@@ -178,7 +176,7 @@ class DeviceBuffers:
                 staged.kept.append((None if learning else held.stamp, _view(held.pinned)))
             for place, entry in enumerate(self.table.small):
                 if holder(self._runtimes, entry.tensor) is None:
-                    staged.parts[place] = bytes(_view(flat_bytes(to_dense(entry.tensor))))
+                    staged.parts[place] = entry.copied()
         staged.ready = events[0] if len(events) == 1 else AllEvents(events)
         return staged
 
@@ -362,8 +360,9 @@ class DeviceBuffers:
         dense: _Pairs = ([], [])
         found = [dense]
         for place, span in zip(small.entries, small.spans, strict=True):
-            source, target = self.table.small[place].tensor.detach(), twin.memory[span]
-            if is_dense(source):
+            entry, target = self.table.small[place], twin.memory[span]
+            source = entry.tensor.detach()
+            if entry.is_dense:
                 dense[0].append(target)
                 dense[1].append(flat_bytes(source))
             else:

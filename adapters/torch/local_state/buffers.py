@@ -23,7 +23,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from ttp.adapters.torch.device.accelerator import flat_bytes, is_dense, to_dense
+from ttp.adapters.torch.device.accelerator import copied_bytes, flat_bytes
 from ttp.adapters.torch.sharding.names import _walk as walk
 from ttp.adapters.torch.sharding.names import takes_any_shape
 from ttp.errors import CheckpointError
@@ -76,6 +76,15 @@ class BufferEntry:
     def size(self) -> int:
         """The size of the buffer in bytes."""
         return self.tensor.numel() * self.tensor.element_size()
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the memory is the elements in order, and not those that a view conjugates or negates."""
+        return self.tensor.is_contiguous() and not (self.tensor.is_conj() or self.tensor.is_neg())
+
+    def copied(self) -> bytes:
+        """Return a copy of the elements, on the host, as bytes."""
+        return copied_bytes(self.tensor)
 
     def stamp(self) -> Hashable:
         """Return a value that changes when the bytes do; None: only a comparison of the bytes shows a change."""
@@ -150,7 +159,7 @@ class BufferTable:
         info = BufferInfo(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
         trusted = name not in self._uncounted and not tensor.is_inference()  # such a tensor has no counter
         entry = BufferEntry(owner._buffers, key, info, tensor, tensor.data_ptr(), next(_serials), trusted)
-        large = entry.size >= LARGE_BYTES and is_dense(tensor) and not isinstance(owner, _NormBase)
+        large = entry.size >= LARGE_BYTES and entry.is_dense and not isinstance(owner, _NormBase)
         (self.large if large else self.small).append(entry)
 
     def distrust(self, entry: BufferEntry) -> None:
@@ -181,14 +190,14 @@ class BufferSet:
         table = self.table
         table.refresh()
         if self._viewed != table.layout:
-            self._views = [_live(e.tensor) if is_dense(e.tensor) else None for e in table.small]
+            self._views = [_live(e.tensor) if e.is_dense else None for e in table.small]
             self._large_views = [_live(e.tensor) for e in table.large]
             self._plain = [view for view in self._views if view is not None]
             self._viewed, self._kept = table.layout, []
         parts = self._plain
         if len(parts) < len(table.small):
             parts = [
-                view if view is not None else bytes(_live(to_dense(entry.tensor)))
+                view if view is not None else entry.copied()
                 for view, entry in zip(self._views, table.small, strict=True)
             ]
         return parts, self.capture_large()

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ttp.adapters.torch.device.accelerator import copied_bytes
 from ttp.adapters.torch.loop.hook import Hook
-from ttp.adapters.torch.loop.untouched import copied_bytes
 from ttp.adapters.torch.sharding.dtensor_chunks import is_distributed
 from ttp.errors import UsageError
 

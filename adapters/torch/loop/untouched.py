@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ttp.adapters.torch.device.accelerator import flat_bytes, to_dense
+from ttp.adapters.torch.device.accelerator import copied_bytes
 from ttp.adapters.torch.sharding.dtensor_chunks import is_distributed
 from ttp.errors import UsageError
 
@@ -97,8 +97,3 @@ class Untouched:
 
     def _look(self) -> _Mark:
         return [p._version for p in self._parameters], [copied_bytes(p) for p in self._small]
-
-
-def copied_bytes(tensor: Tensor) -> bytes:
-    """Return a copy of the bytes of a tensor on the host."""
-    return flat_bytes(to_dense(tensor)).numpy().tobytes()
