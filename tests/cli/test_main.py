@@ -137,4 +137,4 @@ def test_a_reader_that_has_seen_enough() -> None:
 def test_version(ttp: Ttp) -> None:
     said = ttp("version", "--json")
     assert set(said.json) == {"ttp", "protocol", "checkpoint_format", "python", "torch", "grpcio", "protobuf"}
-    assert said.json["ttp"] in ttp("version").out
+    assert said.json["ttp"] in ttp("version").out == ttp("--version").out

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -48,13 +48,24 @@ app = typer.Typer(
     name="ttp",
     help="Try To Persist: when a rank of a training job dies, no finished step is lost.",
     epilog="Every command explains itself: ttp COMMAND --help. Exit codes: 0 fine, 1 a negative finding, 64 bad usage.",
+    context_settings={"help_option_names": ["-h", "--help"]},
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        version.version()
+        raise typer.Exit
+
+
 @app.callback()
-def _root() -> None:
+def _root(
+    _: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
     """Make typer treat ``ttp`` as a group of commands."""
 
 
