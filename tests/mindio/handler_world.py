@@ -6,10 +6,11 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.core.talk import Talk
+from tests.core.talk import PATIENCE, Talk
 from ttp.core import messages as m
 from ttp.core.controller.continuing import SEAT_READY
-from ttp.core.controller.events import Accused, ConnectionId, Received, Send
+from ttp.core.controller.events import Accused, ConnectionId, Event, Received, Send
+from ttp.core.controller.machine import ControllerMachine
 from ttp.core.layout import Layout, Rank, Version
 from ttp.mindio.protocol import messages as rm
 from ttp.mindio.protocol.handler_recovery import HandlerRecovery
@@ -91,6 +92,8 @@ class HandlerWorld(Talk):
         self.saves: dict[int, Saved] = {}
         self.named: list[int] = []
         self.sent: dict[int, set[tuple[int, int]]] = {}
+        self._orders: deque[Send] = deque()
+        self._obeying = False
         self.guests: dict[int, tuple[int, FakeRank]] = {}
         """New processes of ranks that live, and their streams."""
         self.starts = True
@@ -121,12 +124,12 @@ class HandlerWorld(Talk):
         one = self.ranks[rank]
         one.out, one.parked = True, False
         one.whole = one.whole and not (ailment is rm.Ailment.MEMORY and needed)
-        self._speak(rank, rm.Ailing(Rank(rank), ailment, code, "it hurts"))
+        self.report(rank, rm.Ailing(Rank(rank), ailment, code, "it hurts"))
 
     def kill(self, rank: int) -> None:
         """End the process of a rank."""
         self.ranks[rank].dead = True
-        self.pump(self._take(self.lost(rank)))
+        self.lost(rank)
 
     def dies(self, *ranks: int, seat: str = SEAT_READY) -> None:
         """End processes. Their launcher reports it, and whether it can start them alone."""
@@ -134,7 +137,6 @@ class HandlerWorld(Talk):
             self.ranks[rank].dead = True
         pids = tuple(self.machine.job.members[Rank(rank)].hello.pid for rank in ranks)
         self.event(Accused(tuple(map(Rank, ranks)), m.FaultKind.EXITED, "killed", pids, (), seat))
-        self.pump(self._take())
 
     def start(self, rank: int) -> str:
         """Let a new process join in the seat of ``rank``."""
@@ -144,12 +146,11 @@ class HandlerWorld(Talk):
         self.streams[rank] += 1000
         self.ranks[rank] = FakeRank(version=0, parked=False, out=True)
         said = self.hello(rank, framework=rm.HANDLERS, nonce=f"new{rank}", pid=1000 + rank, launch=1)
-        self.pump(self._take())
         if what == "die":
             self.dies(rank)
         elif Rank(rank) in self.machine.job.live:
-            self._speak(rank, self.handlers(rank))
-            self._speak(rank, rm.Ailing(Rank(rank), rm.Ailment.JOINED, "", "here I am"))
+            self.report(rank, self.handlers(rank))
+            self.report(rank, rm.Ailing(Rank(rank), rm.Ailment.JOINED, "", "here I am"))
         return said
 
     def knock(self, rank: int, *, ready: bool = True, **more: Any) -> str:
@@ -158,10 +159,8 @@ class HandlerWorld(Talk):
         self.guests[rank] = stream, FakeRank(version=0, parked=False, out=True)
         facts = {"framework": rm.HANDLERS, "nonce": f"moved{rank}", "pid": 2000 + rank, "host": "other", **more}
         said = self.event(Received(ConnectionId(stream), hello(rank, self.layout, **facts)))
-        self.pump(self._take())
         for report in self._newcomer(rank) if ready else ():
             self.event(Received(ConnectionId(stream), report))
-            self.pump(self._take())
         return said
 
     def _newcomer(self, rank: int) -> list[m.Report]:
@@ -182,7 +181,6 @@ class HandlerWorld(Talk):
         """Deliver a notice of the manager."""
         known = tuple(RankFault(Rank(rank), FaultOf(what)) for rank, what in (faults or {}).items())
         self.event(Noticed(Notice(kind, known, strategy=strategy)))
-        self.pump(self._take())
 
     def attend(self, wait_s: float = 30.0) -> None:
         """Attach a manager."""
@@ -197,38 +195,56 @@ class HandlerWorld(Talk):
                 self.start(rank)
             assert due is not None, f"nothing is waited for in {self.machine.stage}"
             self.after(max(0.001, due - self.now))
-            self.pump(self._take())
         assert self.machine.incident is None, f"still {self.machine.stage} after {seconds} s: {self.story()}"
 
     def ask_for_save(self) -> str:
         """Request a checkpoint."""
-        told = self.ask()
-        self.pump(self._take())
-        return told
+        return self.ask()
 
     # ------------------------------------------------------------------------------------------------------ the ranks
 
-    def _speak(self, rank: int, report: m.Report) -> None:
-        self.report(rank, report)
-        self.pump(self._take())
+    def event(self, event: Event, *, together: bool = False) -> str:
+        """Deliver an event, and let ranks carry out the orders that it leads to, and report."""
+        line = super().event(event, together=together)
+        said = self.said
+        self.calls += [a.call for a in said if isinstance(a, CallManager)]
+        self.answer = next((a.problem for a in said if isinstance(a, AnswerNotice)), self.answer)
+        self._orders.extend(a for a in said if isinstance(a, Send))
+        if not self._obeying:
+            self._obey_all()
+            self.said = said
+        return line
 
-    def _take(self, _: str = "") -> deque[Send]:
-        self.calls += [a.call for a in self.said if isinstance(a, CallManager)]
-        self.answer = next((a.problem for a in self.said if isinstance(a, AnswerNotice)), self.answer)
-        return deque(a for a in self.said if isinstance(a, Send))
+    def _obey_all(self) -> None:
+        self._obeying = True
+        while self._orders:
+            self._carry_out(self._orders.popleft())
+        self._obeying = False
 
-    def pump(self, orders: deque[Send]) -> None:
-        """Let ranks carry out their orders, and report."""
-        while orders:
-            sent = orders.popleft()
-            order, guest = sent.order, self.guests.get(sent.order.rank)
-            at_door = guest is not None and guest[0] == sent.connection
-            for report in self._guest_hears(order) if at_door else self._obey(order):
-                if self.ranks[order.rank].dead:
-                    self.lost(order.rank)
-                else:
-                    self.report(order.rank, report)
-                orders.extend(self._take())
+    def taken_over(self, ailments: dict[int, rm.Ailment]) -> None:
+        """Let another controller take the place of this one. Ranks say how they stand before they obey."""
+        old, incident = self.machine.job, self.incident.id if self.machine.incident else ""
+        self.acts.clear()
+        self.machine = ControllerMachine(PATIENCE, lambda n: f"j{n}", self.now, host="h", program=HandlerRecovery)
+        for rank, one in enumerate(self.ranks):
+            self.streams[rank] += 1000
+            known = {"nonce": old.members[Rank(rank)].hello.nonce, "term_seen": old.term, "incident": incident}
+            ailment = ailments.get(rank)
+            self._obeying = True
+            self.hello(rank, framework=rm.HANDLERS, incarnation=1, resume=True, version=one.version, **known)
+            self.report(rank, self.handlers(rank, halted=ailment is not rm.Ailment.JOINED))
+            if ailment is not None:
+                self.report(rank, rm.Ailing(Rank(rank), ailment, "", "still here"))
+            self._obey_all()
+
+    def _carry_out(self, sent: Send) -> None:
+        order, guest = sent.order, self.guests.get(sent.order.rank)
+        at_door = guest is not None and guest[0] == sent.connection
+        for report in self._guest_hears(order) if at_door else self._obey(order):
+            if self.ranks[order.rank].dead:
+                self.lost(order.rank)
+            else:
+                self.report(order.rank, report)
 
     def _obey(self, order: m.Order) -> list[m.Report]:
         one = self.ranks[order.rank] if order.rank >= 0 else FakeRank(dead=True)

@@ -20,7 +20,6 @@ def drained(trouble: Trouble | None = None, *, offers: bool = True, knocks: bool
     if offers:
         assert offer(this) == ()
     this.event(Noticed(Notice(NoticeKind.MOVE, params="b")))
-    this.pump(this._take())
     for rank in (2, 3) if knocks else ():
         this.knock(rank)
     return this
@@ -29,7 +28,6 @@ def drained(trouble: Trouble | None = None, *, offers: bool = True, knocks: bool
 def offer(this: HandlerWorld, host: str = "other", store: str = "there:1") -> tuple[Rank, ...]:
     this.event(PlaceOffered(host, store))
     taken = [action.ranks for action in this.said if isinstance(action, TakePlace)]
-    this.pump(this._take())
     return taken[0]
 
 
@@ -59,7 +57,6 @@ def test_a_host_whose_ranks_cannot_be_moved(host: str, why: str, settings: dict[
     if settings.get("offers", True):
         offer(this)
     this.event(Noticed(Notice(NoticeKind.MOVE, params=host)))
-    this.pump(this._take())
     assert why in this.answer and not this.machine.job.moving and this.machine.drained_hosts == []
 
 
@@ -68,7 +65,6 @@ def test_an_offer_does_not_hold_for_ever() -> None:
     offer(this)
     this.after(switching.OFFER_S + 1)
     this.event(Noticed(Notice(NoticeKind.MOVE, params="b")))
-    this.pump(this._take())
     assert this.answer == "no standby host has offered to take its ranks"
 
 
@@ -90,7 +86,6 @@ def test_a_host_that_is_drained_is_left_whatever_goes_wrong(how: str) -> None:
         this.after(switching.START_S - 1)
         assert this.machine.incident is None
         this.after(2)
-        this.pump(this._take())
     this.settle()
     assert this.released == {EXIT_SAVED} and this.machine.drained_hosts == ["b"], this.story()
     assert not this.guests and not this.machine.job.moving

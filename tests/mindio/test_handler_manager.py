@@ -38,7 +38,6 @@ def test_the_hand_shake() -> None:
         ("result", 406, "upgrade"),
     ]  # fmt: skip
     world.report(0, m.Heartbeat(Rank(0), Version(8), m.Phase.IDLE))
-    world._take()
     assert heard(world)[-1] == ("result", 0, "retry")
 
 
@@ -48,7 +47,6 @@ def test_a_manager_that_says_nothing_more_is_not_waited_for_long(until: NoticeKi
     world.attend(30)
     world.kill(1)
     world.after(1.1)
-    world.pump(world._take())
     for kind in () if until is None else (NoticeKind.STOP_TRAIN, until):
         world.say(kind, {1: 1})
     began = world.now
@@ -61,7 +59,6 @@ def test_what_cannot_be_cured_can_be_dumped_and_what_cannot_be_dumped_only_be_le
     world.attend()
     world.kill(1)
     world.after(1.1)
-    world.pump(world._take())
     for kind in (NoticeKind.STOP_TRAIN, NoticeKind.GLOBAL_RANK):
         world.say(kind, {1: 1})
     assert heard(world)[-1] == ("strategies", 0, "exit,dump")
@@ -96,7 +93,6 @@ def resizing(strategy: str, *dead: int, hosts: str = "aabb", **handlers: Any) ->
     else:
         for rank in range(4):
             world.fault(rank, m.FaultKind.PREEMPTED)
-            world.pump(world._take())
     for kind in (NoticeKind.STOP_TRAIN, NoticeKind.GLOBAL_RANK):
         world.say(kind, dict.fromkeys(dead, 1))
     world.say(NoticeKind.STRATEGY, strategy=strategy)
@@ -116,7 +112,6 @@ def test_the_next_launch_has_other_hosts(strategy: str, dead: tuple[int, ...], d
     for version in (7, 8):
         assert heard(world)[-1][0] == "strategies"
         world.report(0, m.Heartbeat(Rank(0), Version(version), m.Phase.IDLE))
-        world._take()
     assert heard(world)[-1] == ("result", 0, strategy)
 
 
@@ -199,6 +194,5 @@ def test_without_a_manager_nobody_is_left_standing() -> None:
     world.attend()
     world.say(NoticeKind.PAUSE_TRAIN)
     world.event(ManagerLeft())
-    world.pump(world._take())
     assert world.kinds()[-1] == "continue"
     assert CallKind.RESULT not in {call.kind for call in world.calls}

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.core.talk import PATIENCE
+from tests.core.talk import PATIENCE, Talk
 from tests.mindio.handler_world import CURE, FOUR, HandlerWorld, Kind, Trouble
+from ttp.core.controller.events import ConnectionId, StreamEnded
 from ttp.core.layout import Rank, Version
 from ttp.errors import EXIT_NOT_SAVED, EXIT_SAVED
 from ttp.mindio.protocol import messages as rm
@@ -72,17 +73,16 @@ def test_without_it_the_older_version_is_saved_where_it_is_whole() -> None:
 
 def test_a_piece_that_nobody_has_is_no_checkpoint() -> None:
     world = HandlerWorld(FOUR)
-    for rank in (1, 3):
-        world.ranks[rank].dead = True
-        world.lost(rank)
-    world.pump(world._take())
+    world.ranks[1].dead = world.ranks[3].dead = True
+    world.lost(1)
+    world.lost(3)
     world.settle()
     assert world.kinds() == [] and world.released <= {EXIT_NOT_SAVED}
 
 
 def test_ranks_that_contradict_each_other_are_named() -> None:
     world = HandlerWorld(FOUR)
-    world._speak(3, rm.Handlers(Rank(3), (rm.ReplicaSet((Rank(2), Rank(3)), 2),), True, False, False, 1, 1, False))
+    world.report(3, rm.Handlers(Rank(3), (rm.ReplicaSet((Rank(2), Rank(3)), 2),), True, False, False, 1, 1, False))
     world.kill(0)
     world.settle()
     assert world.kinds() == [] and world.released == {EXIT_NOT_SAVED}
@@ -227,7 +227,7 @@ def test_who_is_stopped_may_not_be_repaired_without_everybodys_consent() -> None
 def test_a_new_controller_does_not_thaw_ranks_that_were_stopped() -> None:
     world = HandlerWorld(FOUR)
     handlers = rm.Handlers(Rank(2), (rm.ReplicaSet(tuple(map(Rank, range(4))), 2),), True, False, False, 9, 9, True)
-    world._speak(2, handlers)
+    world.report(2, handlers)
     world.settle()
     assert world.kinds() == ["stop", "clean", "rollback", "resume"] and world.machine.stage == "training"
 
@@ -303,10 +303,10 @@ def test_late_and_repeated_answers_change_nothing() -> None:
     stop = world.ranks[1].last
     assert stop is not None
     for serial in (act.serial - 1, act.serial + 1):
-        world._speak(2, rm.Acted(Rank(2), serial, False, 0, Version(7), False, "late"))
+        world.report(2, rm.Acted(Rank(2), serial, False, 0, Version(7), False, "late"))
     assert world.kinds() == ["stop", "clean"] and world.machine.stage == "mending"
     for _ in range(2):
-        world._speak(2, rm.Acted(Rank(2), act.serial, True, 0, Version(7), False, ""))
+        world.report(2, rm.Acted(Rank(2), act.serial, True, 0, Version(7), False, ""))
     world.settle()
     assert world.kinds() == CURE
 
@@ -314,7 +314,7 @@ def test_late_and_repeated_answers_change_nothing() -> None:
 def test_an_act_is_told_again_to_a_rank_that_comes_back() -> None:
     world = HandlerWorld(FOUR, {(Kind.CLEAN, 2): "hang"})
     world.ails(1)
-    world.lost(2)
+    Talk.event(world, StreamEnded(ConnectionId(world.streams[2])))  # nobody obeys yet
     assert world.machine.stage == "mending"
     told = world.back(2, framework=rm.HANDLERS, incident=world.id)
     assert "Freeze:2" in told

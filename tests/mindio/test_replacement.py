@@ -12,11 +12,9 @@ from tests.core.talk import PATIENCE
 from tests.mindio.handler_world import FOUR, REPLACED, SEAT, FakeRank, HandlerWorld, Kind, Trouble
 from tests.mindio.test_handler_recovery import check
 from ttp.core import messages as m
-from ttp.core.controller.machine import ControllerMachine
 from ttp.core.layout import Rank, Version
 from ttp.errors import EXIT_NOT_SAVED, EXIT_SAVED
 from ttp.mindio.protocol import messages as rm
-from ttp.mindio.protocol.handler_recovery import HandlerRecovery
 from ttp.mindio.protocol.manager_messages import ManagerLeft, NoticeKind
 
 
@@ -80,9 +78,8 @@ def test_a_newcomer_that_does_not_say_what_it_shares_holds_what_the_dead_held() 
     this.streams[1] += 1000
     this.ranks[1] = FakeRank(version=0, parked=False, out=True)
     this.hello(1, framework=rm.HANDLERS, nonce="new", launch=1)
-    this.pump(this._take())
-    this._speak(1, replace(this.handlers(1), sets=()))
-    this._speak(1, rm.Ailing(Rank(1), rm.Ailment.JOINED, "", "here I am"))
+    this.report(1, replace(this.handlers(1), sets=()))
+    this.report(1, rm.Ailing(Rank(1), rm.Ailment.JOINED, "", "here I am"))
     this.settle()
     assert this.kinds() == REPLACED and this.released == set()
 
@@ -138,9 +135,7 @@ def test_a_collective_that_breaks_without_a_death_ends_as_without() -> None:
 def test_a_false_alarm_is_thawed() -> None:
     this = world()
     this.lost(1)
-    this.pump(this._take())
     this.back(1, framework=rm.HANDLERS)
-    this.pump(this._take())
     this.settle()
     assert this.kinds() == ["save", "rename"] and this.released == set() and this.machine.stage == "training"
 
@@ -163,7 +158,7 @@ def test_where_it_cannot_be_done_it_is_a_dump(handlers: dict[str, Any], seat: st
 
 def test_only_deaths_are_mended_so() -> None:
     this = world()
-    this._speak(2, m.Fault(Rank(2), Rank(2), m.FaultKind.EXCEPTION, "out of luck", "", "n2"))
+    this.report(2, m.Fault(Rank(2), Rank(2), m.FaultKind.EXCEPTION, "out of luck", "", "n2"))
     this.dies(1)
     this.settle()
     assert this.kinds() == ["save", "rename"]
@@ -243,7 +238,6 @@ def test_a_second_death_while_the_newcomer_is_awaited() -> None:
     this.starts = False
     this.dies(1)
     this.after(0.6)
-    this.pump(this._take())
     assert this.kinds()[-1] == "make_way"
     this.dies(2)
     this.settle()
@@ -257,21 +251,7 @@ def test_another_controller_goes_on_with_a_newcomer_that_has_come() -> None:
     this.dies(1)
     this.start(1)
     assert this.kinds()[-1] == "rebuild" and this.machine._rescue.program.invalid(Rank(1))
-    old, incident = this.machine.job, this.id
-    this.acts.clear()
-    this.machine = ControllerMachine(PATIENCE, lambda n: f"j{n}", this.now, host="h", program=HandlerRecovery)
-    for rank in range(4):
-        nonce = old.members[Rank(rank)].hello.nonce
-        this.streams[rank] += 1000
-        this.hello(
-            rank, framework=rm.HANDLERS, nonce=nonce, incarnation=1, resume=True, term_seen=old.term, incident=incident,
-            version=this.ranks[rank].version,
-        )  # fmt: skip
-        told = this._take()
-        ailment = rm.Ailment.JOINED if rank == 1 else rm.Ailment.STOPPED
-        this._speak(rank, this.handlers(rank, halted=rank != 1))
-        this._speak(rank, rm.Ailing(Rank(rank), ailment, "", "still here"))
-        this.pump(told)
+    this.taken_over({rank: rm.Ailment.JOINED if rank == 1 else rm.Ailment.STOPPED for rank in range(4)})
     this.settle()
     assert this.kinds() == ["stop", "clean", "rebuild", "repair", "rollback", "resume"], this.story()
     assert {act.purpose for act in this.acts} == {"recover"}
@@ -304,7 +284,6 @@ def test_a_manager_chooses_it_and_starts_the_process_itself(strategy: str) -> No
     assert this.kinds() == [*REPLACED[2:4], *REPLACED[:2], *REPLACED[4:]] and this.released == set()
     assert len(heard(this)) == 4  # it is not done before one more step
     this.report(0, m.Heartbeat(Rank(0), Version(8), m.Phase.IDLE))
-    this._take()
     assert heard(this)[-1] == ("result", 0, strategy)
 
 
@@ -313,7 +292,6 @@ def test_a_job_that_is_soon_done_is_mended_too() -> None:
     this.say(NoticeKind.STRATEGY, strategy="recover")
     this.settle()
     this.goodbye(0, version=8)
-    this._take()
     assert heard(this)[-1] == ("result", 0, "recover")
 
 
@@ -329,7 +307,6 @@ def test_it_is_tried_once_for_each_fault() -> None:
     this.starts = False
     this.say(NoticeKind.STRATEGY, strategy="recover")
     this.after(PATIENCE.rescue_s / 2)
-    this.pump(this._take())
     assert heard(this)[-1] == ("result", 406, "recover")
     this.say(NoticeKind.STRATEGY, strategy="recover")
     assert heard(this)[-2:] == [("result", 406, "recover")] * 2
@@ -338,7 +315,6 @@ def test_it_is_tried_once_for_each_fault() -> None:
     this.start(1)
     assert heard(this)[-1] == ("result", 406, "recover")
     this.event(ManagerLeft())
-    this.pump(this._take())
     this.settle()
     assert this.kinds().count("rebuild") == 1
     ended_as_without(this)
@@ -362,7 +338,6 @@ def test_where_it_fails_the_manager_may_have_the_dump_that_was_made_first() -> N
         for rank in sorted(this.machine.job.seats):
             this.start(rank)
         this.after(0.5)
-        this.pump(this._take())
     assert heard(this)[-1] == ("result", 406, "recover")
     this.say(NoticeKind.STRATEGY, strategy="dump")
     assert heard(this)[-1] == ("result", 0, "dump")
@@ -378,7 +353,6 @@ def test_however_it_ends_what_was_saved_first_counts(end: str) -> None:
     this.say(NoticeKind.STRATEGY, strategy="recover")
     if end == "the time is over":
         this.after(PATIENCE.rescue_s + 1)  # in one piece, as for a controller that was stopped
-        this.pump(this._take())
     else:
         this.start(1)
         this.say(NoticeKind.STRATEGY, strategy="exit")
@@ -390,10 +364,8 @@ def test_however_it_ends_what_was_saved_first_counts(end: str) -> None:
 def test_a_stream_that_breaks_meanwhile_leaves_lost_memory_to_be_repaired() -> None:
     this = world()
     this.lost(1)
-    this.pump(this._take())
     this.ails(0)
     this.back(1, framework=rm.HANDLERS)
-    this.pump(this._take())
     this.settle()
     assert "repair" in this.kinds() and this.released == set(), this.story()
     assert {one.version for one in this.ranks} == {7}

@@ -13,11 +13,9 @@ from tests.mindio.test_handler_recovery import check
 from tests.mindio.test_replacement import heard
 from ttp.core import messages as m
 from ttp.core.controller.events import ConnectionId, Received, StreamEnded
-from ttp.core.controller.machine import ControllerMachine
 from ttp.core.layout import Rank, Version
 from ttp.errors import EXIT_SAVED
 from ttp.mindio.protocol import messages as rm
-from ttp.mindio.protocol.handler_recovery import HandlerRecovery
 from ttp.mindio.protocol.manager_messages import ManagerLeft, NoticeKind
 
 STOOD = ["hold", "pause", "sync", "save", "rename"]
@@ -72,7 +70,6 @@ def test_newcomers_take_the_seats_of_ranks_that_live(moving: tuple[int, ...]) ->
     assert {one.version for one in this.ranks} == {7} and this.machine.job.live == {0, 1, 2, 3}
     assert this.machine.job.incarnation == 1 and this.machine.last_commit == (7, "where the save handlers wrote it")
     this.report(0, m.Heartbeat(Rank(0), Version(8), m.Phase.IDLE))
-    this._take()
     assert heard(this)[1:] == [("result", 0, "migration")]
 
 
@@ -165,7 +162,6 @@ def test_while_ranks_are_brought_to_a_stand_still_a_pause_is_refused() -> None:
     stream, _ = this.guests.pop(1)
     this.event(StreamEnded(ConnectionId(stream)))
     this.after(PATIENCE.rescue_s)
-    this.pump(this._take())
     stayed(this)
     program: Any = this.machine._rescue.program
     assert not program._switching.held and not program._pausing.paused
@@ -201,10 +197,8 @@ def test_a_manager_that_chooses_nothing(silence: str) -> None:
     this = world()
     if silence == "it leaves":
         this.event(ManagerLeft())
-        this.pump(this._take())
     elif silence == "it says nothing":
         this.after(31)
-        this.pump(this._take())
         assert heard(this)[-1] == ("result", 406, "migration")
     else:
         this.say(NoticeKind.FAILED)
@@ -236,7 +230,6 @@ def test_a_newcomer_that_goes_again(stands: bool) -> None:
         this.knock(0)
     stream, _ = this.guests.pop(0)
     this.event(StreamEnded(ConnectionId(stream)))
-    this.pump(this._take())
     if stands:
         stayed(this)
         assert heard(this)[-1] == ("result", 406, "migration")
@@ -254,7 +247,6 @@ def test_a_newcomer_that_goes_again(stands: bool) -> None:
 def test_a_job_that_cannot_stand_still(trouble: tuple[Kind, int, str]) -> None:
     this = world({trouble[:2]: trouble[2]})
     this.after(PATIENCE.rescue_s)
-    this.pump(this._take())
     assert "save" not in this.kinds() and heard(this)[-1] == ("result", 406, "migration")
     stayed(this)
 
@@ -288,7 +280,6 @@ def test_a_death_is_a_fault_like_any_other(dead: int, at: str) -> None:
     this.dies(dead)
     if at == "standing":
         this.event(ManagerLeft())
-    this.pump(this._take())
     this.settle()
     assert this.released == set() and this.named == [7] and not this.guests, this.story()
     assert {one.life for one in this.ranks} == {1} and {one.version for one in this.ranks} == {7}
@@ -320,13 +311,11 @@ def test_whatever_goes_wrong_meanwhile_nothing_is_lost(cases: list[Any]) -> None
         if this.machine.incident is not None:
             this.say(NoticeKind.STRATEGY, strategy="migration")
         this.event(ManagerLeft())
-        this.pump(this._take())
         program: Any = this.machine._rescue.program
         while this.machine.incident is not None or program._runner.running:
             due = this.machine.deadline()
             assert due is not None, troubles
             this.after(max(0.001, due - this.now))
-            this.pump(this._take())
         check(this, troubles)
         assert not this.guests and not this.machine.job.moving and not this.machine.job.seats, troubles
         assert this.now - began <= 2 * PATIENCE.rescue_s + PATIENCE.exit_s, troubles
@@ -353,19 +342,8 @@ def test_another_controller_lets_go_of_those_that_stand_still(when: str) -> None
     if when == "paused":
         this.say(NoticeKind.STOP_SWITCH)
         this.say(NoticeKind.PAUSE_TRAIN)
-    old = this.machine.job
     this.guests.clear()  # they leave when their controller is lost
-    this.acts.clear()
-    this.machine = ControllerMachine(PATIENCE, lambda n: f"j{n}", this.now, host="h", program=HandlerRecovery)
-    for rank in range(4):
-        this.streams[rank] += 1000
-        this.hello(
-            rank, framework=rm.HANDLERS, nonce=old.members[Rank(rank)].hello.nonce, incarnation=1, resume=True,
-            term_seen=old.term, version=7,
-        )  # fmt: skip
-        told = this._take()
-        this._speak(rank, this.handlers(rank, halted=True))
-        this.pump(told)
+    this.taken_over({})
     this.settle()
     assert this.kinds()[-1] == "resume" and this.released == set() and this.machine.stage == "training", this.story()
 
