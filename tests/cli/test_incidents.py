@@ -81,19 +81,6 @@ def test_half_a_character_is_replaced_and_a_whole_one_stays(tmp_path: Path) -> N
     assert log.cause == "a \ufffd b \U0001f3d6 c"
 
 
-@pytest.mark.parametrize(
-    "garbage",
-    [b"\xff\xfe\n", b"[1]\n", b'{"kind": 5}\n', b'"opened"\n', b"[" * 100_000 + b"\n"],
-    ids=["bytes", "list", "number", "text", "nested"],
-)
-def test_garbage_in_the_middle(tmp_path: Path, garbage: bytes) -> None:
-    path = write(tmp_path, "one", SAVED)
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join([*lines[:3], garbage, *lines[3:]]))
-    log = read_incident(path)
-    assert (len(log.lines), log.unreadable, log.version) == (len(SAVED), 1, 12)
-
-
 def test_an_empty_file(tmp_path: Path, ttp: Ttp) -> None:
     path = write(tmp_path, "one", SAVED)
     path.write_bytes(b"")

@@ -69,7 +69,7 @@ def test_a_launch_with_fewer_ranks_is_what_the_manager_has_chosen(job: Callable[
 def test_a_program_that_allows_it_is_offered_no_fewer_ranks_by_a_job_that_is_not_elastic(
     job: Callable[..., Processes],
 ) -> None:
-    this = prepared(job, "downgrade", options={"enable_zit": True}, env={"TTP_ABANDONED_S": "60"})
+    this = prepared(job, "dump", options={"enable_zit": True})
     this.processes[3].kill()
     assert [process.wait(WAIT_S) for process in this.processes[:3]] == [EXIT_SAVED] * 3, this.story()
     assert told(this, "report_strategies")[0] == ["exit", "dump", "recover"], this.story()

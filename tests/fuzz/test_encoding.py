@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from functools import cache
 from typing import Any
 
 import msgpack
@@ -15,8 +13,8 @@ from hypothesis import strategies as st
 from tests.fuzz.files import changed_bytes
 from tests.fuzz.places import place
 from tests.fuzz.profile import at_most, fuzz
+from ttp.processor.local_state.page_file import MAGIC
 from ttp.processor.local_state.page_reader import Page, read_page
-from ttp.processor.local_state.pages import PageWriter
 from ttp.store.encoding import EncodingError, decode, encode
 
 VALUES = st.recursive(
@@ -29,16 +27,6 @@ VALUES = st.recursive(
     ),
     max_leaves=10,
 )
-PROMISES = {
-    "list": b"\xdd\xff\xff\xff\xff",
-    "map": b"\xdf\xff\xff\xff\xff\x01",
-    "bytes": b"\xc6\xff\xff\xff\xffx",
-    "extension": b"\xc9\xff\xff\xff\xff\x01",
-    "lists in lists": b"\x91" * 100_000 + b"\xc0",
-    "more than one": b"\xc0\xc0",
-    "nothing": b"",
-    "unknown": b"\xc7\x00\x11",
-}
 ARRAYS: list[list[Any]] = [
     ["<f4", [2**62, 0], b""],
     ["<f4", [2**40], b"xxxx"],
@@ -89,12 +77,6 @@ def test_bytes_that_are_no_state(data: bytes) -> None:
     repr(ask(forged(data)))
 
 
-@pytest.mark.parametrize("what", list(PROMISES))
-def test_lengths_that_promise_too_much(what: str) -> None:
-    with at_most(8):
-        assert ask(forged(PROMISES[what])) is None
-
-
 @pytest.mark.parametrize("code", [16, 17, 32], ids=["array", "scalar", "tensor"])
 @pytest.mark.parametrize("index", range(len(ARRAYS)))
 def test_arrays_that_promise_too_much(code: int, index: int) -> None:
@@ -113,31 +95,10 @@ def test_a_state_of_many_small_things_is_a_multiple_of_its_bytes() -> None:
 
 # --------------------------------------------------------------------------------------------------------------- pages
 
-CHANGES = st.lists(st.tuples(st.integers(0, 5200), st.integers(0, 255)), max_size=6)
-
-
-@cache
-def a_page() -> bytes:
-    writer = PageWriter(place("page"), 3, incarnation=2)
-    for version in (5, 6):
-        assert writer.write(version, final=True, parts=[b"small", b"x" * 100])
-    writer.close(unlink=False)
-    return writer.path.read_bytes()[:6000]
-
-
-@fuzz(st.tuples(CHANGES, st.none() | st.integers(0, 6000)), examples=150)
-def test_a_page_of_changed_bytes(change: tuple[list[tuple[int, int]], int | None]) -> None:
-    changes, length = change
-    data = bytearray(a_page())
-    for at, byte in changes:
-        data[at] = byte
-    found = read(bytes(data[:length]))
-    assert (found.version, found.data) == (6, b"small" + b"x" * 100) if isinstance(found, Page) else found
-
 
 @fuzz(st.binary(max_size=300), examples=50)
 def test_a_page_of_noise(data: bytes) -> None:
-    assert isinstance(read(data), str)
+    assert isinstance(read(data), str) and isinstance(read(MAGIC + data), str)
 
 
 def read(data: bytes) -> Page | str:
@@ -148,15 +109,3 @@ def read(data: bytes) -> Page | str:
     file.write_bytes(data)
     file.chmod(0o600)
     return read_page(pages, 3, 6, 2)
-
-
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
-def test_a_page_that_is_no_file(make: Any) -> None:
-    pages = place("no-page")
-    pages.chmod(0o700)
-    path = pages / "rank_3.page"
-    make(path)
-    try:
-        assert "cannot be used" in str(read_page(pages, 3, 6, 2))
-    finally:
-        path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()

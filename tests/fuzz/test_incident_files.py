@@ -89,6 +89,9 @@ def test_nonsense_on_the_command_line(story: Any) -> None:
         b'{"kind": ' + b"[" * 500 + b"]" * 500 + b"}",
         b'{"kind": "x", "a": 1e999}',
         b"\xff\xfe",
+        b"[1]",
+        b'{"kind": 5}',
+        b'"opened"',
     ],
 )
 def test_a_line_that_is_none_is_counted(line: bytes) -> None:

@@ -333,12 +333,6 @@ class TestGarbage:
     def test_cut_short(self, image: bytes, directory: Path, length: int) -> None:
         self.check(directory, image[:length])
 
-    @settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(content=st.binary(max_size=9000))
-    def test_any_bytes_at_all(self, directory: Path, content: bytes) -> None:
-        self.check(directory, content)
-        self.check(directory, page_file.MAGIC + content)
-
     def test_every_single_byte_that_was_written(self, image: bytes, directory: Path) -> None:
         """After one flipped bit in a used slot no wrong bytes are read, and other versions stay readable."""
         used = [i for i, byte in enumerate(image) if byte and i >= page_file.HEADER_BYTES]

@@ -275,6 +275,8 @@ BOMBS = {
     "arrays that promise as many items as there are bytes": b"\xdd\x00\x1e\x00\x00" * 400_000,
     "a map": b"\xdf\xff\xff\xff\xff",
     "a text": b"\xdb\xff\xff\xff\xff",
+    "bytes": b"\xc6\xff\xff\xff\xffx",
+    "a scalar of nothing": b"\xc7\x00\x11",
     "an extension": b"\xc9\xff\xff\xff\xff\x01",
     "tuples in tuples": deep_tuple(300),
     "lists in lists": b"\x91" * 5000 + b"\xc0",

@@ -194,27 +194,12 @@ def test_an_endless_file_is_not_read(tmp_path: Path) -> None:
         Manifest.load(tmp_path)
 
 
-@settings(deadline=None, suppress_health_check=list(HealthCheck))
-@given(data=st.data())
-def test_a_cut_or_flipped_manifest_is_damaged_or_says_the_same(tmp_path: Path, data: st.DataObject) -> None:
+def test_a_manifest_that_is_cut_or_has_a_flipped_bit_is_damaged_or_says_the_same(tmp_path: Path) -> None:
     """Only white space may differ."""
-    whole = bytearray(EXAMPLE.to_json().encode())
-    at = data.draw(st.integers(0, len(whole) - 1))
-    whole[at] ^= data.draw(st.integers(1, 255))
-    cut = data.draw(st.sampled_from([len(whole), data.draw(st.integers(0, len(whole)))]))
-    (tmp_path / MANIFEST).write_bytes(whole[:cut])
-    with contextlib.suppress(CheckpointError):
-        assert Manifest.load(tmp_path) == EXAMPLE
-
-
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_single_bit_counts(tmp_path: Path, every: bool) -> None:
-    """Flips one bit of each byte, or every bit."""
     whole = EXAMPLE.to_json().encode()
     for at in range(len(whole)):
-        for bit in range(8) if every else [at % 8]:
-            flipped = bytearray(whole)
-            flipped[at] ^= 1 << bit
-            (tmp_path / MANIFEST).write_bytes(flipped)
+        flipped = whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :]
+        for damaged in (flipped, whole[:at]):
+            (tmp_path / MANIFEST).write_bytes(damaged)
             with contextlib.suppress(CheckpointError):
                 assert Manifest.load(tmp_path) == EXAMPLE
