@@ -50,8 +50,9 @@ def test_an_unknown_name(name: str, hint: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [(n, v) for n in ("TTP_PORT", "TTP_KEEP") for v in ("x", "0", "1.5")]
-    + [(n, v) for n in ("TTP_OT", "TTP_GRACE_S") for v in ("soon", "0", "-1", "nan", "inf", "1e9")],
+    [(n, v) for n in ("TTP_PORT", "TTP_KEEP") for v in ("x", "0", "-5", "1.5")]
+    + [(n, v) for n in ("TTP_OT", "TTP_GRACE_S") for v in ("soon", "0", "-1", "nan", "inf", "1e9")]
+    + [("TTP_PORT", "65536")],
 )
 def test_a_value_that_is_none(name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=name) as caught:
@@ -128,6 +129,7 @@ def test_a_rank() -> None:
     [
         ({"RANK": "4"}, "RANK=4 is not in 0..3"),
         ({"RANK": "-1"}, "RANK=-1"),
+        ({"RANK": "zero"}, "RANK='zero' is not a whole number"),
         ({"WORLD_SIZE": "many"}, "WORLD_SIZE='many' is not a whole number"),
         ({"MASTER_ADDR": ""}, "MASTER_ADDR is not"),
     ],
