@@ -130,6 +130,13 @@ class Talk:
     def commit_failed(self, rank: int, generation: int = 0, *, may_pass: bool = False) -> str:
         return self.report(rank, m.CommitFailed(Rank(rank), self.id, generation, "no rename", may_pass))
 
+    def write(self) -> str:
+        """Let everything that was ordered be saved and committed."""
+        for order in self.orders(m.Save):
+            self.saved(order.rank, order.generation)
+        (commit,) = self.orders(m.Commit)
+        return self.committed(commit.rank, commit.generation)
+
     def goodbye(self, rank: int, reason: m.GoodbyeReason = m.GoodbyeReason.DONE, version: int = 9) -> str:
         return self.report(rank, m.Goodbye(Rank(rank), reason, Version(version)))
 

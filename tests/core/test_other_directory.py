@@ -11,11 +11,13 @@ from tests.core.talk import Talk, Wide, line
 from ttp.core import messages as m
 
 
-def fallback_world(**patience: Any) -> Wide:
+def saving(fallback_dir: str = "", **patience: Any) -> Wide:
+    """Return a job that saves after a fault."""
     talk = Wide(**patience)
-    for rank, member in talk.machine.job.members.items():
-        member.hello = replace(member.hello, fallback_dir="/spare")
-        del rank
+    for member in talk.machine.job.members.values():
+        member.hello = replace(member.hello, fallback_dir=fallback_dir)
+    talk.fault(5)
+    talk.frozen_all()
     return talk
 
 
@@ -33,9 +35,7 @@ def nobody_can_write(talk: Wide) -> tuple[list[m.Save], str]:
 
 
 def test_when_nobody_can_write_everything_goes_to_the_fallback() -> None:
-    talk = fallback_world()
-    talk.fault(5)
-    talk.frozen_all()
+    talk = saving("/spare")
     before, said = nobody_can_write(talk)
     assert before
     assert {order.directory for order in before} == {""}
@@ -44,15 +44,13 @@ def test_when_nobody_can_write_everything_goes_to_the_fallback() -> None:
     assert orders[0].directory == "/spare"
     for order in orders:
         talk.saved(order.rank, order.generation)
-    commit = talk.orders(m.Commit)[0]
+    (commit,) = talk.orders(m.Commit)
     assert commit.directory == "/spare"
     assert talk.committed(commit.rank, commit.generation).startswith("[committed] [released] Release(75)")
 
 
 def test_the_fallback_is_tried_once() -> None:
-    talk = fallback_world()
-    talk.fault(5)
-    talk.frozen_all()
+    talk = saving("/spare")
     nobody_can_write(talk)
     _, said = nobody_can_write(talk)
     assert "Release(70)" in said
@@ -60,9 +58,7 @@ def test_the_fallback_is_tried_once() -> None:
 
 
 def test_without_a_fallback_it_is_said() -> None:
-    talk = Wide()
-    talk.fault(5)
-    talk.frozen_all()
+    talk = saving()
     _, said = nobody_can_write(talk)
     assert "Release(70)" in said
 
@@ -77,9 +73,7 @@ def everybody_fails(talk: Talk) -> str:
 
 
 def test_storage_that_refuses_everybody_is_asked_again_later() -> None:
-    talk = Wide(rescue_s=60.0)
-    talk.fault(5)
-    talk.frozen_all()
+    talk = saving(rescue_s=60.0)
     waited = []
     for _ in range(9):
         assert everybody_fails(talk).endswith("[retry]")
@@ -87,18 +81,11 @@ def test_storage_that_refuses_everybody_is_asked_again_later() -> None:
         assert talk.after(waited[-1] - 0.01) == "", "not before"
         assert "[plan] Save" in talk.after(0.02)
     assert waited == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0]
-    for order in talk.orders(m.Save):
-        talk.saved(order.rank, order.generation)
-    commit = talk.incident.committer
-    assert commit is not None
-    said = talk.committed(commit, talk.incident.generation)
-    assert said.startswith("[committed] [released] Release(75)")
+    assert talk.write().startswith("[committed] [released] Release(75)")
 
 
 def test_who_failed_of_something_else_is_not_asked_again() -> None:
-    talk = Wide(rescue_s=60.0)
-    talk.fault(5)
-    talk.frozen_all()
+    talk = saving(rescue_s=60.0)
     first = min(talk.incident.pending)
     talk.save_failed(first, may_pass=False)
     assert everybody_fails(talk).endswith("[retry]")
@@ -110,9 +97,7 @@ def test_who_failed_of_something_else_is_not_asked_again() -> None:
 
 
 def test_when_time_is_up_what_refused_is_said() -> None:
-    talk = Wide(rescue_s=60.0)
-    talk.fault(5)
-    talk.frozen_all()
+    talk = saving(rescue_s=60.0)
     everybody_fails(talk)
     assert "Release(70)" in talk.after(61)
     text = talk.orders(m.Release)[0].text
@@ -120,9 +105,7 @@ def test_when_time_is_up_what_refused_is_said() -> None:
 
 
 def test_both_places_are_asked_again_and_what_is_durable_there_counts() -> None:
-    talk = fallback_world(rescue_s=60.0)
-    talk.fault(5)
-    talk.frozen_all()
+    talk = saving("/spare", rescue_s=60.0)
     for order in talk.orders(m.Save):
         talk.saved(order.rank, order.generation)  # all is durable in save_dir, and nobody can rename it
     refused: list[str] = []
@@ -153,9 +136,7 @@ def test_a_checkpoint_on_request_is_not_tried_again() -> None:
 
 
 def test_storage_that_takes_nothing_has_failed() -> None:
-    talk = Wide(stall_s=60.0)
-    talk.fault(5)
-    talk.frozen_all()
+    talk = saving(stall_s=60.0)
     (first,) = {order.rank for order in talk.orders(m.Save) if order.order.shards}
     talk.now += 59
     for rank in range(6):
@@ -171,9 +152,7 @@ def test_storage_that_takes_nothing_has_failed() -> None:
 @pytest.mark.parametrize("stage", ["saving", "committing"])
 def test_storage_that_hangs_is_not_tried_by_one_rank_after_the_other(stage: str) -> None:
     """If there is another directory, it is used at once."""
-    talk = fallback_world(stall_s=60.0)
-    talk.fault(5)
-    talk.frozen_all()
+    talk = saving("/spare", stall_s=60.0)
     for order in talk.orders(m.Save) if stage == "committing" else ():
         talk.saved(order.rank)
     assert talk.machine.stage == stage
@@ -186,9 +165,7 @@ def test_storage_that_hangs_is_not_tried_by_one_rank_after_the_other(stage: str)
 
 
 def test_a_commit_that_hangs_is_given_to_another() -> None:
-    talk = Wide(stall_s=60.0)
-    talk.fault(5)
-    talk.frozen_all()
+    talk = saving(stall_s=60.0)
     for order in talk.orders(m.Save):
         said = talk.saved(order.rank)
     assert "Commit:0" in said

@@ -73,11 +73,17 @@ def test_a_job_that_beats_is_not_looked_at() -> None:
     assert talk.machine.incident is None
 
 
-def test_a_host_that_is_cut_off_is_in_doubt_and_the_others_save_at_once() -> None:
-    talk = Hosts()
+def in_doubt(layout: Layout | None = None) -> Hosts:
+    """Return a job of which the second host is cut off, for long enough to be noticed."""
+    talk = Hosts(layout)
     talk.passes(3)
     talk.cut("h1")
     talk.passes(DOUBT_S + LOOK_S)
+    return talk
+
+
+def test_a_host_that_is_cut_off_is_in_doubt_and_the_others_save_at_once() -> None:
+    talk = in_doubt()
     assert talk.machine.incident is not None
     assert (
         "rank 2 on h1" in talk.machine.incident.cause
@@ -88,24 +94,16 @@ def test_a_host_that_is_cut_off_is_in_doubt_and_the_others_save_at_once() -> Non
     assert talk.machine.stage == "saving", "nobody waits for those of whom nothing comes"
     savers = [order.rank for order in talk.orders(m.Save)]
     assert savers and not {2, 3} & set(savers)
-    for rank in savers:
-        talk.saved(rank)
-    talk.committed(talk.orders(m.Commit)[0].rank)
+    talk.write()
     assert talk.machine.incident.stage is Stage.SAVED
     talk.passes(6)
     assert talk.machine.incident is not None and talk.machine.incident.stage is Stage.SAVED, "a doubt releases nobody"
 
 
 def saved_in_doubt() -> Hosts:
-    talk = Hosts()
-    talk.passes(3)
-    talk.cut("h1")
-    talk.passes(DOUBT_S + LOOK_S)
+    talk = in_doubt()
     talk.frozen_at(7, 0, 1, 4, 5)
-    savers = [order.rank for order in talk.orders(m.Save)]
-    for rank in savers:
-        talk.saved(rank)
-    talk.committed(talk.orders(m.Commit)[0].rank)
+    talk.write()
     return talk
 
 
@@ -145,10 +143,7 @@ def test_streams_that_end_and_come_back_leave_nothing() -> None:
 
 
 def test_a_version_that_only_the_silent_have_is_waited_for() -> None:
-    talk = Hosts(Layout(6, {Shard("a"): tuple(map(Rank, (0, 1, 4, 5))), Shard("b"): (Rank(2), Rank(3))}))
-    talk.passes(3)
-    talk.cut("h1")
-    talk.passes(DOUBT_S + LOOK_S)
+    talk = in_doubt(Layout(6, {Shard("a"): tuple(map(Rank, (0, 1, 4, 5))), Shard("b"): (Rank(2), Rank(3))}))
     talk.frozen_at(7, 0, 1, 4, 5)
     talk.passes(6)
     assert talk.machine.stage == "freezing", "nothing is given up for a doubt"
@@ -160,15 +155,10 @@ def test_a_version_that_only_the_silent_have_is_waited_for() -> None:
 
 
 def test_another_fault_is_saved_without_waiting_for_the_silent() -> None:
-    talk = Hosts()
-    talk.passes(3)
-    talk.cut("h1")
-    talk.passes(DOUBT_S + LOOK_S)
+    talk = in_doubt()
     talk.fault(0)
     talk.frozen_at(7, 0, 1, 4, 5)
-    for order in talk.orders(m.Save):
-        talk.saved(order.rank)
-    talk.committed(talk.orders(m.Commit)[0].rank)
+    talk.write()
     talk.passes(2)
     assert talk.machine.stage == "saved"
     talk.cut()
@@ -238,10 +228,7 @@ def test_a_job_that_forms_has_nothing_to_lose() -> None:
 
 
 def test_a_doubt_that_is_over_before_it_is_saved_costs_an_answer() -> None:
-    talk = Hosts()
-    talk.passes(3)
-    talk.cut("h1")
-    talk.passes(DOUBT_S + LOOK_S)
+    talk = in_doubt()
     talk.cut()
     said = talk.beat(2)
     assert "Freeze:2" in said and "Freeze:3" in said

@@ -320,6 +320,10 @@ class HandlerWorld(Talk):
 
     # ---------------------------------------------------------------------------------------------- what is the case
 
+    def heard(self) -> list[tuple[str, int, str]]:
+        """Return the calls of the manager: what it was told, the code, and strategies."""
+        return [(call.kind.value, call.code, call.strategy or ",".join(call.strategies)) for call in self.calls]
+
     def kinds(self) -> list[str]:
         """Return the kinds of the rounds so far, in order."""
         rounds = {act.serial: act.kind.value for act in self.acts}

@@ -17,15 +17,11 @@ from ttp.mindio.protocol.messages import HANDLERS
 # -------------------------------------------------------------------------------------------------------------- manager
 
 
-def heard(world: HandlerWorld) -> list[tuple[str, int, str]]:
-    return [(call.kind.value, call.code, call.strategy or ",".join(call.strategies)) for call in world.calls]
-
-
 def test_the_hand_shake() -> None:
     world = HandlerWorld(FOUR)
     world.attend()
     world.ails(1)
-    assert world.kinds() == [] and heard(world) == [("fault_ranks", 0, "")]
+    assert world.kinds() == [] and world.heard() == [("fault_ranks", 0, "")]
     world.say(NoticeKind.STOP_TRAIN, {1: 0})
     world.say(NoticeKind.STOP_TRAIN, {1: 0})  # the original would end the job here
     assert world.kinds() == ["stop", "clean"]
@@ -33,12 +29,12 @@ def test_the_hand_shake() -> None:
     world.say(NoticeKind.STRATEGY, strategy="upgrade")
     world.say(NoticeKind.STRATEGY, strategy="retry")
     assert world.kinds() == CURE and world.machine.stage == "training"
-    assert heard(world)[1:] == [
+    assert world.heard()[1:] == [
         ("stop_complete", 0, ""), ("fault_ranks", 0, ""), ("strategies", 0, "exit,dump,retry"),
         ("result", 406, "upgrade"),
     ]  # fmt: skip
     world.report(0, m.Heartbeat(Rank(0), Version(8), m.Phase.IDLE))
-    assert heard(world)[-1] == ("result", 0, "retry")
+    assert world.heard()[-1] == ("result", 0, "retry")
 
 
 @pytest.mark.parametrize("until", [None, NoticeKind.STOP_TRAIN, NoticeKind.GLOBAL_RANK])
@@ -61,11 +57,11 @@ def test_what_cannot_be_cured_can_be_dumped_and_what_cannot_be_dumped_only_be_le
     world.after(1.1)
     for kind in (NoticeKind.STOP_TRAIN, NoticeKind.GLOBAL_RANK):
         world.say(kind, {1: 1})
-    assert heard(world)[-1] == ("strategies", 0, "exit,dump")
+    assert world.heard()[-1] == ("strategies", 0, "exit,dump")
     world.say(NoticeKind.STRATEGY, strategy="retry")
-    assert heard(world)[-1] == ("result", 406, "retry")
+    assert world.heard()[-1] == ("result", 406, "retry")
     world.say(NoticeKind.STRATEGY, strategy="dump")
-    assert heard(world)[-1] == ("result", 499, "dump")
+    assert world.heard()[-1] == ("result", 499, "dump")
     world.say(NoticeKind.STRATEGY, strategy="exit")
     world.settle()
     assert world.released == {EXIT_NOT_SAVED}
@@ -103,16 +99,16 @@ def resizing(strategy: str, *dead: int, hosts: str = "aabb", **handlers: Any) ->
 def test_the_next_launch_has_other_hosts(strategy: str, dead: tuple[int, ...], drained: list[str]) -> None:
     """The job is saved, and hosts of faulty ranks start no rank again. Success is told after its first step."""
     world = resizing(strategy, *dead)
-    assert ("strategies", 0, f"exit,dump,{strategy}") in heard(world), heard(world)
+    assert ("strategies", 0, f"exit,dump,{strategy}") in world.heard(), world.heard()
     assert world.machine.drained_hosts == drained and world.named == [7]
     world.goodbye(0, m.GoodbyeReason.RELEASED, version=8)  # it was a step ahead, which was not whole
     world.settle()
-    assert world.released == {EXIT_SAVED} and heard(world)[-1][0] == "strategies"
+    assert world.released == {EXIT_SAVED} and world.heard()[-1][0] == "strategies"
     world.hello(0, framework=HANDLERS, nonce="next", launch=1, host="a", pid=9)
     for version in (7, 8):
-        assert heard(world)[-1][0] == "strategies"
+        assert world.heard()[-1][0] == "strategies"
         world.report(0, m.Heartbeat(Rank(0), Version(version), m.Phase.IDLE))
-    assert heard(world)[-1] == ("result", 0, strategy)
+    assert world.heard()[-1] == ("result", 0, strategy)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +126,7 @@ def test_otherwise_it_is_refused_with_what_is_possible(
     strategy: str, dead: tuple[int, ...], hosts: str, handlers: dict[str, Any]
 ) -> None:
     world = resizing(strategy, *dead, hosts=hosts, **handlers)
-    assert heard(world)[-1] == ("result", 406, strategy) and world.machine.drained_hosts == []
+    assert world.heard()[-1] == ("result", 406, strategy) and world.machine.drained_hosts == []
     world.settle()
     assert world.named == [7] and world.released == {EXIT_SAVED}
 
@@ -145,9 +141,9 @@ def test_a_pause_is_at_the_end_of_the_step_that_the_furthest_is_in() -> None:
     world.say(NoticeKind.PAUSE_TRAIN)
     assert world.kinds() == ["hold", "pause", "sync"]
     assert {act.version for act in world.acted(Kind.PAUSE).values()} == {9}
-    assert heard(world) == [("stop_complete", 0, "")]
+    assert world.heard() == [("stop_complete", 0, "")]
     world.say(NoticeKind.STRATEGY, strategy="continue")
-    assert world.kinds()[3:] == ["continue"] and heard(world)[1:] == [("result", 0, "continue")]
+    assert world.kinds()[3:] == ["continue"] and world.heard()[1:] == [("result", 0, "continue")]
     assert world.machine.stage == "training"
 
 
@@ -156,7 +152,7 @@ def test_a_pause_that_not_all_can_make_is_none() -> None:
     world.attend()
     world.say(NoticeKind.PAUSE_TRAIN)
     assert world.kinds() == ["hold", "pause", "continue"]
-    assert heard(world) == [("stop_complete", 1, ""), ("result", 0, "continue")]
+    assert world.heard() == [("stop_complete", 1, ""), ("result", 0, "continue")]
 
 
 def test_a_death_in_a_pause_is_a_death() -> None:

@@ -22,10 +22,6 @@ def world(trouble: Trouble | None = None, sets: Any = FOUR, **handlers: Any) -> 
     return HandlerWorld(sets, trouble, **{"recover": True, **handlers})
 
 
-def heard(this: HandlerWorld) -> list[tuple[str, int, str]]:
-    return [(call.kind.value, call.code, call.strategy or ",".join(call.strategies)) for call in this.calls]
-
-
 def ended_as_without(this: HandlerWorld) -> None:
     """Check that the job was saved and all ranks left, so that the whole job restarts."""
     assert this.named == [7] and this.released == {EXIT_SAVED}, this.story()
@@ -271,7 +267,7 @@ def led(trouble: Trouble | None = None, seat: str = "", *, saved: bool = False) 
     this.dies(1, seat=seat)
     for kind in (NoticeKind.STOP_TRAIN, NoticeKind.GLOBAL_RANK):
         this.say(kind, {1: 1})
-    assert heard(this) == [("fault_ranks", 0, ""), ("stop_complete", 0, ""), ("fault_ranks", 0, ""),
+    assert this.heard() == [("fault_ranks", 0, ""), ("stop_complete", 0, ""), ("fault_ranks", 0, ""),
                            ("strategies", 0, "exit,dump,recover")]  # fmt: skip
     return this
 
@@ -282,9 +278,9 @@ def test_a_manager_chooses_it_and_starts_the_process_itself(strategy: str) -> No
     this.say(NoticeKind.STRATEGY, strategy=strategy)
     this.settle()
     assert this.kinds() == [*REPLACED[2:4], *REPLACED[:2], *REPLACED[4:]] and this.released == set()
-    assert len(heard(this)) == 4  # it is not done before one more step
+    assert len(this.heard()) == 4  # it is not done before one more step
     this.report(0, m.Heartbeat(Rank(0), Version(8), m.Phase.IDLE))
-    assert heard(this)[-1] == ("result", 0, strategy)
+    assert this.heard()[-1] == ("result", 0, strategy)
 
 
 def test_a_job_that_is_soon_done_is_mended_too() -> None:
@@ -292,14 +288,14 @@ def test_a_job_that_is_soon_done_is_mended_too() -> None:
     this.say(NoticeKind.STRATEGY, strategy="recover")
     this.settle()
     this.goodbye(0, version=8)
-    assert heard(this)[-1] == ("result", 0, "recover")
+    assert this.heard()[-1] == ("result", 0, "recover")
 
 
 @pytest.mark.parametrize("strategy", ["upgrade", "downgrade", "migration", "nonsense"])
 def test_what_else_is_refused_with_what_is_possible(strategy: str) -> None:
     this = led()
     this.say(NoticeKind.STRATEGY, strategy=strategy)
-    assert heard(this)[-1] == ("result", 405, strategy)
+    assert this.heard()[-1] == ("result", 405, strategy)
 
 
 def test_it_is_tried_once_for_each_fault() -> None:
@@ -307,13 +303,13 @@ def test_it_is_tried_once_for_each_fault() -> None:
     this.starts = False
     this.say(NoticeKind.STRATEGY, strategy="recover")
     this.after(PATIENCE.rescue_s / 2)
-    assert heard(this)[-1] == ("result", 406, "recover")
+    assert this.heard()[-1] == ("result", 406, "recover")
     this.say(NoticeKind.STRATEGY, strategy="recover")
-    assert heard(this)[-2:] == [("result", 406, "recover")] * 2
+    assert this.heard()[-2:] == [("result", 406, "recover")] * 2
     this = led({(Kind.REBUILD, 0): "fail"})
     this.say(NoticeKind.STRATEGY, strategy="recover")
     this.start(1)
-    assert heard(this)[-1] == ("result", 406, "recover")
+    assert this.heard()[-1] == ("result", 406, "recover")
     this.event(ManagerLeft())
     this.settle()
     assert this.kinds().count("rebuild") == 1
@@ -325,7 +321,7 @@ def test_where_it_fails_and_the_manager_chooses_to_exit_what_was_on_disk_before_
     this = led({(Kind.REBUILD, 0): "fail"}, saved=True)
     this.say(NoticeKind.STRATEGY, strategy="recover")
     this.start(1)
-    assert heard(this)[-1] == ("result", 406, "recover")
+    assert this.heard()[-1] == ("result", 406, "recover")
     this.say(NoticeKind.STRATEGY, strategy="exit")
     this.settle()
     ended_as_without(this)
@@ -334,13 +330,13 @@ def test_where_it_fails_and_the_manager_chooses_to_exit_what_was_on_disk_before_
 def test_where_it_fails_the_manager_may_have_the_dump_that_was_made_first() -> None:
     this = led({(Kind.REPAIR, 3): "die"})
     this.say(NoticeKind.STRATEGY, strategy="recover")
-    while heard(this)[-1][0] != "result":
+    while this.heard()[-1][0] != "result":
         for rank in sorted(this.machine.job.seats):
             this.start(rank)
         this.after(0.5)
-    assert heard(this)[-1] == ("result", 406, "recover")
+    assert this.heard()[-1] == ("result", 406, "recover")
     this.say(NoticeKind.STRATEGY, strategy="dump")
-    assert heard(this)[-1] == ("result", 0, "dump")
+    assert this.heard()[-1] == ("result", 0, "dump")
     this.say(NoticeKind.STRATEGY, strategy="exit")
     this.settle()
     ended_as_without(this)

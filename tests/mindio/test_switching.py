@@ -10,7 +10,6 @@ import pytest
 from tests.core.talk import PATIENCE
 from tests.mindio.handler_world import FOUR, HandlerWorld, Kind, Trouble
 from tests.mindio.test_handler_recovery import check
-from tests.mindio.test_replacement import heard
 from ttp.core import messages as m
 from ttp.core.controller.events import ConnectionId, Received, StreamEnded
 from ttp.core.layout import Rank, Version
@@ -56,7 +55,7 @@ def test_newcomers_take_the_seats_of_ranks_that_live(moving: tuple[int, ...]) ->
     for rank in moving:
         assert this.kinds() == [] and this.machine.stage == "training"  # all others train meanwhile
         this.knock(rank)
-    assert this.kinds() == STOOD and this.named == [7] and heard(this) == [OFFER]
+    assert this.kinds() == STOOD and this.named == [7] and this.heard() == [OFFER]
     assert {one.released for one in old} == {None}
     this.say(NoticeKind.STRATEGY, strategy="migration")
     assert this.kinds() == MOVED and this.machine.stage == "training" and this.released == set(), this.story()
@@ -70,7 +69,7 @@ def test_newcomers_take_the_seats_of_ranks_that_live(moving: tuple[int, ...]) ->
     assert {one.version for one in this.ranks} == {7} and this.machine.job.live == {0, 1, 2, 3}
     assert this.machine.job.incarnation == 1 and this.machine.last_commit == (7, "where the save handlers wrote it")
     this.report(0, m.Heartbeat(Rank(0), Version(8), m.Phase.IDLE))
-    assert heard(this)[1:] == [("result", 0, "migration")]
+    assert this.heard()[1:] == [("result", 0, "migration")]
 
 
 def test_the_manager_may_end_the_old_processes_itself() -> None:
@@ -199,7 +198,7 @@ def test_a_manager_that_chooses_nothing(silence: str) -> None:
         this.event(ManagerLeft())
     elif silence == "it says nothing":
         this.after(31)
-        assert heard(this)[-1] == ("result", 406, "migration")
+        assert this.heard()[-1] == ("result", 406, "migration")
     else:
         this.say(NoticeKind.FAILED)
     stayed(this)
@@ -209,7 +208,7 @@ def test_a_strategy_that_is_none_is_refused_and_the_next_one_counts() -> None:
     this = world()
     for strategy in ("upgrade", "nonsense", ""):
         this.say(NoticeKind.STRATEGY, strategy=strategy)
-        assert heard(this)[-1][:2] == ("result", 406)
+        assert this.heard()[-1][:2] == ("result", 406)
     this.say(NoticeKind.STRATEGY, strategy="migration")
     assert this.kinds() == MOVED
 
@@ -232,7 +231,7 @@ def test_a_newcomer_that_goes_again(stands: bool) -> None:
     this.event(StreamEnded(ConnectionId(stream)))
     if stands:
         stayed(this)
-        assert heard(this)[-1] == ("result", 406, "migration")
+        assert this.heard()[-1] == ("result", 406, "migration")
         return
     assert this.kinds() == [] and this.machine.job.moving == {0, 1}
     for rank in (1, 0):
@@ -247,7 +246,7 @@ def test_a_newcomer_that_goes_again(stands: bool) -> None:
 def test_a_job_that_cannot_stand_still(trouble: tuple[Kind, int, str]) -> None:
     this = world({trouble[:2]: trouble[2]})
     this.after(PATIENCE.rescue_s)
-    assert "save" not in this.kinds() and heard(this)[-1] == ("result", 406, "migration")
+    assert "save" not in this.kinds() and this.heard()[-1] == ("result", 406, "migration")
     stayed(this)
 
 
@@ -255,7 +254,7 @@ def test_a_job_that_cannot_stand_still(trouble: tuple[Kind, int, str]) -> None:
 def test_what_cannot_be_saved_is_not_moved(how: str) -> None:
     this = world({(Kind.SAVE, 0): how, (Kind.SAVE, 2): how})
     this.settle()
-    assert heard(this) == [("result", 406, "migration")]
+    assert this.heard() == [("result", 406, "migration")]
     stayed(this)
 
 
@@ -327,9 +326,9 @@ def test_whatever_goes_wrong_meanwhile_nothing_is_lost(cases: list[Any]) -> None
 
 def test_where_it_fails_the_manager_may_have_the_dump_that_was_made_first() -> None:
     this = chosen({(Kind.REPAIR, 3): "fail"})
-    assert heard(this)[-1] == ("result", 406, "migration")
+    assert this.heard()[-1] == ("result", 406, "migration")
     this.say(NoticeKind.STRATEGY, strategy="dump")
-    assert heard(this)[-1] == ("result", 0, "dump")
+    assert this.heard()[-1] == ("result", 0, "dump")
     this.say(NoticeKind.STRATEGY, strategy="exit")
     this.settle()
     assert this.named == [7] and this.released == {EXIT_SAVED}
