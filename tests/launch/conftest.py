@@ -166,9 +166,9 @@ def controller(environ: dict[str, str], tmp_path: Path) -> Iterator[Controller]:
     running.end()
 
 
-@pytest.fixture(params=sorted(LAUNCHERS))
+@pytest.fixture(params=["ttp-run", pytest.param("torchrun", marks=pytest.mark.slow)])
 def launcher(request: pytest.FixtureRequest) -> str:
-    """Each of the two launchers."""
+    """Each of the two launchers. Both have the same agent, so by default few tests start stock torchrun."""
     return str(request.param)
 
 

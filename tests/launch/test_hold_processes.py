@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
+from tests.launch.conftest import LAUNCHERS, OF_MINDSPORE
+
 if TYPE_CHECKING:
     from tests.launch.conftest import Controller, Job
 
 Start = Callable[..., "Job"]
 THREE = ["--nproc-per-node", "3"]
+EVERY = ["ttp-run", OF_MINDSPORE, pytest.param("torchrun", marks=pytest.mark.slow)]
 
 
 def plan(**changes: Any) -> str:
@@ -24,9 +27,10 @@ def plan(**changes: Any) -> str:
 
 def exit_code(launcher: str, ttp_run: int) -> int:
     """Return the exit code to expect: stock torchrun has the same code for every failure."""
-    return ttp_run if launcher == "ttp-run" else 1
+    return 1 if launcher == "torchrun" else ttp_run
 
 
+@pytest.mark.parametrize("launcher", sorted(LAUNCHERS), indirect=True)
 def test_saving_ranks_are_not_stopped(launcher: str, start: Start, controller: Controller) -> None:
     """Stock torchrun would send SIGTERM within 0.1 s. These saves take 3 s, and two of them start late."""
     job = start(launcher, THREE, "fake_worker.py", plan(save_s=3))
@@ -50,6 +54,7 @@ def test_saving_ranks_are_not_stopped(launcher: str, start: Start, controller: C
         assert "Signal 9 (SIGKILL) received by PID" in job.log.split("Root Cause")[1]
 
 
+@pytest.mark.parametrize("launcher", EVERY, indirect=True)
 def test_nobody_armed_is_stock_behaviour(launcher: str, start: Start, controller: Controller) -> None:
     job = start(launcher, THREE, "fake_worker.py", plan(armed=False))
     os.kill(job.pids(3)[1], signal.SIGKILL)
@@ -58,6 +63,7 @@ def test_nobody_armed_is_stock_behaviour(launcher: str, start: Start, controller
     assert job.has("sigterm-2-0")
 
 
+@pytest.mark.parametrize("launcher", EVERY, indirect=True)
 def test_a_crash_of_programs_that_have_ended_is_no_failure(launcher: str, start: Start, controller: Controller) -> None:
     """Libraries sometimes crash while they are unloaded. A restart would make all steps since the last save again."""
     job = start(launcher, [*THREE, "--max-restarts=1"], "fake_worker.py", plan(crash="ended"))
@@ -136,6 +142,7 @@ def test_restart_after_a_rescue(launcher: str, start: Start, controller: Control
     assert job.has("saved-1-0")
 
 
+@pytest.mark.parametrize("launcher", EVERY, indirect=True)
 @pytest.mark.parametrize(("code", "expected"), [(70, 70), (64, 64), (3, 1)])
 def test_exit_code_tells_what_happened(
     code: int, expected: int, launcher: str, start: Start, controller: Controller

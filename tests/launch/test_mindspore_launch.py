@@ -76,30 +76,6 @@ def test_saving_ranks_are_waited_for_and_the_job_starts_again(start: Start, cont
     assert [(f["ranks"], f["pids"], f["kind"]) for f in controller.faults] == [([1], [victim], "FAULT_KIND_EXITED")]
 
 
-def test_nobody_armed_is_stopped_at_once(start: Start, controller: Controller) -> None:
-    job = start(OF_MINDSPORE, TWO, "fake_worker.py", plan(armed=False))
-    waiting, _ = scheduler(job)
-    os.kill(job.pids(2)[1], signal.SIGKILL)
-    assert job.finish() == 1
-    assert job.has("sigterm-0-0")
-    assert not psutil.pid_exists(waiting)
-
-
-def test_what_a_restart_cannot_mend_is_not_started_again(start: Start, controller: Controller) -> None:
-    job = start(OF_MINDSPORE, [*TWO, "--max-restarts", "2"], "fake_worker.py", plan(save_s=0, exit=64))
-    job.pids(2)
-    job.rescue()
-    assert job.finish() == 64
-    assert not job.has("pid-0-1")
-
-
-def test_a_crash_of_a_program_that_has_ended_is_no_failure(start: Start, controller: Controller) -> None:
-    """MindSpore's threads sometimes crash while its library is unloaded."""
-    job = start(OF_MINDSPORE, [*TWO, "--max-restarts=1"], "fake_worker.py", plan(crash="ended"))
-    assert job.finish() == 0
-    assert not job.has("pid-0-1") and "rank 1 had trained to its end when signal 11 killed it" in job.log
-
-
 def test_a_crash_before_that_is_one(start: Start, controller: Controller) -> None:
     job = start(OF_MINDSPORE, TWO, "fake_worker.py", plan(crash="training", armed=False))
     assert job.finish() == 1

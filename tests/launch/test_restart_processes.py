@@ -29,7 +29,6 @@ def rendezvous(kind: str, port: int) -> list[str]:
     }[kind]
 
 
-@pytest.mark.parametrize("launcher", ["ttp-run", pytest.param("torchrun", marks=pytest.mark.slow)], indirect=True)
 @pytest.mark.parametrize(
     "kind",
     [*(pytest.param(kind, marks=pytest.mark.slow) for kind in ("default", "standalone", "static")), "c10d"],
@@ -80,7 +79,6 @@ def test_every_node_waits_for_its_ranks_and_restarts(
     assert [fault["pids"] for fault in controller.faults] == [[victim]]
 
 
-@pytest.mark.parametrize("launcher", ["ttp-run", pytest.param("torchrun", marks=pytest.mark.slow)], indirect=True)
 @pytest.mark.parametrize("kind", ["static", pytest.param("c10d", marks=pytest.mark.slow)])
 def test_gloo_across_two_nodes_after_a_restart(
     kind: str, launcher: str, start: Start, controller: Controller, unused_port: int

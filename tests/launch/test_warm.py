@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from tests.launch.conftest import OF_MINDSPORE, PATIENCE_S
+from tests.launch.conftest import LAUNCHERS, OF_MINDSPORE, PATIENCE_S
 from tests.waiting import until
 from ttp.cli.status import restarts_line
 from ttp.config import Config
@@ -91,6 +91,25 @@ def ready(environ: dict[str, str]) -> Callable[[], None]:
     return wait
 
 
+@pytest.fixture
+def restarted(start: Start, imports: Any, ready: Any) -> Callable[..., Job]:
+    """Return a function that starts a job, and restarts it when the template has imported what was written."""
+
+    def run(
+        launcher: str = "ttp-run", *flags: str, end: str = "nothing", before: Any = lambda _: None, **sources: str
+    ) -> Job:
+        job = start(launcher, [*FLAGS, *flags], "warm_worker.py", end)
+        said(job, 0, 0), said(job, 1, 0)
+        imports("decimal", **sources)
+        ready()
+        before(job)
+        (job.out / "go").touch()
+        return job
+
+    return run
+
+
+@pytest.mark.parametrize("launcher", sorted(LAUNCHERS), indirect=True)
 def test_a_forked_worker_sees_what_a_fresh_one_sees(
     launcher: str, start: Start, imports: Any, ready: Any, environ: dict[str, str], unused_port: int
 ) -> None:
@@ -111,14 +130,10 @@ def test_a_forked_worker_of_mindspore_sees_what_a_fresh_one_sees(start: Start, i
 
 
 def test_its_output_goes_to_the_files_of_its_attempt(
-    launcher: str, start: Start, imports: Any, ready: Any, environ: dict[str, str], out: Path, unused_port: int
+    launcher: str, restarted: Callable[..., Job], environ: dict[str, str], out: Path, unused_port: int
 ) -> None:
     environ["TTP_PORT"] = str(unused_port)
-    job = start(launcher, [*FLAGS, "--redirects", "3", "--log-dir", str(out / "logs")], "warm_worker.py", "nothing")
-    said(job, 0, 0), said(job, 1, 0)
-    imports("decimal")
-    ready()
-    restart(job)
+    job = restarted(launcher, "--redirects", "3", "--log-dir", str(out / "logs"))
     assert all(said(job, rank, 1)["warm"] for rank in range(2))
     assert job.finish() == 0, job.log
     for rank in range(2):
@@ -144,12 +159,8 @@ def _same_as_cold(job: Job, imports: Any, ready: Any) -> None:
 
 
 @pytest.mark.parametrize(("end", "code"), [("exit 7", "exitcode  : 7"), ("raise", "exitcode  : 1")])
-def test_it_ends_as_a_fresh_one_ends(end: str, code: str, start: Start, imports: Any, ready: Any) -> None:
-    job = start("ttp-run", FLAGS, "warm_worker.py", end)
-    said(job, 0, 0), said(job, 1, 0)
-    imports("decimal")
-    ready()
-    restart(job)
+def test_it_ends_as_a_fresh_one_ends(end: str, code: str, restarted: Callable[..., Job]) -> None:
+    job = restarted(end=end)
     assert said(job, 1, 1)["warm"]
     assert job.finish() == 1
     assert code in job.log
@@ -159,21 +170,18 @@ def test_it_ends_as_a_fresh_one_ends(end: str, code: str, start: Start, imports:
 
 
 @pytest.mark.parametrize("hurt", [signal.SIGKILL, signal.SIGSTOP])
-def test_without_the_process_to_fork_from_workers_are_started(
-    hurt: int, start: Start, imports: Any, ready: Any
-) -> None:
-    job = start("ttp-run", FLAGS, "warm_worker.py", "nothing")
-    said(job, 0, 0), said(job, 1, 0)
-    imports("decimal")
-    ready()
-    process = template(job)
-    assert Path(f"/proc/{process.pid}/oom_score_adj").read_text() == "1000\n"
-    process.send_signal(hurt)
-    restart(job)
+def test_without_the_process_to_fork_from_workers_are_started(hurt: int, restarted: Callable[..., Job]) -> None:
+    def hurts(job: Job) -> None:
+        forked_from.append(template(job))
+        assert Path(f"/proc/{forked_from[0].pid}/oom_score_adj").read_text() == "1000\n"
+        forked_from[0].send_signal(hurt)
+
+    forked_from: list[psutil.Process] = []
+    job = restarted(before=hurts)
     assert not said(job, 0, 1)["warm"] and not said(job, 1, 1)["warm"]
     assert job.finish() == 0, job.log
     assert "restarts are cold" in job.log
-    assert not process.is_running()
+    assert not forked_from[0].is_running()
 
 
 DOUBTS = {
@@ -192,15 +200,9 @@ DOUBTS = {
 
 
 @pytest.mark.parametrize("doubt", DOUBTS)
-def test_modules_that_cannot_be_shared(
-    doubt: str, start: Start, imports: Any, ready: Any, environ: dict[str, str]
-) -> None:
+def test_modules_that_cannot_be_shared(doubt: str, restarted: Callable[..., Job], environ: dict[str, str]) -> None:
     source, reason = DOUBTS[doubt]
-    job = start("ttp-run", FLAGS, "warm_worker.py", "nothing")
-    said(job, 0, 0), said(job, 1, 0)
-    imports("decimal", odd=source)
-    ready()
-    restart(job)
+    job = restarted(odd=source)
     assert not said(job, 0, 1)["warm"]
     assert job.finish() == 0, job.log
     assert reason in job.log
@@ -209,15 +211,11 @@ def test_modules_that_cannot_be_shared(
 
 
 def test_what_runs_before_every_program_may_look_at_the_rank(
-    start: Start, imports: Any, ready: Any, environ: dict[str, str], tmp_path: Path
+    restarted: Callable[..., Job], environ: dict[str, str], tmp_path: Path
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text("import os\nfirst = os.environ.get('RANK') == '0'\n")
     environ["PYTHONPATH"] = os.pathsep.join([str(tmp_path), environ["PYTHONPATH"]])
-    job = start("ttp-run", FLAGS, "warm_worker.py", "nothing")
-    said(job, 0, 0), said(job, 1, 0)
-    imports("decimal")
-    ready()
-    restart(job)
+    job = restarted()
     assert not said(job, 0, 1)["warm"]
     assert job.finish() == 0, job.log
     assert "sitecustomize.py reads variables" in job.log
