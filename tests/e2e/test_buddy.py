@@ -15,7 +15,6 @@ import pytest
 from tests.forking import ForkedPython
 from tests.making import making
 from tests.ports import free_port
-from tests.wire.certificates import Authority
 from ttp.processor.local_state.page_dir import SHARED_MEMORY
 
 JOB = Path(__file__).with_name("buddy_job.py")
@@ -123,16 +122,6 @@ def check(job: Buddies, victims: set[int]) -> None:
 @pytest.mark.timeout(320)
 def test_a_whole_host_is_lost(job: Callable[..., Buddies]) -> None:
     check(job("ab", "1:10:host"), {1})
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(320)
-def test_copies_are_sent_over_tls(job: Callable[..., Buddies], tmp_path: Path) -> None:
-    """With a revocation list that names no certificate of this job."""
-    authority = Authority(tmp_path / "authority")
-    own = authority.sign()
-    authority.sign(file="stolen")
-    check(job("ab", "1:10:host", **own, TTP_TLS_CRL=str(authority.revoke("stolen"))), {1})
 
 
 @pytest.mark.slow

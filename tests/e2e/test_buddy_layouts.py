@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.forked import ForkedJob
 from tests.e2e.harness import Job, newest_of_survivors
 from tests.e2e.shards import bits_of, unbroken
 from tests.ports import free_port
@@ -67,17 +66,6 @@ def assert_same_bits(job: Job, kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_zero_loses_a_host(tmp_path: Path) -> None:
-    """With ``ZeroRedundancyOptimizer``: one shard on each rank."""
-    job = ForkedJob(tmp_path / "job", steps=STEPS, hosts=[*"aabb"], faults=[fault(2, 3, action="lose host")])
-    job.env = env("zero") | {"JOB_STEP_S": "0.05"}
-    assert job.live(TIMEOUT_S / 3) == [75, 75, -9, -9], job.story()
-    assert job.live(TIMEOUT_S / 3) == [0] * 4, job.story()
-    assert_from_copies(job, {2, 3})
-    assert_same_bits(job, "zero", tmp_path)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fsdp", "zero"])
 def test_a_rank_is_lost_under_a_launcher(make_job: MakeJob, tmp_path: Path, kind: str) -> None:
     """Copies of a lost rank stay in the memory of the only host; ``ttp run`` restarts the job."""
@@ -109,11 +97,3 @@ def test_a_host_is_lost_under_a_launcher(
     assert job.run(TIMEOUT_S / 3) == 0, job.story()
     check(job, {2, 3})
     assert_same_bits(job, kind, tmp_path)
-
-
-@pytest.mark.slow
-def test_a_replicated_rank_is_lost_and_no_copies_are_needed(make_job: MakeJob, tmp_path: Path) -> None:
-    job = make_job(script=SCRIPT, steps=STEPS, max_restarts=1, faults=[fault(2)], env=env("replicated"))
-    assert job.run(TIMEOUT_S / 2) == 0, job.story()
-    assert_live(job, {2})
-    assert_same_bits(job, "replicated", tmp_path)

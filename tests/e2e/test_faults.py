@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.forked import ForkedJob
-from tests.e2e.harness import JOB, Job, newest_of_survivors, watch_events
-from tests.forking import ForkedPython
+from tests.e2e.harness import Job, newest_of_survivors, watch_events
 from tests.ports import free_port
 from tests.waiting import until
 from ttp.cli.main import main
@@ -262,31 +261,10 @@ def test_resume_on_another_number_of_ranks(make_job: MakeJob) -> None:
 
 
 @pytest.mark.timeout(TIMEOUT_S)
-def test_without_any_launcher_of_ours(make_job: MakeJob, unbroken: Unbroken) -> None:
-    """Ranks are started by hand, as SLURM does. Rank 0 starts the controller, which survives rank 0."""
+def test_without_any_launcher_of_ours(forked_job: MakeForked, unbroken: Unbroken) -> None:
+    """Rank 0 starts the controller, which survives rank 0."""
     fault = {"id": "kill0", "rank": 0, "step": 3, "phase": "in_step", "action": "kill"}
-    job = make_job(ranks=2, steps=6, faults=[fault])
-    assert start_by_hand(job) == {0: -9, 1: 75}, job.story()
-    assert start_by_hand(job) == {0: 0, 1: 0}, job.story()
+    job = forked_job(ranks=2, steps=6, faults=[fault])
+    assert job.live(TIMEOUT_S / 3) == [-9, 75], job.story()
+    assert job.live(TIMEOUT_S / 3) == [0, 0], job.story()
     assert_saved_and_identical(job, unbroken, [{0}])
-
-
-def start_by_hand(job: Job) -> dict[int, int]:
-    """Run the ranks without agent; returns their exit codes."""
-    job.directory.mkdir(parents=True, exist_ok=True)
-    job.port = job.port or free_port()
-    job.log = job.directory / "launcher.log"
-    base = {k: v for k, v in os.environ.items() if not k.startswith(("TTP_", "TORCHELASTIC"))} | {
-        "JOB_DIR": str(job.directory),
-        "JOB_STEPS": str(job.steps),
-        "JOB_FAULTS": json.dumps(job.faults),
-        "TTP_PORT": str(job.port),
-        "TTP_RUN_DIR": str(job.directory / "run"),
-        "WORLD_SIZE": str(job.ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "OMP_NUM_THREADS": "1",
-    }
-    ranks = [ForkedPython(JOB, [], base | {"RANK": str(r), "LOCAL_RANK": str(r)}, job.log) for r in range(job.ranks)]
-    job.processes = list(ranks)
-    return {r: process.wait(TIMEOUT_S // 3) for r, process in enumerate(ranks)}

@@ -1,4 +1,4 @@
-"""Real launchers, fake ranks and real kills: which ranks are stopped, and when."""
+"""Real launchers, fake ranks, real kills: who is stopped, and when. See test_hold.py and test_host.py, too."""
 
 from __future__ import annotations
 
@@ -71,16 +71,6 @@ def test_a_crash_of_programs_that_have_ended_is_no_failure(launcher: str, start:
     assert not job.has("pid-0-1") and "rank 1 had trained to its end when signal 11 killed it" in job.log
 
 
-def test_armed_without_lease_are_asked_with_sigterm(launcher: str, start: Start, controller: Controller) -> None:
-    """Without a freeze from a controller, SIGTERM tells the ranks to save, and they get the time for it."""
-    job = start(launcher, THREE, "fake_worker.py", plan(save_s=1, on_sigterm="save"))
-    os.kill(job.pids(3)[1], signal.SIGKILL)
-    assert job.finish() == exit_code(launcher, 75)
-    assert job.has("sigterm-0-0")
-    assert job.has("saved-0-0")
-    assert job.has("saved-2-0")
-
-
 def test_stopped_rank_is_killed_when_the_others_have_left(launcher: str, start: Start, controller: Controller) -> None:
     """The launcher does not wait 30 s: the bound is below that."""
     job = start(launcher, THREE, "fake_worker.py", plan(save_s=1))
@@ -91,31 +81,6 @@ def test_stopped_rank_is_killed_when_the_others_have_left(launcher: str, start: 
     assert job.finish(timeout_s=20) == exit_code(launcher, 75)
     assert job.has("saved-0-0")
     assert not psutil.pid_exists(pids[2])
-
-
-@pytest.mark.slow
-def test_a_saver_that_stands_still_is_killed_when_the_others_have_left(
-    launcher: str, start: Start, controller: Controller
-) -> None:
-    """The launcher does not wait the 60 s of the lease: the bound is below that."""
-    job = start(launcher, THREE, "fake_worker.py", plan(save_s=1))
-    pids = job.pids(3)
-    os.kill(pids[1], signal.SIGKILL)
-    job.rescue()
-    job.wait_for("saving-2-0")
-    os.kill(pids[2], signal.SIGSTOP)
-    assert job.finish(timeout_s=40) == exit_code(launcher, 75)
-    assert job.has("saved-0-0") and not job.has("saved-2-0")
-    assert not psutil.pid_exists(pids[2])
-
-
-def test_lease_that_is_over_is_not_waited_for(launcher: str, start: Start, controller: Controller) -> None:
-    job = start(launcher, THREE, "fake_worker.py", plan(lease_s=1, save_s=50))
-    os.kill(job.pids(3)[1], signal.SIGKILL)
-    job.rescue()
-    assert job.finish() == 1
-    assert job.has("sigterm-0-0")
-    assert not job.has("saved-0-0")
 
 
 def test_operators_sigterm_leaves_time_to_save_and_a_second_one_does_not_cut_it_short(
@@ -131,15 +96,6 @@ def test_operators_sigterm_leaves_time_to_save_and_a_second_one_does_not_cut_it_
     assert job.finish() == exit_code(launcher, 75)
     assert all(job.has(f"saved-{rank}-0") for rank in range(3))
     assert controller.faults == []
-
-
-def test_restart_after_a_rescue(launcher: str, start: Start, controller: Controller) -> None:
-    job = start(launcher, [*THREE, "--max-restarts", "1"], "fake_worker.py", plan(save_s=1))
-    os.kill(job.pids(3)[0], signal.SIGKILL)
-    job.rescue()
-    job.pids(3, attempt=1)
-    assert job.finish() == 0
-    assert job.has("saved-1-0")
 
 
 @pytest.mark.parametrize("launcher", EVERY, indirect=True)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from grpc import insecure_channel
 
+from tests.damage import flip
 from tests.processor.copying_rank import ME, OTHER, held, kept, never, piece
 from tests.wire.certificates import Authority
 from ttp.config import Config
@@ -80,9 +81,7 @@ def test_a_piece_is_verified_when_it_is_brought(store: CopyStore, tmp_path: Path
     bring(copy, copy.pieces[0], tmp_path / "out", never, counted.append)
     assert (tmp_path / "out").read_bytes() == (copy.path / "a.bin").read_bytes()
     assert sum(counted) >= copy.pieces[0].size
-    data = bytearray((copy.path / "a.bin").read_bytes())
-    data[7] ^= 1
-    (copy.path / "a.bin").write_bytes(data)
+    flip(copy.path / "a.bin")
     with pytest.raises(CheckpointError, match="damaged"):
         bring(copy, copy.pieces[0], tmp_path / "out", never, counted.append)
     assert not (tmp_path / "out").exists()
@@ -146,9 +145,7 @@ def test_what_is_not_right_is_refused(sender: Sender, receiver: Receiver, store:
     with pytest.raises(SendError, match="frozen"):
         send(sender, copy)
     receiver.frozen = False
-    data = bytearray((copy.path / "a.bin").read_bytes())
-    data[7] ^= 1
-    (copy.path / "a.bin").write_bytes(data)
+    flip(copy.path / "a.bin")
     with pytest.raises(SendError, match=r"'a.bin' does not have the size and digest in its index"):
         send(sender, copy)
     assert receiver.store is not None

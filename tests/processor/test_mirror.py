@@ -205,21 +205,10 @@ class TestKept:
 class TestFinding:
     """A kept page is checked like any other page."""
 
-    def test_none(self, pages: Path, kept: KeptPages) -> None:
-        assert "there is no page" in str(find(pages, 3))
-        kept.store(keep(3))
-        assert "there is no page" in str(find(pages, 3, of=OTHER + 1))
-
     def test_another_version_or_incarnation(self, pages: Path, kept: KeptPages) -> None:
         kept.store(keep(3))
         assert "versions held: 3" in str(find(pages, 5))
         assert "of incarnation 5, not 6" in str(find(pages, 3, incarnation=6))
-
-    def test_a_page_put_there_under_another_name(self, pages: Path, kept: KeptPages) -> None:
-        kept.store(keep(3))
-        path = kept_directory(pages) / page_name(OTHER)
-        path.rename(path.with_name(page_name(OTHER + 1)))
-        assert "belongs to rank 7" in str(find(pages, 3, of=OTHER + 1))
 
     def test_a_linked_directory(self, pages: Path, tmp_path: Path) -> None:
         elsewhere = KeptPages(tmp_path / "elsewhere", RANK, INCARNATION)

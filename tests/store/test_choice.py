@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.damage import flip
 from ttp.errors import CheckpointError, RestoreError
 from ttp.store.choice import Found, check_chosen, look_back
 
@@ -28,10 +29,7 @@ def versions(found: Found) -> list[int]:
 
 def spoil(path: Path) -> Path:
     """Damage a checkpoint so that only reading finds it."""
-    piece = path / "__0_1.distcp"
-    data = bytearray(piece.read_bytes())
-    data[5] ^= 1
-    piece.write_bytes(data)
+    flip(path / "__0_1.distcp")
     return path
 
 
