@@ -205,6 +205,12 @@ def watch_events(job: Job, replay: int = 0) -> Iterator[tuple[str, dict[str, Any
             channel.close()
 
 
+def two_nodes() -> list[list[str]]:
+    """Return the flags of two nodes that meet at the first one."""
+    at = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    return [["--nnodes", "2", "--node-rank", n, *at] for n in "01"]
+
+
 @contextlib.contextmanager
 def jobs(folder: Path) -> Iterator[Callable[..., Job]]:
     """Yield a function that makes jobs, each in a folder of its own. At the end all of their processes are stopped."""

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.damage import flip
-from tests.e2e.conftest import SOLO, Run, solo_env
+from tests.e2e.conftest import Run, solo_env
 from tests.e2e.forked import Forked, ForkedJob
 from tests.waiting import until
 from ttp.cli.main import main
@@ -93,8 +90,8 @@ def test_a_save_dir_that_cannot_be_written_is_said_at_the_start(solo: Run, tmp_p
     assert str(tmp_path / "file" / "ck") in done.stderr and "start" not in done.stdout
 
 
-def test_a_program_that_calls_ttp_wrongly_ends_with_64_and_is_saved(solo: Run, fresh: Run, tmp_path: Path) -> None:
-    done = fresh(tmp_path / "ck", 9, SOLO_MISUSE="3")
+def test_a_program_that_calls_ttp_wrongly_ends_with_64_and_is_saved(solo: Run, tmp_path: Path) -> None:
+    done = solo(tmp_path / "ck", 9, SOLO_MISUSE="3")
     assert done.returncode == 64, done.stderr
     assert "wrap_optimizer() was called twice" in done.stderr and 'solo.py", line' in done.stderr
     assert "called twice" in (tmp_path / "ck" / "incidents" / "wrong.json").read_text(), "for ttp verdict"
@@ -188,16 +185,6 @@ def test_a_program_that_has_ended_says_so_and_one_that_fails_then_does_not(fresh
     assert not ended.exists()
     assert fresh(tmp_path / "ck", 2).returncode == 0
     assert len(list(ended.iterdir())) == 1
-
-
-def test_sigterm_of_a_single_process_saves_and_exits_75(tmp_path: Path) -> None:
-    command = [sys.executable, str(SOLO), str(tmp_path / "ck"), "100000000"]
-    with subprocess.Popen(command, env=solo_env(tmp_path), stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "start 0\n"
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 75
-    assert list((tmp_path / "ck").glob("tft_saved_checkpoints-step_*")) or list((tmp_path / "ck").glob("incidents/*"))
 
 
 def test_a_full_disk_costs_the_checkpoint_and_not_the_training(solo: Run, checkpoint: Path) -> None:

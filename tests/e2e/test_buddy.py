@@ -1,140 +1,124 @@
-"""The only copy of a shard is lost with its rank, or with its whole host: the job goes on from the second copies."""
+"""Second copies of sharded states in real jobs: a rank or a host is lost, the job goes on with the same bits."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.forking import ForkedPython
-from tests.making import making
-from tests.ports import free_port
+from tests.e2e.forked import ForkedJob
+from tests.e2e.harness import Job, newest_of_survivors, two_nodes
+from tests.e2e.shards import bits_of, unbroken
 from ttp.processor.local_state.page_dir import SHARED_MEMORY
 
-JOB = Path(__file__).with_name("buddy_job.py")
+MakeJob = Callable[..., Job]
+
+SCRIPT = Path(__file__).with_name("sharded_job.py")
 EVERY = 4
-STEPS = 16
+STEPS = 14
+HURT_AT = 10
+TIMEOUT_S = 1200
+
+pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.xdist_group("ttp")]
 
 
-@dataclass
-class Buddies:
-    """Ranks that are started by hand, so that each can have a host name of its own."""
-
-    directory: Path
-    hosts: tuple[str, ...]
-    fault: str
-    env: dict[str, str] = field(default_factory=dict)
-    port: int = field(default_factory=free_port)
-    ranks: list[ForkedPython] = field(default_factory=list)
-
-    def launch(self, life: int) -> list[int]:
-        """Run one launch and return the exit codes of all ranks."""
-        master = str(free_port())
-        clean = {k: v for k, v in os.environ.items() if not k.startswith(("TTP_", "TORCHELASTIC"))}
-        for rank, host in enumerate(self.hosts):
-            env = (
-                clean
-                | {
-                    "RANK": str(rank),
-                    "LOCAL_RANK": str(rank),
-                    "WORLD_SIZE": str(len(self.hosts)),
-                    "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": master,
-                    "TORCHELASTIC_RESTART_COUNT": str(life),
-                    "TTP_PORT": str(self.port),
-                    "TTP_RUN_DIR": str(self.directory / "run" / host),
-                    "TTP_HOST": host,
-                    "TTP_BUDDY_EVERY": str(EVERY),
-                    "TTP_STANDBYS": "0",
-                    "TTP_TOKEN": "a secret",
-                    "JOB_DIR": str(self.directory),
-                    "JOB_STEPS": str(STEPS),
-                    "JOB_FAULT": self.fault,
-                }
-                | self.env
-            )
-            self.ranks.append(ForkedPython(JOB, [], env, self.directory / f"life{life}.log"))
-        codes = [rank.wait(150) for rank in self.ranks]
-        self.ranks = []
-        return codes
-
-    def memory(self, host: str) -> Path:
-        """Return the directory of the pages and copies of a host, as ``ttp.processor.local_state.page_dir`` does."""
-        key = hashlib.sha256(f"127.0.0.1|{self.port}|none|{host}".encode()).hexdigest()[:12]
-        return SHARED_MEMORY / f"ttp-{os.getuid()}-{key}"
-
-    def story(self) -> str:
-        return "\n".join(path.read_text()[-5000:] for path in sorted(self.directory.glob("*.log")))
-
-    def said(self, rank: int, life: int, word: str) -> list[list[str]]:
-        lines = (line.split() for line in (self.directory / f"rank{rank}.log").read_text().splitlines())
-        return [words[2:] for words in lines if words[:2] == [str(life), word]]
-
-    def events(self) -> list[dict[str, Any]]:
-        folder = self.directory / "checkpoints" / "incidents"
-        return [json.loads(line) for path in sorted(folder.glob("*.jsonl")) for line in path.read_text().splitlines()]
-
-    def stop(self) -> None:
-        for rank in self.ranks:
-            rank.kill()
-            rank.wait()
+def fault(*ranks: int, action: str = "kill") -> dict[str, Any]:
+    """Return a fault in the middle of a step."""
+    return {"id": action, "ranks": list(ranks), "step": HURT_AT, "phase": "data", "action": action, "together": True}
 
 
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Callable[..., Buddies]]:
-    def make(hosts: str, fault: str, **env: str) -> Buddies:
-        return Buddies(tmp_path, tuple(hosts), fault, env)
-
-    with making(make, Buddies.stop) as job:
-        yield job
+def env(kind: str) -> dict[str, str]:
+    """Return an environment with steps long enough for the copies."""
+    return {"JOB_KIND": kind, "JOB_BUDDY": "1", "TTP_BUDDY_EVERY": str(EVERY), "JOB_STEP_S": "0.1"}
 
 
-def check(job: Buddies, victims: set[int]) -> None:
-    """Check that the victims died, the job was saved from copies, and it resumed with the bits of that version."""
-    first = job.launch(0)
-    survivors = [r for r in range(len(job.hosts)) if r not in victims]
-    assert [code for r, code in enumerate(first) if r not in victims] == [75] * len(survivors), job.story()
-    finished = max(int(words[0]) for words in job.said(survivors[0], 0, "version"))
-    assert job.launch(1) == [0] * len(job.hosts), job.story()
-    assert not any(job.memory(host).exists() for host in job.hosts), "nothing is left in the memory"
+def how_saved(job: Job) -> tuple[int, set[str], str]:
+    """Return version, source and reason of the only checkpoint."""
+    (version,) = job.committed()
+    plans = [e for events in job.incidents() for e in events if e["kind"] == "plan"]
+    return version, set(plans[-1]["how"].values()), plans[-1]["reason"]
 
-    (start,) = {int(words[0]) for r in range(len(job.hosts)) for words in job.said(r, 1, "start")}
-    assert start % EVERY == 0
-    assert 0 <= finished - start <= 2 * EVERY - 1, job.story()
-    plan = next(e for e in job.events() if e["kind"] == "plan")
-    assert plan["version"] == start and set(plan["how"].values()) == {"kept"}
-    lost = finished - start
-    assert (f"{lost} finished steps are lost" if lost else "no step is lost") in plan["reason"]
-    for rank in range(len(job.hosts)):
-        once, again = (dict(words for words in job.said(rank, life, "version")) for life in (0, 1))
-        common = sorted(set(once) & set(again), key=int)
-        assert common == [str(v) for v in range(start + 1, int(max(once, key=int)) + 1)]
-        assert [once[v] for v in common] == [again[v] for v in common]
+
+def assert_from_copies(job: Job, dead: set[int]) -> None:
+    """Check that the newest copies were saved, and that the reported loss is within the bound."""
+    version, hows, reason = how_saved(job)
+    finished = newest_of_survivors(job, 0, dead)
+    assert hows == {"kept"} and version % EVERY == 0, reason
+    assert 0 <= finished - version <= 2 * EVERY - 1, (finished, version)
+    lost = finished - version
+    assert (f"{lost} finished steps are lost" if lost else "no step is lost") in reason
+    assert job.starts() == [0, version], job.story()
+
+
+def assert_live(job: Job, dead: set[int]) -> None:
+    """Check that nothing was lost."""
+    version, hows, reason = how_saved(job)
+    assert "kept" not in hows, reason
+    assert version >= newest_of_survivors(job, 0, dead)
+    assert job.starts() == [0, version], job.story()
+
+
+def assert_same_bits(job: Job, kind: str, tmp_path: Path) -> None:
+    whole = unbroken(tmp_path / "unbroken", kind, STEPS)
+    for mine, theirs in zip(bits_of(job.directory), whole, strict=True):
+        assert mine == theirs, sorted(mine ^ theirs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "hosts", "hurt"),
+    [
+        pytest.param("fsdp", "aabb", fault(2, 3, action="lose host"), id="fsdp"),
+        pytest.param("zero", "aabb", fault(2, 3, action="lose host"), id="zero", marks=pytest.mark.slow),
+        pytest.param("fsdp", "aaaa", fault(2), id="nobody to send to, but the memory stays", marks=pytest.mark.slow),
+        pytest.param("fsdp", "aabb", fault(0), id="rank 0", marks=pytest.mark.slow),
+        pytest.param("fsdp", "aabb", fault(1) | {"step": 8}, id="as a copy is made", marks=pytest.mark.slow),
+    ],
+)
+def test_a_whole_host_is_lost(tmp_path: Path, kind: str, hosts: str, hurt: dict[str, Any]) -> None:
+    """Or a rank of it. Each shard is on one rank."""
+    job = ForkedJob(tmp_path / "job", steps=STEPS, hosts=[*hosts], faults=[hurt])
+    job.env = env(kind) | {"JOB_STEP_S": "0.05"}
+    assert job.live(TIMEOUT_S / 3) == [-9 if rank in hurt["ranks"] else 75 for rank in range(4)], job.story()
+    assert job.live(TIMEOUT_S / 3) == [0] * 4, job.story()
+    assert_from_copies(job, set(hurt["ranks"]))
+    assert_same_bits(job, kind, tmp_path)
     assert "derived from its seed" not in job.story()
-
-
-@pytest.mark.timeout(320)
-def test_a_whole_host_is_lost(job: Callable[..., Buddies]) -> None:
-    check(job("ab", "1:10:host"), {1})
+    for host in hosts:
+        key = hashlib.sha256(f"127.0.0.1|{job.port}|none|{host}".encode()).hexdigest()[:12]
+        assert not (SHARED_MEMORY / f"ttp-{os.getuid()}-{key}").exists(), "nothing is left in the memory"
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", ["fsdp", "zero"])
+def test_a_rank_is_lost_under_a_launcher(make_job: MakeJob, tmp_path: Path, kind: str) -> None:
+    """Copies of a lost rank stay in the memory of the only host; ``ttp run`` restarts the job."""
+    job = make_job(script=SCRIPT, steps=STEPS, max_restarts=1, faults=[fault(2)], env=env(kind))
+    assert job.run(TIMEOUT_S / 2) == 0, job.story()
+    assert_from_copies(job, {2})
+    assert_same_bits(job, kind, tmp_path)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("hosts", "fault", "victims"),
-    [
-        ("aa", "1:10:kill", {1}),  # one host: nobody to send to, but its memory stays
-        ("ab", "0:11:kill", {0}),
-        ("aab", "2:9:host", {2}),
-        ("aabb", "1:13:kill", {1}),
-        ("ab", "1:8:kill", {1}),  # right after a copy was begun
-    ],
+    ("kind", "check"),
+    [("fsdp", assert_from_copies), ("zero", assert_from_copies), ("hsdp", assert_live), ("replicated", assert_live)],
 )
-def test_a_rank_is_lost(job: Callable[..., Buddies], hosts: str, fault: str, victims: set[int]) -> None:
-    check(job(hosts, fault), victims)
+def test_a_host_is_lost_under_a_launcher(
+    make_job: MakeJob, tmp_path: Path, kind: str, check: Callable[[Job, set[int]], None]
+) -> None:
+    """A host loses its ranks, launcher and memory; then the job is started again on two hosts.
+
+    Where each host has a copy of every shard nothing is lost, and no second copies are kept. The random streams of the
+    lost ranks come from the mirror of their pages.
+    """
+    job = make_job(script=SCRIPT, steps=STEPS, max_restarts=0, nodes=two_nodes(), hosts=["one", "two"])
+    job.faults, job.env = [fault(2, 3, action="lose host")], env(kind) | {"TTP_TOKEN": "a secret", "TTP_MIRROR": "1"}
+    job.start()
+    assert [launcher.wait(TIMEOUT_S / 3) for launcher in job.processes] == [75, -9], job.story()
+    assert job.run(TIMEOUT_S / 3) == 0, job.story()
+    check(job, {2, 3})
+    assert_same_bits(job, kind, tmp_path)

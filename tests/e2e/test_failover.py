@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.harness import TTP, Job
-from tests.ports import free_port
+from tests.e2e.harness import TTP, Job, two_nodes
 from tests.waiting import until
 from ttp.launch.ring import Ring, read_ring
 
@@ -38,13 +37,11 @@ def test_the_controller_is_found_where_it_reigns_now(make_job: Callable[..., Job
 
     Then the last rank of the other host dies; its launcher reports that to the standby and hands over the pages.
     """
-    port = str(free_port())
-    nodes = [["--nnodes", "2", "--node-rank", n, "--master-addr", "127.0.0.1", "--master-port", port] for n in "01"]
     job = make_job(
         ranks=2,
         steps=100_000,
         max_restarts=0,
-        nodes=nodes,
+        nodes=two_nodes(),
         hosts=["one", "two"],
         env={"TTP_TOKEN": "secret", "JOB_STEP_S": "0.1"},
     ).start()

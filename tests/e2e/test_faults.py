@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.forked import ForkedJob
-from tests.e2e.harness import Job, newest_of_survivors, watch_events
+from tests.e2e.harness import Job, newest_of_survivors, two_nodes, watch_events
 from tests.ports import free_port
 from tests.waiting import until
 from ttp.cli.main import main
@@ -210,12 +210,8 @@ def test_two_nodes_save_and_resume_together(
     make_job: MakeJob, unbroken: Unbroken, launcher: str, rendezvous: str
 ) -> None:
     """Two agents have two ranks each. After a kill on either node the job is saved and both nodes restart."""
-    port = str(free_port())
-    common = ["--nnodes", "2"]
-    if rendezvous == "static":
-        nodes = [[*common, "--node-rank", n, "--master-addr", "127.0.0.1", "--master-port", port] for n in "01"]
-    else:
-        nodes = [[*common, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "two"]] * 2
+    at = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "two"]
+    nodes = two_nodes() if rendezvous == "static" else [["--nnodes", "2", *at]] * 2
     faults = [
         {"id": "far", "rank": 3, "step": 3, "phase": "backward", "action": "kill"},
         {"id": "near", "rank": 0, "step": 7, "phase": "data", "action": "kill"},
@@ -233,12 +229,11 @@ def test_what_a_host_leaves_that_has_lost_all_its_ranks(
     make_job: MakeJob, unbroken: Unbroken, launcher: str, per_host: int
 ) -> None:
     """Only the launcher of that host can read their pages; without them their random streams would be lost."""
-    port, ranks = str(free_port()), 2 * per_host
-    nodes = [["--nnodes", "2", "--node-rank", n, "--master-addr", "127.0.0.1", "--master-port", port] for n in "01"]
+    ranks = 2 * per_host
     victims = list(range(per_host, ranks))
     fault = {"id": "host", "ranks": victims, "step": 5, "phase": "backward", "action": "kill", "together": True}
     job = make_job(
-        ranks=ranks, launcher=launcher, steps=9, max_restarts=3, faults=[fault], nodes=nodes, hosts=["one", "two"]
+        ranks=ranks, launcher=launcher, steps=9, max_restarts=3, faults=[fault], nodes=two_nodes(), hosts=["one", "two"]
     )
     assert job.run(TIMEOUT_S - 60) == 0, job.story()
     committed = job.directory / "checkpoints" / f"tft_saved_checkpoints-step_{job.committed()[0]}"

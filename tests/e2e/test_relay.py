@@ -14,9 +14,8 @@ import psutil
 import pytest
 
 from tests.e2e.forked import ForkedJob
-from tests.e2e.harness import Job, newest_of_survivors
+from tests.e2e.harness import Job, newest_of_survivors, two_nodes
 from tests.e2e.shards import bits_of, unbroken
-from tests.ports import free_port
 from tests.waiting import until
 
 STEPS = 12
@@ -90,9 +89,7 @@ def kill_at_the_plan(job: ForkedJob, rank: int, over: threading.Event) -> None:
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=str)
 def test_a_relay_in_the_launcher_is_lost_while_training(make_job: Callable[..., Job], how: signal.Signals) -> None:
     """Its ranks connect to the controller directly. When one of them is killed later, the other three save."""
-    port = str(free_port())
-    nodes = [["--nnodes", "2", "--node-rank", n, "--master-addr", "127.0.0.1", "--master-port", port] for n in "01"]
-    job = make_job(ranks=4, steps=400, max_restarts=0, nodes=nodes, hosts=["one", "two"])
+    job = make_job(ranks=4, steps=400, max_restarts=0, nodes=two_nodes(), hosts=["one", "two"])
     job.env = {"TTP_RELAY": "on", "TTP_CONTINUITY": "warm"}
     job.start()
     job.wait_for_version(3)

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.e2e.harness import Job
-from tests.ports import free_port
+from tests.e2e.harness import Job, two_nodes
 
 WAIT_S = 150
 
@@ -29,14 +28,12 @@ def verdict(job: Job) -> tuple[str, int]:
 @pytest.mark.xdist_group("ttp")
 def test_two_launchers_that_saw_different_things_say_the_same(make_job: Callable[..., Job]) -> None:
     """The results of their own ranks are 1 (a rank was killed) and 75, then 64 and 75, then 0 and 0."""
-    port = str(free_port())
-    nodes = [["--nnodes", "2", "--node-rank", n, "--master-addr", "127.0.0.1", "--master-port", port] for n in "01"]
     faults = [
         {"id": "killed", "rank": 1, "step": 3, "phase": "backward", "action": "kill"},
         {"id": "wrong", "rank": 1, "step": 5, "phase": "forward", "action": "misuse"},
     ]
     env = {"TTP_TOKEN": "secret"}
-    job = make_job(ranks=2, steps=8, max_restarts=0, nodes=nodes, hosts=["one", "two"], faults=faults, env=env)
+    job = make_job(ranks=2, steps=8, max_restarts=0, nodes=two_nodes(), hosts=["one", "two"], faults=faults, env=env)
     assert codes(job) == [75, 75], job.story()
     assert verdict(job) == ("saved", 75)
     assert codes(job) == [64, 64], job.story()

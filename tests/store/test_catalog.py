@@ -14,7 +14,7 @@ import pytest
 from tests.damage import flip
 from tests.disks.plug import Loss, Moment, PluggedDisk, PowerCut
 from ttp.core.restore_messages import Candidate
-from ttp.store import catalog, digest
+from ttp.store import digest
 from ttp.store.catalog import find_whole, prune, scan
 from ttp.store.disk import Disk
 from ttp.store.manifest import MANIFEST, Manifest, manifest_digest
@@ -338,7 +338,3 @@ def test_a_name_taken_by_an_earlier_unfinished_removal_is_no_obstacle(world: Wor
     os.utime(aside)
     assert sorted(prune(world.save_dir, 3)) == sorted([four[2].name, aside.name])
     assert left(world) == [8, 6, 4]
-
-
-def test_the_kinds_are_the_ones_that_are_documented() -> None:
-    assert set(catalog.Kind.__args__) == {"checkpoint", "draft", "superseded", "foreign"}  # type: ignore[attr-defined]
