@@ -32,7 +32,7 @@ Start = Callable[..., Controller]
 # --------------------------------------------------------------------------------------------------------------- status
 
 
-def test_status_of_a_controller_without_a_job(ttp: Ttp, start: Start) -> None:
+def test_a_controller_without_a_job(ttp: Ttp, start: Start) -> None:
     controller = start()
     said = ttp("status", "--port", controller.port)
     assert said.code == 0
@@ -41,6 +41,14 @@ def test_status_of_a_controller_without_a_job(ttp: Ttp, start: Start) -> None:
     assert seen["ranks"] == []
     assert seen["last_incident"] is None
     assert seen["controller"]["pid"] == controller.pid
+    for command, why in (
+        ("save", "no job is training"),
+        ("report-fault --rank 0", "no job has joined this controller yet"),
+    ):
+        said = ttp(*command.split(), "--port", controller.port)
+        assert (said.code, said.out) == (1, "")
+        assert why in said.err
+    assert ttp("save", "--port", controller.port, "--json").json["saved"] is False
 
 
 def test_status_of_a_job(ttp: Ttp, start: Start) -> None:
@@ -58,18 +66,6 @@ def test_status_of_a_job(ttp: Ttp, start: Start) -> None:
     assert "training · run digits · incarnation 1 · 4 ranks · torch" in said
     assert "shard model: ranks 0-3" in said
     assert re.search(r"3 +right +103 +7 +idle +live", said)
-
-
-def test_status_tells_the_last_incident(ttp: Ttp, start: Start) -> None:
-    controller = start()
-    controller.ranks(2)
-    assert ttp("save", "--port", controller.port, "--reason", "before the holidays").code == 0
-    said = ttp("status", "--port", controller.port)
-    assert "before the holidays" in said.out
-    assert "saved version 7" in said.out
-    seen = ttp("status", "--port", controller.port, "--json").json["last_incident"]
-    assert (seen["version"], seen["path"], seen["stage"]) == (7, "/made/up/step_7", "closed")
-    assert set(seen) <= keys_in_help(ttp, "status")
 
 
 def test_a_large_job_shows_who_stands_out() -> None:
@@ -138,25 +134,17 @@ def test_a_failed_request_is_followed_by_a_new_connection() -> None:
 def test_save(ttp: Ttp, start: Start) -> None:
     controller = start()
     controller.ranks(2, version=7)
-    said = ttp("save", "--port", controller.port)
+    said = ttp("save", "--reason", "before the holidays", "--port", controller.port)
     assert (said.code, said.out) == (0, "saved version 7: /made/up/step_7\n")
-    assert ttp("status", "--port", controller.port, "--json").json["stage"] == "training"
-
-
-def test_save_json(ttp: Ttp, start: Start) -> None:
-    controller = start()
-    controller.ranks(2, version=7)
+    now = ttp("status", "--port", controller.port, "--json").json
+    last = now["last_incident"]
+    assert (now["stage"], last["version"], last["path"], last["stage"]) == ("training", 7, "/made/up/step_7", "closed")
+    assert set(last) <= keys_in_help(ttp, "status")
+    told = ttp("status", "--port", controller.port).out
+    assert "before the holidays" in told and "saved version 7" in told
     seen = ttp("save", "--json", "--port", controller.port).json
     assert (seen["saved"], seen["version"], seen["path"]) == (True, 7, "/made/up/step_7")
     assert set(seen) <= keys_in_help(ttp, "save")
-
-
-def test_save_without_a_job(ttp: Ttp, start: Start) -> None:
-    controller = start()
-    said = ttp("save", "--port", controller.port)
-    assert (said.code, said.out) == (1, "")
-    assert "no job is training" in said.err
-    assert ttp("save", "--port", controller.port, "--json").json["saved"] is False
 
 
 def test_save_that_fails_says_why(ttp: Ttp, start: Start) -> None:
@@ -198,29 +186,17 @@ def test_a_host_that_is_drained_is_told_to_its_launcher(ttp: Ttp, start: Start) 
     assert list(ask_verdict(*ask).drained) == ["right"]
 
 
-def test_report_fault_of_some_that_are_and_some_that_are_not(ttp: Ttp, start: Start) -> None:
+def test_report_fault_of_nobody_and_of_some_that_are_and_some_that_are_not(ttp: Ttp, start: Start) -> None:
     controller = start()
     controller.ranks(4)
+    for whom in (["--rank", "9"], ["--host", "nowhere"]):
+        said = ttp("report-fault", *whom, "--port", controller.port)
+        assert (said.code, said.out) == (1, "")
+        assert "no such rank" in said.err
+    assert ttp("status", "--port", controller.port, "--json").json["incidents_total"] == 0
     said = ttp("report-fault", "--rank", 1, "--rank", 9, "--port", controller.port)
     assert said.code == 0
     assert "accused: rank 1." in said.out and "no such rank: 9" in said.out
-
-
-def test_report_fault_before_the_job_trains(ttp: Ttp, start: Start) -> None:
-    controller = start()
-    said = ttp("report-fault", "--rank", 0, "--port", controller.port)
-    assert (said.code, said.out) == (1, "")
-    assert "no job has joined this controller yet" in said.err
-
-
-@pytest.mark.parametrize("whom", [["--rank", "9"], ["--host", "nowhere"]])
-def test_report_fault_of_nobody(ttp: Ttp, start: Start, whom: list[str]) -> None:
-    controller = start()
-    controller.ranks(2)
-    said = ttp("report-fault", *whom, "--port", controller.port)
-    assert (said.code, said.out) == (1, "")
-    assert "no such rank" in said.err
-    assert ttp("status", "--port", controller.port, "--json").json["incidents_total"] == 0
 
 
 # ---------------------------------------------------------------------------------------------- finding the controller

@@ -98,6 +98,14 @@ def parsed(message: Any) -> m.Report | None:
         return None
 
 
+def healthy() -> ControllerMachine:
+    """Return the controller of a job of three ranks."""
+    subject = machine()
+    for connection, greeting in zip(HONEST, GREETINGS, strict=True):
+        subject.on_event(Received(connection, parse_report(greeting.SerializeToString())), 0.0)
+    return subject
+
+
 # ------------------------------------------------------------------------------------------------------ the controller
 
 
@@ -120,9 +128,7 @@ EVENTS = st.one_of(
 
 @fuzz(st.lists(EVENTS, max_size=25), examples=120)
 def test_no_sequence_of_reports_stops_the_controller(script: list[Any]) -> None:
-    subject, now = machine(), 0.0
-    for connection, greeting in zip(HONEST, GREETINGS, strict=True):
-        subject.on_event(Received(connection, parse_report(greeting.SerializeToString())), now)
+    subject, now = healthy(), 0.0
     for step in script:
         event: Event = Tick()
         if isinstance(step, float):
@@ -141,9 +147,7 @@ def test_no_sequence_of_reports_stops_the_controller(script: list[Any]) -> None:
 
 
 def test_a_fault_without_a_reason_has_a_cause() -> None:
-    subject = machine()
-    for connection, greeting in zip(HONEST, GREETINGS, strict=True):
-        subject.on_event(Received(connection, parse_report(greeting.SerializeToString())), 0.0)
+    subject = healthy()
     report = parsed(pb.RankReport(fault=pb.Fault(kind=pb.FAULT_KIND_LOST)))
     assert report is not None
     check(subject.on_event(Received(HONEST[0], report), 0.0))
@@ -165,9 +169,7 @@ def knows_a_secret(report: m.Report) -> bool:
 
 @fuzz(st.lists(st.tuples(st.sampled_from(STRANGERS), SPOKEN), max_size=20), examples=120)
 def test_what_is_said_on_other_streams_does_not_touch_a_healthy_job(script: list[Any]) -> None:
-    subject = machine()
-    for connection, greeting in zip(HONEST, GREETINGS, strict=True):
-        subject.on_event(Received(connection, parse_report(greeting.SerializeToString())), 0.0)
+    subject = healthy()
     for connection, message in script:
         report = parsed(message)
         if report is None or presumes(report, 1) or knows_a_secret(report):
@@ -184,9 +186,7 @@ def test_what_is_said_on_other_streams_does_not_touch_a_healthy_job(script: list
     "change", [{"run_id": "another"}, {"incarnation": 0}, {"world_size": 0}, {"layout_digest": "x"}]
 )
 def test_a_stray_rank_does_not_make_a_controller_leave_its_job(change: dict[str, Any]) -> None:
-    subject = machine()
-    for connection, greeting in zip(HONEST, GREETINGS, strict=True):
-        subject.on_event(Received(connection, parse_report(greeting.SerializeToString())), 0.0)
+    subject = healthy()
     stray = hello(0, LAYOUT, **{"takeover": True, "term_seen": 9, "incarnation": 1, "nonce": "stray", **change})
     actions = check(subject.on_event(Received(STRANGERS[0], stray), 1.0))
     assert not [a for a in actions if isinstance(a, Send) and a.connection in HONEST]
@@ -255,9 +255,7 @@ def test_a_gigantic_world_is_refused_and_not_built(world_size: int) -> None:
 
 def test_a_digest_that_is_known_does_not_vouch_for_another_layout() -> None:
     """After a release the next hello begins the next incarnation."""
-    subject = machine()
-    for connection, greeting in zip(HONEST, GREETINGS, strict=True):
-        subject.on_event(Received(connection, parse_report(greeting.SerializeToString())), 0.0)
+    subject = healthy()
     for connection in HONEST:
         subject.on_event(StreamEnded(connection), 1.0)
     changes: list[dict[str, Any]] = [{"world_size": 1 << 20}, {"world_size": 1, "nonce": "o"}]
