@@ -37,24 +37,6 @@ def save_whatever_is_asked(rank: Any, order: m.Save) -> m.Commit:
     return commit
 
 
-def test_a_lost_rank_is_saved_from_its_replica(controller: Controller) -> None:
-    zero, one = controller.rank(0), controller.rank(1)
-    assert zero.expect(m.Welcome).incarnation == one.expect(m.Welcome).incarnation == 1
-    until(lambda: controller.status().stage == "training")
-    one.drop()
-    freeze = zero.expect(m.Freeze)
-    assert freeze.incident and not freeze.snapshot
-    zero.say(frozen(0, freeze.incident, 5))
-    save = zero.expect(m.Save)
-    assert (save.version, save.order.shards, save.order.pages) == (5, ("model",), (0, 1))
-    commit = save_whatever_is_asked(zero, save)
-    assert commit.version == 5 and len(commit.pieces) == 1
-    release = zero.expect(m.Release)
-    assert release.exit_code == 75
-    incident = controller.status().last_incident
-    assert (incident.version, incident.path) == (5, "/d/step_5")
-
-
 def test_a_peer_of_another_major_version_is_refused_in_words(controller: Controller) -> None:
     stranger = controller.rank(0, protocol_major=m.PROTOCOL_MAJOR + 1)
     refused = stranger.expect(m.Refused)
@@ -89,43 +71,6 @@ def test_status_names_ranks_groups_and_stage(controller: Controller) -> None:
     assert (status.stage, status.world_size, status.run_id) == ("forming", 2, "job")
     assert [(r.rank, r.state) for r in status.ranks] == [(0, "live"), (1, "missing")]
     assert [(g.name, list(g.ranks)) for g in status.groups] == [("model", [0, 1])]
-
-
-def test_a_checkpoint_on_request_and_training_goes_on(controller: Controller) -> None:
-    ranks = [controller.rank(0), controller.rank(1)]
-    until(lambda: controller.status().stage == "training")
-    future = controller.stub.SaveNow.future(pb.SaveNowRequest(reason="test"), metadata=controller.metadata, timeout=30)
-    for rank in ranks:
-        freeze = rank.expect(m.Freeze)
-        assert freeze.snapshot
-        rank.say(frozen(rank.number, freeze.incident, 7))
-    save_whatever_is_asked(ranks[0], ranks[0].expect(m.Save))
-    answer = future.result()
-    assert (answer.saved, answer.version, answer.path) == (True, 7, "/d/step_7")
-    assert ranks[0].expect(m.Thaw) and ranks[1].expect(m.Thaw)
-    assert controller.status().stage == "training"
-
-
-def test_save_without_a_job_says_so(controller: Controller) -> None:
-    answer = controller.stub.SaveNow(pb.SaveNowRequest(), metadata=controller.metadata, timeout=10)
-    assert not answer.saved and "no job is training" in answer.text
-
-
-def test_a_fault_reported_from_outside(controller: Controller) -> None:
-    zero = controller.rank(0)
-    controller.rank(1)
-    until(lambda: controller.status().stage == "training")
-    report = pb.ReportFaultRequest(ranks=[1], reason="the node is drained")
-    answer = controller.stub.ReportFault(report, metadata=controller.metadata, timeout=10)
-    assert list(answer.accused) == [1]
-    assert zero.expect(m.Freeze)
-    assert "the node is drained" in controller.status().last_incident.cause
-
-
-def test_a_report_about_nobody_changes_nothing(controller: Controller) -> None:
-    answer = controller.stub.ReportFault(pb.ReportFaultRequest(ranks=[9]), metadata=controller.metadata, timeout=10)
-    assert "no such rank" in answer.text
-    assert controller.status().incidents_total == 0
 
 
 def test_watchers_see_the_past_and_the_present(controller: Controller) -> None:
@@ -216,14 +161,22 @@ def test_sigterm_ends_it_only_when_its_ranks_have_left(controller: Controller) -
     assert controller.process.wait(20) == 0
 
 
-def test_the_incident_file_tells_the_whole_story(controller: Controller, tmp_path: Path) -> None:
+def test_a_lost_rank_is_saved_from_its_replica(controller: Controller, tmp_path: Path) -> None:
+    """And the incident file tells the whole story."""
     zero, one = (controller.rank(r, save_dir=str(tmp_path)) for r in (0, 1))
     until(lambda: controller.status().stage == "training")
+    assert zero.expect(m.Welcome).incarnation == one.expect(m.Welcome).incarnation == 1
     one.drop()
     freeze = zero.expect(m.Freeze)
+    assert freeze.incident and not freeze.snapshot
     zero.say(frozen(0, freeze.incident, 4))
-    save_whatever_is_asked(zero, zero.expect(m.Save))
-    zero.expect(m.Release)
+    save = zero.expect(m.Save)
+    assert (save.version, save.order.shards, save.order.pages) == (4, ("model",), (0, 1))
+    commit = save_whatever_is_asked(zero, save)
+    assert commit.version == 4 and len(commit.pieces) == 1
+    assert zero.expect(m.Release).exit_code == 75
+    incident = controller.status().last_incident
+    assert (incident.version, incident.path) == (4, "/d/step_4")
     zero.say(m.Goodbye(Rank(0), m.GoodbyeReason.RELEASED, Version(4)))
     zero.drop()
     path = tmp_path / "incidents" / f"{freeze.incident}.jsonl"

@@ -93,7 +93,7 @@ def test_the_job_ends_before_it_is_durable(job: Job, bad_disk: BadDisk, unbroken
 
 @pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.xdist_group("ttp")
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rank_dies_before_it_is_durable(job: Job, bad_disk: BadDisk, unbroken: Unbroken, rank: int) -> None:
     """The second incident saves to the storage, because one checkpoint at a time is held. It replaces the held one."""
     job.faults.append({"id": "second", "rank": rank, "step": 9, "phase": "backward", "action": "kill"})
@@ -105,14 +105,10 @@ def test_a_rank_dies_before_it_is_durable(job: Job, bad_disk: BadDisk, unbroken:
 
 @pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.xdist_group("ttp")
-@pytest.mark.parametrize(
-    "second", [{"rank": 1, "phase": "data"}, {"rank": 0, "phase": "data"}], ids=["newcomer", "survivor"]
-)
-def test_a_rank_dies_before_its_first_update(
-    job: Job, bad_disk: BadDisk, unbroken: Unbroken, second: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1], ids=["survivor", "newcomer"])
+def test_a_rank_dies_before_its_first_update(job: Job, bad_disk: BadDisk, unbroken: Unbroken, rank: int) -> None:
     """All ranks are restarted, and restore the checkpoint in memory."""
-    job.faults.append({"id": "second", "step": 5, "action": "kill", "launch": "1", **second})
+    job.faults.append({"id": "second", "rank": rank, "step": 5, "phase": "data", "action": "kill", "launch": "1"})
     job.start()
     job.wait_for_version(7)
     assert job.starts() == [0, 5, 5] and versions(job) == [], job.story()
@@ -123,7 +119,7 @@ def test_a_rank_dies_before_its_first_update(
 
 @pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.xdist_group("ttp")
-@pytest.mark.parametrize("who", ["launcher", "launcher and writer"])
+@pytest.mark.parametrize("who", [pytest.param("launcher", marks=pytest.mark.slow), "launcher and writer"])
 def test_the_launcher_dies_before_it_is_durable(
     job: Job, bad_disk: BadDisk, make_job: MakeJob, unbroken: Unbroken, who: str
 ) -> None:
