@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import pytest
@@ -37,8 +37,7 @@ from ttp.wire.convert import order_from_wire, report_to_wire
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-@dataclass(frozen=True)
-class Said:
+class Said(NamedTuple):
     """The output of a command."""
 
     code: int

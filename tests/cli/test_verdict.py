@@ -13,7 +13,6 @@ import pytest
 from tests.cli.conftest import Controller, Ttp
 from tests.store.storage import fill, small_disk
 from tests.waiting import until
-from ttp.cli.main import main
 from ttp.launch import other_jobs
 from ttp.store.history import FILE, WORD, leave_word, line_of, read_word
 
@@ -61,17 +60,11 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def said(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
-    code = main([str(word) for word in argv])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
-
-
 @pytest.mark.parametrize("name", STORIES)
-def test_one_word_and_its_exit_code(name: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_word_and_its_exit_code(name: str, place: Path, ttp: Ttp) -> None:
     story, word, wanted = STORIES[name]
     (place / "incidents" / FILE).write_text(story, errors="surrogateescape")
-    code, out, err = said(capsys, "verdict", place)
+    code, out, err = ttp("verdict", place)
     assert (out, code) == (f"{word}\n", wanted)
     assert err.strip(), "why is said too"
 
@@ -138,18 +131,18 @@ def test_a_disk_that_is_full_is_named(ttp: Ttp) -> None:
         assert found.code == 64 and f"The file system of {disk} is full" in found.err.replace("\n", " ")
 
 
-def test_only_launches_of_the_job_that_is_meant(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_launches_of_the_job_that_is_meant(place: Path, ttp: Ttp) -> None:
     (place / "incidents" / FILE).write_text(begins("one") + DONE + begins("two") + SAVED)
-    assert said(capsys, "verdict", place, "--run-id", "one")[:2] == (0, "trained\n")
-    assert said(capsys, "verdict", place, "--run-id", "two")[:2] == (75, "saved\n")
-    code, out, err = said(capsys, "verdict", place, "--run-id", "three")
+    assert ttp("verdict", place, "--run-id", "one")[:2] == (0, "trained\n")
+    assert ttp("verdict", place, "--run-id", "two")[:2] == (75, "saved\n")
+    code, out, err = ttp("verdict", place, "--run-id", "three")
     assert (code, out) == (70, "lost\n") and "no launch of this job" in err
 
 
-def test_an_old_word_is_not_that_of_a_launch_that_left_none(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_old_word_is_not_that_of_a_launch_that_left_none(place: Path, ttp: Ttp) -> None:
     (place / "incidents" / FILE).write_text(begins(at_s=100.0) + SAVED)
-    assert said(capsys, "verdict", place, "--since", 99)[:2] == (75, "saved\n")
-    assert said(capsys, "verdict", place, "--since", 101)[:2] == (70, "lost\n")
+    assert ttp("verdict", place, "--since", 99)[:2] == (75, "saved\n")
+    assert ttp("verdict", place, "--since", 101)[:2] == (70, "lost\n")
 
 
 def incident(place: Path, name: str, *events: Facts) -> None:
@@ -170,20 +163,20 @@ OPENED: Facts = {"kind": "opened", "run_id": "job"}
     ],
 )
 def test_an_incident_speaks_for_a_launch_whose_end_was_not_written(
-    place: Path, capsys: pytest.CaptureFixture[str], events: list[Facts], code: int
+    place: Path, ttp: Ttp, events: list[Facts], code: int
 ) -> None:
     """Also if an older ttp has written incidents only."""
     incident(place, "20261120-094512-1-3fa9", OPENED, *events)
     incident(place, "20261120-094513-2-3fa9", OPENED, {"kind": "committed"}, {"kind": "thawed", "reason": "a snapshot"})
-    assert said(capsys, "verdict", place)[0] == code
+    assert ttp("verdict", place)[0] == code
     (place / "incidents" / FILE).write_text(begins(at_s=150.0))
-    assert said(capsys, "verdict", place, "--run-id", "job")[0] == code
+    assert ttp("verdict", place, "--run-id", "job")[0] == code
 
 
-def test_a_newer_launch_is_not_excused_by_an_old_incident(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_newer_launch_is_not_excused_by_an_old_incident(place: Path, ttp: Ttp) -> None:
     incident(place, "20261120-094512-1-3fa9", OPENED, {"kind": "released", "exit_code": 75, "text": ""})
     (place / "incidents" / FILE).write_text(begins(at_s=300.0))
-    assert said(capsys, "verdict", place)[0] == 70
+    assert ttp("verdict", place)[0] == 70
 
 
 def word_of_a_rank(place: Path, at_s: float, run_id: str = "job") -> None:
@@ -203,14 +196,12 @@ LEFT_WITH_64: dict[str, tuple[str, float, int]] = {
 
 
 @pytest.mark.parametrize("name", LEFT_WITH_64)
-def test_a_rank_that_left_with_64_before_any_had_joined(
-    name: str, place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rank_that_left_with_64_before_any_had_joined(name: str, place: Path, ttp: Ttp) -> None:
     story, at_s, wanted = LEFT_WITH_64[name]
     if story:
         (place / "incidents" / FILE).write_text(story)
     word_of_a_rank(place, at_s)
-    code, _, err = said(capsys, "verdict", place, "--run-id", "job")
+    code, _, err = ttp("verdict", place, "--run-id", "job")
     assert (code, "no model" in err) == (wanted, wanted == 64)
 
 
@@ -220,47 +211,47 @@ def test_a_rank_that_left_with_64_before_any_had_joined(
     (begins(at_s=9e9) + SAVED.replace("111.0", "9e9"), "", 64),
 ], ids=["trained since", "saved since", "nothing since"])  # fmt: skip
 def test_a_clock_that_is_set_back_does_not_change_who_spoke_last(
-    before: str, later: str, wanted: int, place: Path, capsys: pytest.CaptureFixture[str]
+    before: str, later: str, wanted: int, place: Path, ttp: Ttp
 ) -> None:
     log = place / "incidents" / FILE
     log.write_text(before)
     leave_word(place, "job", "rank 3 left with 64: no model")
     log.write_text(before + later)
-    assert said(capsys, "verdict", place, "--run-id", "job")[0] == wanted
+    assert ttp("verdict", place, "--run-id", "job")[0] == wanted
 
 
-def test_the_word_of_a_rank_of_another_job_or_time(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_word_of_a_rank_of_another_job_or_time(place: Path, ttp: Ttp) -> None:
     word_of_a_rank(place, 50.0, run_id="other")
-    assert said(capsys, "verdict", place, "--run-id", "job")[0] == 70
-    assert said(capsys, "verdict", place, "--run-id", "other", "--since", 51)[0] == 70
-    assert said(capsys, "verdict", place, "--run-id", "other", "--since", 49)[0] == 64
+    assert ttp("verdict", place, "--run-id", "job")[0] == 70
+    assert ttp("verdict", place, "--run-id", "other", "--since", 51)[0] == 70
+    assert ttp("verdict", place, "--run-id", "other", "--since", 49)[0] == 64
     incident(place, "20261120-094512-1-3fa9", OPENED, {"kind": "released", "exit_code": 75, "text": ""})
-    assert said(capsys, "verdict", place)[0] == 75, "a later incident says more"
+    assert ttp("verdict", place)[0] == 75, "a later incident says more"
 
 
 @pytest.mark.parametrize("content", ["", "null", "[" * 500, '{"unix_s": "x"}', '{"unix_s": NaN}', "\udcff{"])
-def test_a_word_that_cannot_be_read_is_none(content: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_word_that_cannot_be_read_is_none(content: str, place: Path, ttp: Ttp) -> None:
     (place / "incidents" / FILE).write_text(begins() + SAVED)
     (place / "incidents" / WORD).write_text(content, errors="surrogateescape")
-    assert said(capsys, "verdict", place)[0] == 75
+    assert ttp("verdict", place)[0] == 75
 
 
 @pytest.mark.parametrize("kind", ["missing", "file", "foreign"])
-def test_a_wrong_directory_is_a_clear_error(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_directory_is_a_clear_error(kind: str, tmp_path: Path, ttp: Ttp) -> None:
     place = tmp_path / "there"
     if kind == "file":
         place.write_text("x")
     if kind == "foreign":
         place.mkdir()
         (place / "holiday.jpg").write_text("x")
-    code, out, err = said(capsys, "verdict", place)
+    code, out, err = ttp("verdict", place)
     assert (code, out) == (64, "")
     assert "give the save_dir" in err and len(err.splitlines()) == 1
 
 
-def test_a_history_that_is_no_file(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_history_that_is_no_file(place: Path, ttp: Ttp) -> None:
     (place / "incidents" / FILE).mkdir()
-    code, _, err = said(capsys, "verdict", place)
+    code, _, err = ttp("verdict", place)
     assert code == 1 and "cannot read" in err
 
 
@@ -271,26 +262,24 @@ def test_a_rank_leaves_its_word_beside_a_history_that_cannot_be_read(place: Path
     assert found is not None and (found.run_id, found.text) == ("job", "no model")
 
 
-def test_json(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json(place: Path, ttp: Ttp) -> None:
     (place / "incidents" / FILE).write_text(begins() + SAVED + begins() + NOTHING_NEW)
-    code, out, _ = said(capsys, "verdict", place, "--json")
+    code, out, _ = ttp("verdict", place, "--json")
     found = json.loads(out)
     assert (code, found["word"], found["exit_code"], found["launches"], found["fruitless"]) == (75, "saved", 75, 2, 1)
 
 
 @pytest.mark.parametrize(("left", "code"), [(143, 75), (64, 64), (1, 70), (75, 70)])
 def test_the_launchers_code_is_the_last_word_where_no_rank_had_joined(
-    left: int, code: int, place: Path, capsys: pytest.CaptureFixture[str]
+    left: int, code: int, place: Path, ttp: Ttp
 ) -> None:
     """A job that is preempted twice before its ranks have joined continues at the third start."""
     (place / "incidents" / FILE).write_text(begins() + SAVED)
     ask = ("verdict", place, "--run-id", "job", "--launcher-code", left)
-    assert said(capsys, *ask, "--since", 101)[0] == code
-    assert said(capsys, *ask, "--since", 99)[0] == 75, "this launch has left a word"
+    assert ttp(*ask, "--since", 101)[0] == code
+    assert ttp(*ask, "--since", 99)[0] == 75, "this launch has left a word"
 
 
-def test_a_job_that_is_preempted_in_its_first_start_has_no_directory_yet(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert said(capsys, "verdict", tmp_path / "none", "--launcher-code", 143)[:2] == (75, "saved\n")
-    assert said(capsys, "verdict", tmp_path / "none", "--launcher-code", 1)[0] == 64
+def test_a_job_that_is_preempted_in_its_first_start_has_no_directory_yet(tmp_path: Path, ttp: Ttp) -> None:
+    assert ttp("verdict", tmp_path / "none", "--launcher-code", 143)[:2] == (75, "saved\n")
+    assert ttp("verdict", tmp_path / "none", "--launcher-code", 1)[0] == 64
