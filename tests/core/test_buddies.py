@@ -154,8 +154,7 @@ def test_a_lost_rank_comes_back_from_the_copies() -> None:
         talk.saved(rank)
     assert talk.orders(m.Commit)[0].missing_pages == ()
     assert talk.committed(talk.orders(m.Commit)[0].rank).startswith("[committed]")
-    incident = talk.machine.incident
-    assert incident is not None and incident.outcome == "saved version 10 from kept copies; 7 finished steps are lost"
+    assert talk.incident.outcome == "saved version 10 from kept copies; 7 finished steps are lost"
 
 
 def test_a_death_that_changes_nothing_of_the_plan_does_not_hide_what_is_lost() -> None:
@@ -169,8 +168,7 @@ def test_a_death_that_changes_nothing_of_the_plan_does_not_hide_what_is_lost() -
     talk.saved(0, generation=1)
     assert "[commit] Commit:0" in talk.saved(1, generation=1)
     talk.committed(0, generation=1)
-    incident = talk.machine.incident
-    assert incident is not None and incident.outcome == "saved version 10 from kept copies; 7 finished steps are lost"
+    assert talk.incident.outcome == "saved version 10 from kept copies; 7 finished steps are lost"
 
 
 @pytest.mark.parametrize("first", [0, 1], ids=["seen before it was dropped", "said before"])

@@ -131,7 +131,7 @@ def planned_before_all_have_answered() -> Wide:
 
 def test_pages_of_a_host_that_answers_late_are_collected_before_the_commit() -> None:
     talk = planned_before_all_have_answered()
-    assert talk.machine.incident is not None and talk.machine.incident.stage.value == "saving"
+    assert talk.incident.stage.value == "saving"
     talk.frozen(4, 8)
     (late,) = talk.orders(m.Save)
     assert (late.rank, late.order.pages) == (4, (4, 5))

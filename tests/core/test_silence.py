@@ -97,7 +97,7 @@ def test_a_host_that_is_cut_off_is_in_doubt_and_the_others_save_at_once() -> Non
     talk.write()
     assert talk.machine.incident.stage is Stage.SAVED
     talk.passes(6)
-    assert talk.machine.incident is not None and talk.machine.incident.stage is Stage.SAVED, "a doubt releases nobody"
+    assert talk.incident.stage is Stage.SAVED, "a doubt releases nobody"
 
 
 def saved_in_doubt() -> Hosts:
@@ -127,7 +127,7 @@ def test_when_its_streams_end_the_grace_decides() -> None:
     talk.lost(2)
     assert talk.machine.job.silent == {3}, "one is known to be lost, of the other it is not known"
     talk.lost(3)
-    assert talk.machine.incident is not None and talk.machine.incident.stage is Stage.SAVED
+    assert talk.incident.stage is Stage.SAVED
     said = talk.passes(PATIENCE.grace_s)
     assert any(isinstance(getattr(action, "order", None), m.Release) for action in said)
 
@@ -233,7 +233,7 @@ def test_a_doubt_that_is_over_before_it_is_saved_costs_an_answer() -> None:
     said = talk.beat(2)
     assert "Freeze:2" in said and "Freeze:3" in said
     talk.frozen_at(7, 0, 1, 2, 3, 4, 5)
-    assert talk.machine.incident is not None and talk.machine.stage == "saving"
+    assert talk.machine.stage == "saving"
 
 
 def test_the_rank_says_hello_from_another_host() -> None:

@@ -19,3 +19,8 @@ class FakeSource(StateSource):
     ) -> list[Piece]:
         size = (draft / f"piece_{order.rank}_{generation}").write_text(str(version))
         return [Piece(f"piece_{order.rank}_{generation}", size, "", "shard", s, order.rank) for s in order.shards]
+
+
+def no_thread(*_: object) -> None:
+    """Stand for ``Thread.start`` on a host that has no room for another thread."""
+    raise RuntimeError("can't start new thread")

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.processor.copying_rank import LAYOUT, ME, OTHER, PATIENCE_S, Source
+from tests.processor.fake_source import no_thread
 from ttp.config import Config, RankEnv
 from ttp.core import messages as m
 from ttp.core.copy_messages import CopyTo
@@ -97,11 +98,8 @@ def test_before_a_buddy_is_named_nothing_is_kept(tmp_path: Path) -> None:
 
 
 def test_where_no_thread_can_be_started_training_goes_on(copies: Copies, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
+        patch.setattr(threading.Thread, "start", no_thread)
         made = copies.made(10)
         assert not made.stored and "can't start new thread" in made.text
         copies.copying.hold()

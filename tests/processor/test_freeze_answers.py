@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processor.fake_source import FakeSource
+from tests.processor.fake_source import FakeSource, no_thread
 from tests.waiting import until
 from ttp.config import Config, RankEnv
 from ttp.core import messages as m
@@ -196,9 +196,6 @@ def test_the_gate_closes_although_the_run_directory_hangs(tmp_path: Path, monkey
 def test_what_cannot_be_done_keeps_nothing_after_it_from_being_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_thread(*_: object) -> None:
-        raise RuntimeError("can't start new thread")
-
     processor = alone(SlowToLook(), tmp_path)
     monkeypatch.setattr("ttp.processor.link.connecting.aside", no_thread)
     processor._try(act.Connect(start_controller=False))
@@ -250,7 +247,7 @@ def test_without_a_thread_to_save_in_it_is_said_that_nothing_was_saved(
     order = m.SaverOrder(Rank(0), (), How.AS_IS, (), job_state=False)
     save = m.Save(Rank(0), 1, "i", 3, Version(1), ".draft", order, "")
     start = threading.Thread.start
-    monkeypatch.setattr(threading.Thread, "start", _cannot)
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
     processor._try(act.StartSave(save))
     told = processor._inbox.get_nowait()
     assert isinstance(told, ev.WriteFailed) and told.generation == 3 and "new thread" in told.text
@@ -259,16 +256,9 @@ def test_without_a_thread_to_save_in_it_is_said_that_nothing_was_saved(
     assert isinstance(processor._inbox.get(timeout=PATIENCE_S), (ev.PiecesWritten, ev.WriteFailed)), "it is tried again"
 
 
-def _cannot(_: threading.Thread) -> None:
-    raise RuntimeError("can't start new thread")
-
-
 def test_where_no_thread_can_be_started_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     made = alone(FakeSource(), tmp_path)
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
     for _ in range(AFTER_UPDATES + 1):
         made.say()
         made.begin_update()

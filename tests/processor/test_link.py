@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.processor.fake_source import no_thread
 from ttp.config import Config, RankEnv
 from ttp.core.rank import actions as act
 from ttp.core.rank import events as ev
@@ -84,9 +85,6 @@ def test_a_second_stream_is_closed_even_if_no_thread_can_be_started(
     made: list[FakeStream], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise a rank could not leave the job in good order."""
-
-    def no_thread(name: str, job: Any) -> None:
-        raise RuntimeError("can't start new thread")
 
     aside = SecondStream("", lambda _: None, lambda: None)
     with monkeypatch.context() as patch:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.making import making
-from tests.processor.fake_source import FakeSource
+from tests.processor.fake_source import FakeSource, no_thread
 from tests.processor.sentinel_owner import Owner
 from tests.waiting import until
 from ttp.config import Config, RankEnv
@@ -218,9 +218,6 @@ def test_a_rank_that_cannot_watch_its_neighbours_still_leaves_in_good_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise its neighbours would report its death."""
-
-    def no_thread(_: PeerWatcher) -> None:
-        raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(PeerWatcher, "start", no_thread)
     env = RankEnv(0, 1, 0, "127.0.0.1", "job", 0)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.processor.fake_source import FakeSource
+from tests.processor.fake_source import FakeSource, no_thread
 from ttp.config import Config, RankEnv
 from ttp.core.decide import How
 from ttp.core.layout import Layout, Rank, Shard, Version
@@ -116,9 +116,6 @@ def test_a_save_that_hangs_does_not_keep_the_next_one_which_was_ordered_before_i
 def test_a_restore_does_not_fail_because_no_thread_can_remove_old_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_thread(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     saver = saver_of(FakeSource(), tmp_path)
     monkeypatch.setattr(threading.Thread, "start", no_thread)
     saver.tidy(tmp_path, 1, "newest", verified=True)
