@@ -46,6 +46,12 @@ class System:
     def run(self, cgroup: str, pid: int = PID) -> None:
         self.write(f"proc/{pid}/cgroup", cgroup)
 
+    def in_job(self, *pids: int) -> None:
+        """Run processes in the cgroup of a job (v2)."""
+        self.unified()
+        for pid in pids or (PID,):
+            self.run("0::/job\n", pid)
+
     def killed(self, cgroup: str, count: int) -> None:
         """Set the counter of kills of a cgroup (v2)."""
         self.write(
@@ -77,9 +83,7 @@ def test_in_a_cgroup(system: System) -> None:
 
 
 def test_each_kill_explains_one_death(system: System) -> None:
-    system.unified()
-    for pid in (1, 2, 3):
-        system.run("0::/job\n", pid)
+    system.in_job(1, 2, 3)
     system.killed("/job", 0)
     watch = OomWatch([1, 2, 3], system.root)
     system.killed("/job", 2)
@@ -122,16 +126,14 @@ def test_version_1_also_in_a_container(system: System, root: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "oom_kill\n", "oom_kill many\n", "oom_kill 1 2\n", "\0\n"])
 def test_a_counter_that_cannot_be_read(system: System, text: str) -> None:
-    system.unified()
-    system.run("0::/job\n")
+    system.in_job()
     system.write("sys/fs/cgroup/job/memory.events", text)
     system.write("proc/vmstat", text)
     assert OomWatch([PID], system.root).explain(PID) == ""
 
 
 def test_a_counter_that_goes_away(system: System) -> None:
-    system.unified()
-    system.run("0::/job\n")
+    system.in_job()
     system.killed("/job", 0)
     watch = OomWatch([PID], system.root)
     (system.root / "sys/fs/cgroup/job/memory.events").unlink()
@@ -141,8 +143,7 @@ def test_a_counter_that_goes_away(system: System) -> None:
 @pytest.mark.parametrize("broken", ["proc/self/mountinfo", f"proc/{PID}/cgroup"])
 @pytest.mark.parametrize("text", ["", "nonsense", "1 2 3 - \n:\n", "\xff"])
 def test_a_strange_proc_leaves_the_machine(system: System, broken: str, text: str) -> None:
-    system.unified()
-    system.run("0::/job\n")
+    system.in_job()
     (system.root / broken).write_bytes(text.encode("latin-1"))
     watch = OomWatch([PID], system.root)
     system.write("proc/vmstat", "oom_kill 41\n")

@@ -166,20 +166,6 @@ def test_controller_of_a_killed_launcher_ends_by_itself(start: Start, tmp_path: 
     psutil.Process(controller).wait(timeout=30)
 
 
-def test_port_of_somebody_else(start: Start, environ: dict[str, str]) -> None:
-    with socket.socket() as stranger:
-        stranger.bind(("", 0))
-        stranger.listen()
-        port = stranger.getsockname()[1]
-        environ["TTP_PORT"] = str(port)
-        job = start("ttp-run", ["--nproc-per-node", "1"], "env_worker.py", "0")
-        assert job.finish() == 64
-    assert f"port {port} of" in job.log
-    assert f"(pid {os.getpid()} (" in job.log
-    assert "Traceback" not in job.log
-    assert not job.has("env-0")
-
-
 def test_a_port_that_was_drawn_is_nobody_elses_until_the_job_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
