@@ -44,13 +44,8 @@ def test_nothing_is_decided_while_ranks_are_coming_back() -> None:
     assert talk.frozen(0, 7) == "[answer]"
     talk.hello(1, incarnation=2, resume=True, term_seen=1, version=8)
     assert talk.frozen(1, 8) == "[answer]"
-    assert talk.after(5) == "[evidence] [plan] Save:0,1"[:0] + talk_plan(talk)
+    assert talk.after(5) == "[evidence] [plan] Save:1"
     assert talk.facts("plan")["version"] == 8
-
-
-def talk_plan(talk: Talk) -> str:
-    assert talk.orders(m.Save)
-    return "[evidence] [plan] Save:1"
 
 
 def test_an_incident_is_taken_over_and_thawed_when_nothing_is_broken() -> None:
