@@ -20,8 +20,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-OptimizerFactory = Any
-
 
 class Net(nn.Module):
     """A model with BatchNorm, a tied weight and a frozen bias."""
@@ -93,7 +91,7 @@ def whole_checkpoint(path: Path, pieces: Sequence[Any], version: int, world_size
     return Manifest.load(path)
 
 
-def write_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, job: Any, **writing: Any) -> Any:
+def write_checkpoint(path: Path, model: Any, optimizer: torch.optim.Optimizer, job: Any, **writing: Any) -> Any:
     """Write a checkpoint as ttp does, with a single shard, and return its manifest."""
     from ttp.adapters.torch.saving.checkpoint import write_shard
     from ttp.adapters.torch.saving.state import checkpoint_state
@@ -102,8 +100,9 @@ def write_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimi
     from ttp.core.messages import Piece
     from ttp.store.digest import digest_bytes
 
-    path.mkdir()
-    state = checkpoint_state(ModelNames(model, optimizer), optimizer, {}, job)
+    path.mkdir(parents=True)
+    names = model if isinstance(model, ModelNames) else ModelNames(model, optimizer)
+    state = checkpoint_state(names, optimizer, {}, job)
     shard = write_shard(path, "__0_0.distcp", state, shard=Shard("model"), writer=Rank(0), **writing)
     data = job.encode()
     (path / "job_0.msgpack").write_bytes(data)

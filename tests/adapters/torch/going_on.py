@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tests.adapters.torch.stub_processor import StubProcessor, join, leave, save
+from tests.adapters.torch.stub_processor import StubProcessor, join, leave, registered, save
 from ttp.adapters.torch.adapter import TorchAdapter
 from ttp.core.layout import Version
 from ttp.processor.kept_state import KeptState
@@ -42,16 +42,16 @@ class Program:
     extra_state: Any = None
     undo: str | None = None
     also: Mapping[str, Any] = field(default_factory=dict)
+    adapter: TorchAdapter | None = None
 
     def register(self) -> TorchAdapter:
-        return TorchAdapter(
-            self.optimizer,
-            model=self.model,
-            scheduler=self.scheduler,
-            scaler=self.scaler,
-            extra_state=self.extra_state,
-            undo=self.undo,
-        )
+        given = {name: getattr(self, name) for name in ("scheduler", "scaler", "extra_state", "undo")}
+        self.adapter = registered(self.model, self.optimizer, **given)
+        return self.adapter
+
+    def step_done(self) -> None:
+        assert self.adapter is not None
+        self.adapter.step_done()  # as ttp.step_done()
 
     def state(self) -> dict[str, str]:
         objects = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler, **self.also}
@@ -133,6 +133,17 @@ def data() -> Tensor:
 
 def adamw(model: nn.Module, **settings: Any) -> Any:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, **settings)
+
+
+def program_of(make_model: Callable[[], Any], make_optimizer: Callable[[Any], Any] = adamw) -> Make:
+    """Return a function that makes a program with nothing but a model and its optimizer."""
+
+    def make() -> Program:
+        model = make_model()
+        optimizer = make_optimizer(model)
+        return Program(model, optimizer, plainly(model, optimizer))
+
+    return make
 
 
 def plainly(model: Any, optimizer: Any, before: Callable[[], Any] = lambda: None, after: Any = lambda: None) -> Any:

@@ -14,6 +14,10 @@ from ttp.adapters.torch.loop.post_step_state import PostStepState
 from ttp.processor.gate.gate import Gate
 
 
+def exponential(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
 class Job:
     """A model, its optimizer, a gate, and a log of what the hooks did."""
 

@@ -9,7 +9,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
-from torch.optim import lr_scheduler as lr  # noqa: E402
 
 from ttp.adapters.torch.loop.post_step_state import PostStepState  # noqa: E402
 
@@ -49,13 +48,16 @@ class Loop:
             self.update()
             self.step()
 
+    def to_update(self, count: int) -> Loop:
+        """Run iterations, and one more that ends with the update."""
+        self.iterations(count)
+        self.forward()
+        self.update()
+        return self
+
     def state(self, version: int | None = None) -> Any:
         return self.post_step.job_state(self.version if version is None else version)
 
     @property
     def rate(self) -> float:
         return float(self.post_step.param_groups(self.version)[0][0]["lr"])
-
-
-def exponential(optimizer: Any) -> Any:
-    return lr.ExponentialLR(optimizer, 0.5)

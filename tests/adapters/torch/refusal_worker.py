@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ttp
-from tests.adapters.torch.stub_processor import StubProcessor, join, leave, save_together
+from tests.adapters.torch.stub_processor import StubProcessor, join, leave, registered, save_together
 from ttp import session
 from ttp.adapters.torch.adapter import TorchAdapter
 from ttp.core.layout import Layout, Rank, Shard
@@ -46,8 +46,7 @@ class Experts(nn.Module):
 
 def adapter(model: nn.Module, **given: Any) -> TorchAdapter:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    parts: dict[str, Any] = {"scheduler": None, "extra_state": None, "scaler": None}
-    return TorchAdapter(torch.optim.AdamW(trained, lr=0.1), model=model, **parts, **given)
+    return registered(model, torch.optim.AdamW(trained, lr=0.1), **given)
 
 
 def refused(call: Callable[[], object]) -> str:

@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, save_together
-from ttp.adapters.torch.adapter import TorchAdapter
+from tests.adapters.torch.stub_processor import StubProcessor, join, registered, save_together
 from ttp.adapters.torch.saving.checkpoint import Chunk
 from ttp.adapters.torch.sharding.names import ModelNames
 from ttp.adapters.torch.sharding.sharding import Sharding, TrainingObjects, sharding_of
@@ -211,12 +210,11 @@ class Job:
         self.rank = rank
         self.model = made(kind, rank)
         self.optimizer = adamw(self.model)
-        self.adapter = TorchAdapter(self.optimizer, model=self.model, scheduler=None, extra_state=None, scaler=None)
+        self.adapter = registered(self.model, self.optimizer)
         layout = self.adapter.layout(dist.get_world_size())
         self.processor = StubProcessor(directory, rank=rank, layout=layout)
         self.source: Any = self.adapter.source
-        self.source.on_welcome(Rank(rank), INCARNATION, directory / "pages")
-        self.adapter.attach(self.processor)  # type: ignore[arg-type]
+        join(self.adapter, self.processor, directory / "pages", rank)
 
     def train(self, steps: int = 2) -> None:
         for step in range(steps):
@@ -242,9 +240,6 @@ class Job:
         for parameter, values in self.optimizer.state.items():
             found |= {f"optim.{names.of(parameter)}.{key}": value for key, value in values.items()}
         return {key: whole(tensor) for key, tensor in found.items()}
-
-    def settings(self) -> list[Any]:
-        return [[g["lr"], g["weight_decay"], list(g["betas"])] for g in self.optimizer.param_groups]
 
 
 def whole(tensor: Any) -> Tensor:

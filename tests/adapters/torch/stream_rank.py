@@ -132,12 +132,10 @@ def main(directory: Path, place: int, count: int) -> None:
     sys.stdout.flush()
     freezing = threading.Thread(target=freeze, daemon=True)
     freezing.start()
-    lead = 0
     while not frozen.is_set():
         rank.step()
-        lead = max(lead, rank.host - rank.version)
     at = _standing(rank)
-    said = {"version": at, "held": rank.barrier.held(at + 1), "host": rank.host, "lead": lead}
+    said = {"version": at, "held": rank.barrier.held(at + 1)}
     newest = int(sys.stdin.readline())
     if newest > at:
         said["admitted"] = rank.barrier.admit(newest)

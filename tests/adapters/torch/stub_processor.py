@@ -4,10 +4,12 @@ send.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.making import making
 from ttp.adapters.torch.adapter import TorchAdapter
 from ttp.config import Config, RankEnv
 from ttp.core.decide import How
@@ -52,6 +54,9 @@ class StubProcessor:
         self.gate.mark_torn()  # harmless outside of an update
         self.reported.append(kind.value)
 
+    def set_base_version(self, version: Version) -> None:
+        self.gate.set_version(version)
+
     def begin_update(self, again: bool = False) -> None:
         self.gate.begin_update(again)
         self.begun.append(self.gate.version + 1)
@@ -64,6 +69,62 @@ class StubProcessor:
 
     def end_update(self) -> None:
         self.gate.end_update()
+
+
+class Stateful:
+    """An object of ``extra_state`` that counts the calls of its methods."""
+
+    def __init__(self, **state: Any) -> None:
+        self.state, self.asked, self.loaded = state, 0, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        self.asked += 1
+        return dict(self.state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state, self.loaded = state, self.loaded + 1
+
+
+class Loop:
+    """A training loop under a stub processor; ``seen`` is for what a subclass remembers of its versions."""
+
+    def __init__(self, directory: Path, model: Any, optimizer: Any, **parts: Any) -> None:
+        self.model, self.optimizer, self.seen = model, optimizer, list[Any]()
+        self.adapter: Any = registered(model, optimizer, **parts)
+        self.processor: Any = StubProcessor(directory)
+        self.source: Any = self.adapter.source
+        self.gate = self.processor.gate
+
+    def start(self, pages: Path) -> Any:
+        join(self.adapter, self.processor, pages)
+        self.seen.append(self.facts())
+        return self
+
+    def facts(self) -> Any:
+        """Return what has to come back."""
+
+    def save(self, version: int, how: How = How.AS_IS) -> Path:
+        return save(self.adapter, self.processor, version, how)
+
+    def load(self, path: Path) -> Any:
+        """Return the version of the checkpoint that this program goes on from."""
+        return self.adapter.load(path, 0, 1, protected=False)
+
+
+@contextlib.contextmanager
+def starting(kind: Callable[..., Any], root: Path) -> Iterator[Callable[..., Any]]:
+    """Yield a function that makes a ``Loop`` of this kind and starts it."""
+
+    def start(*given: Any, **options: Any) -> Any:
+        return kind(root / "checkpoints", *given, **options).start(root / "pages")
+
+    with making(start, lambda loop: loop.source.close()) as started:
+        yield started
+
+
+def registered(model: Any, optimizer: Any, **parts: Any) -> TorchAdapter:
+    """Register objects as ``wrap_optimizer`` does. What is not given is None."""
+    return TorchAdapter(optimizer, model=model, **{"scheduler": None, "extra_state": None, "scaler": None} | parts)
 
 
 def join(adapter: TorchAdapter, processor: StubProcessor, pages: Path, rank: int = 0) -> None:

@@ -15,10 +15,9 @@ import torch
 from torch import nn
 
 from tests.adapters.torch.checkpoints import digest
-from tests.adapters.torch.stub_processor import StubProcessor, join, save
-from tests.adapters.torch.test_supported_several import SAM
-from tests.making import making
-from ttp.adapters.torch.adapter import TorchAdapter
+from tests.adapters.torch.stub_processor import Loop, starting
+from tests.adapters.torch.wrappers import Sam
+from tests.waiting import until
 from ttp.core.decide import How
 from ttp.core.messages import Phase
 from ttp.errors import UsageError
@@ -30,30 +29,18 @@ def network(inputs: int, outputs: int) -> nn.Module:
     return nn.Sequential(nn.Linear(inputs, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, outputs))
 
 
-class Gan:
+class Gan(Loop):
     """Two networks, their optimizers and schedules, under a stub processor. Remembers the state of each version."""
 
     def __init__(self, directory: Path, scaler: Any = None, second: Any = RMSprop) -> None:
         torch.manual_seed(5)
         self.critic, self.generator = network(4, 1), network(3, 4)
-        self.model = nn.ModuleDict({"critic": self.critic, "generator": self.generator})
+        model = nn.ModuleDict({"critic": self.critic, "generator": self.generator})
         self.of_critic = torch.optim.Adam(self.critic.parameters(), lr=1e-2)
         self.of_generator = second(self.generator.parameters(), lr=1e-2)
         self.schedulers = [torch.optim.lr_scheduler.StepLR(o, 1, 0.9) for o in (self.of_critic, self.of_generator)]
-        self.adapter = TorchAdapter(
-            [self.of_critic, self.of_generator],
-            model=self.model,
-            scheduler=self.schedulers,
-            extra_state=None,
-            scaler=scaler,
-        )
-        self.processor = StubProcessor(directory)
-        self.seen: list[Any] = []
-
-    def start(self, pages: Path) -> Gan:
-        join(self.adapter, self.processor, pages)
-        self.seen.append(self.facts())
-        return self
+        both = [self.of_critic, self.of_generator]
+        super().__init__(directory, model, both, scheduler=self.schedulers, scaler=scaler)
 
     def facts(self) -> Any:
         both = [digest(self.model.state_dict(), each) for each in (self.of_critic, self.of_generator)]
@@ -91,16 +78,13 @@ class Gan:
 
 @pytest.fixture
 def gan(tmp_path: Path) -> Iterator[Callable[..., Gan]]:
-    def start(**given: Any) -> Gan:
-        return Gan(tmp_path / "checkpoints", **given).start(tmp_path / "pages")
-
-    with making(start, lambda each: each.adapter.source.close()) as gan:
+    with starting(Gan, tmp_path) as gan:
         yield gan
 
 
 def restored(path: Path, version: int) -> Any:
     job = Gan(path.parent)
-    assert job.adapter.load(path, 0, 1, protected=False) == version
+    assert job.load(path) == version
     return job.facts()
 
 
@@ -110,11 +94,11 @@ def test_between_the_steps_the_last_version_is_saved(gan: Callable[..., Gan], fi
     job.train(finished)
     job.step_critic()
     job.learn_generator()
-    job.processor.gate.close()
+    job.gate.close()
     now = job.facts()
-    assert job.phase is Phase.TORN and job.processor.gate.version == finished
-    assert job.adapter.source.has_preimage and not job.adapter.source.gradient_ready()
-    path = save(job.adapter, job.processor, finished, How.UNDO)
+    assert job.phase is Phase.TORN and job.gate.version == finished
+    assert job.source.has_preimage and not job.source.gradient_ready()
+    path = job.save(finished, How.UNDO)
     assert restored(path, finished) == job.seen[finished]
     assert job.facts()[:2] == now[:2], "nobody writes to the state of a frozen rank"
 
@@ -130,8 +114,8 @@ def test_a_schedule_stepped_between_the_steps_is_of_the_version_to_come(gan: Cal
     job.step_critic()
     job.schedulers[0].step()
     job.learn_generator()
-    job.processor.gate.close()
-    assert restored(save(job.adapter, job.processor, 3, How.UNDO), 3) == job.seen[3]
+    job.gate.close()
+    assert restored(job.save(3, How.UNDO), 3) == job.seen[3]
 
 
 def test_a_false_alarm_between_the_steps_changes_nothing(gan: Callable[..., Gan]) -> None:
@@ -140,16 +124,15 @@ def test_a_false_alarm_between_the_steps_changes_nothing(gan: Callable[..., Gan]
     job = gan()
     job.train(1)
     job.step_critic()
-    job.processor.gate.close()
+    job.gate.close()
     waits = threading.Thread(target=job.step_generator)
     waits.start()
-    while not job.processor.gate.state().parked:
-        pass
+    until(lambda: job.gate.state().parked)
     assert job.phase is Phase.TORN, "it stands at the gate with one network ahead"
-    assert not job.processor.gate.admit(), "nobody is let through to a half of a version"
-    job.processor.gate.open()
+    assert not job.gate.admit(), "nobody is let through to a half of a version"
+    job.gate.open()
     waits.join()
-    assert job.processor.gate.version == 2
+    assert job.gate.version == 2
     for scheduler in job.schedulers:
         scheduler.step()
     job.train(1)
@@ -159,8 +142,8 @@ def test_a_false_alarm_between_the_steps_changes_nothing(gan: Callable[..., Gan]
 def test_a_finished_iteration_is_saved_as_it_is(gan: Callable[..., Gan]) -> None:
     job = gan()
     job.train(2)
-    assert job.phase is Phase.IDLE and not job.adapter.source.has_preimage
-    assert restored(save(job.adapter, job.processor, 2), 2) == job.seen[2]
+    assert job.phase is Phase.IDLE and not job.source.has_preimage
+    assert restored(job.save(2), 2) == job.seen[2]
 
 
 def test_a_critic_that_breaks_off_is_undone_a_generator_is_not(gan: Callable[..., Gan]) -> None:
@@ -177,11 +160,11 @@ def test_a_critic_that_breaks_off_is_undone_a_generator_is_not(gan: Callable[...
         with pytest.raises(RuntimeError, match="in mid-update"):
             (job.step_critic if optimizer is job.of_critic else job.step_generator)()
         handle.remove()
-        job.processor.gate.close()
-        job.processor.gate.mark_torn()
-        assert job.phase is Phase.TORN and job.adapter.source.has_preimage is undone
-        job.processor.gate.open()
-        job.processor.gate._torn = False
+        job.gate.close()
+        job.gate.mark_torn()
+        assert job.phase is Phase.TORN and job.source.has_preimage is undone
+        job.gate.open()
+        job.gate._torn = False
         if undone:
             job.step_critic()
 
@@ -193,9 +176,9 @@ def test_steps_without_learning_in_between_cost_no_copies(gan: Callable[..., Gan
         job.learn_generator()
         job.of_critic.step()
         job.of_generator.step()
-    assert job.processor.gate.version == 3 and job.adapter.source.between.preimage is None  # type: ignore[union-attr]
+    assert job.gate.version == 3 and job.source.between.preimage is None
     job.of_critic.step()
-    assert job.adapter.source.between.preimage is None and job.phase is Phase.UPDATING  # type: ignore[union-attr]
+    assert job.source.between.preimage is None and job.phase is Phase.UPDATING
 
 
 def test_the_copies_are_told_once_with_their_bytes(gan: Callable[..., Gan], caplog: pytest.LogCaptureFixture) -> None:
@@ -208,46 +191,45 @@ def test_the_copies_are_told_once_with_their_bytes(gan: Callable[..., Gan], capl
 def test_between_any_steps_of_a_loop_that_says_when_it_is_done(gan: Callable[..., Gan], steps: int) -> None:
     job = gan()
     job.train(2, critic_steps=3, done=True)
-    assert job.processor.gate.version == 2
+    assert job.gate.version == 2
     for _ in range(steps):
         job.step_critic()
     job.step_generator()
-    job.processor.gate.close()
-    assert job.phase is Phase.TORN and job.adapter.source.has_preimage, "not done yet"
-    assert restored(save(job.adapter, job.processor, 2, How.UNDO), 2) == job.seen[2]
+    job.gate.close()
+    assert job.phase is Phase.TORN and job.source.has_preimage, "not done yet"
+    assert restored(job.save(2, How.UNDO), 2) == job.seen[2]
 
 
 def test_done_is_not_done_while_the_gate_is_closed(gan: Callable[..., Gan]) -> None:
     job = gan()
     job.train(1, critic_steps=2, done=True)
     job.step_critic()
-    job.processor.gate.close()
+    job.gate.close()
     waits = threading.Thread(target=job.adapter.step_done)
     waits.start()
-    while not job.processor.gate.state().parked:
-        pass
-    assert job.processor.gate.version == 1 and job.phase is Phase.TORN, "an answer that was given stays true"
-    job.processor.gate.open()
+    until(lambda: job.gate.state().parked)
+    assert job.gate.version == 1 and job.phase is Phase.TORN, "an answer that was given stays true"
+    job.gate.open()
     waits.join()
-    assert job.processor.gate.version == 2
+    assert job.gate.version == 2
 
 
 def test_a_critic_that_steps_more_often_is_refused_with_the_way_out(gan: Callable[..., Gan]) -> None:
     job = gan()
     job.train(1, critic_steps=3)
-    assert job.processor.gate.version == 0, "where the version ends is not known"
+    assert job.gate.version == 0, "where the version ends is not known"
     with pytest.raises(UsageError, match=r"optimizer 1 \(Adam\) steps again.*call ttp\.step_done\(\)"):
         job.train(1, critic_steps=3)
-    job.processor.gate.close()
-    assert restored(save(job.adapter, job.processor, 0, How.UNDO), 0) == job.seen[0]
+    job.gate.close()
+    assert restored(job.save(0, How.UNDO), 0) == job.seen[0]
 
 
 def test_where_shards_may_differ_the_finished_version_can_be_undone_too(gan: Callable[..., Gan]) -> None:
     job = gan()
-    job.adapter.source.between._whole = True  # type: ignore[union-attr]  # as the adapter says for several shards
+    job.source.between._whole = True  # as the adapter says for several shards
     job.train(2)
-    assert job.adapter.source.has_preimage
-    path = save(job.adapter, job.processor, 1, How.UNDO)
+    assert job.source.has_preimage
+    path = job.save(1, How.UNDO)
     assert restored(path, 1)[:2] == job.seen[1][:2]
 
 
@@ -265,25 +247,22 @@ def test_a_step_that_the_scaler_leaves_out(gan: Callable[..., Gan]) -> None:
                 first.grad.fill_(float("nan"))
             scaler.step(optimizer)
         scaler.update()
-        versions.append(job.processor.gate.version)
+        versions.append(job.gate.version)
     assert versions == [1, 1, 2, 2, 3], "an iteration without the generator ends with its next step"
 
 
-class Evaluating:
+class Evaluating(Loop):
     """A loop whose optimizer may evaluate the closure after a write; ``asked`` is called in each evaluation."""
 
     def __init__(self, directory: Path, kind: str, **given: Any) -> None:
         torch.manual_seed(7)
-        self.model, self.kind = network(4, 2), kind
-        self.optimizer: Any = (
-            torch.optim.LBFGS(self.model.parameters(), lr=0.1, max_iter=4, history_size=3)
+        model, self.kind = network(4, 2), kind
+        optimizer: Any = (
+            torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4, history_size=3)
             if kind == "LBFGS"
-            else SAM(self.model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+            else Sam(model.parameters())
         )
-        self.adapter = TorchAdapter(
-            self.optimizer, model=self.model, scheduler=None, extra_state=None, scaler=None, **given
-        )
-        self.processor = StubProcessor(directory)
+        super().__init__(directory, model, optimizer, **given)
         self.asked: Callable[[], None] = lambda: None
 
     def facts(self) -> Any:
@@ -306,16 +285,8 @@ class Evaluating:
 
 @pytest.fixture
 def evaluating(tmp_path: Path) -> Iterator[Callable[..., Evaluating]]:
-    made: list[Evaluating] = []
-
-    def start(kind: str, **given: Any) -> Evaluating:
-        made.append(one := Evaluating(tmp_path / "checkpoints", kind, **given))
-        join(one.adapter, one.processor, tmp_path / f"pages{len(made)}")
-        return one
-
-    yield start
-    for each in made:
-        each.adapter.source.close()
+    with starting(Evaluating, tmp_path) as started:
+        yield started
 
 
 @pytest.mark.supports("LBFGS")
@@ -336,35 +307,34 @@ def test_who_is_stopped_in_a_closure_saves_where_the_step_began(
         evaluations[0] += 1
         if evaluations[0] != number:
             return
-        gate, now = job.processor.gate, job.facts()[0]
+        gate, now = job.gate, job.facts()[0]
         assert gate.state().phase is Phase.UPDATING
         gate.close()
-        assert gate.state().phase is Phase.TORN and job.adapter.source.has_preimage
-        saved.append(save(job.adapter, job.processor, 3, How.UNDO))
+        assert gate.state().phase is Phase.TORN and job.source.has_preimage
+        saved.append(job.save(3, How.UNDO))
         assert job.facts()[0] == now, "nobody writes to the state of a frozen rank"
         gate.open()
 
     job.asked = asked
     job.train(2)
-    assert job.facts() == unbroken.facts() and job.processor.gate.version == 5
+    assert job.facts() == unbroken.facts() and job.gate.version == 5
     other = Evaluating(saved[0].parent, kind)
-    assert other.adapter.load(saved[0], 0, 1, protected=False) == 3
+    assert other.load(saved[0]) == 3
     assert other.facts() == before
 
 
 def test_who_is_frozen_in_a_closure_stands_at_its_end(evaluating: Callable[..., Evaluating]) -> None:
     job = evaluating("LBFGS")
     job.train(1)
-    job.asked = lambda: (job.processor.gate.close(), None)[1]
+    job.asked = lambda: (job.gate.close(), None)[1]
     waits = threading.Thread(target=job.train, args=(1,))
     waits.start()
-    while not job.processor.gate.state().parked:
-        pass
-    assert job.processor.gate.state().phase is Phase.TORN
+    until(lambda: job.gate.state().parked)
+    assert job.gate.state().phase is Phase.TORN
     job.asked = lambda: None
-    job.processor.gate.open()
+    job.gate.open()
     waits.join()
-    assert job.processor.gate.version == 2 and job.processor.gate.state().phase is Phase.IDLE
+    assert job.gate.version == 2 and job.gate.state().phase is Phase.IDLE
 
 
 def test_in_a_closure_behind_a_step_that_was_not_copied_there_is_no_way_back(gan: Callable[..., Gan]) -> None:
@@ -379,13 +349,13 @@ def test_in_a_closure_behind_a_step_that_was_not_copied_there_is_no_way_back(gan
     phases: list[Any] = []
 
     def closure() -> None:
-        job.processor.gate.close()
-        phases.append((job.phase, job.adapter.source.has_preimage))
-        job.processor.gate.open()
+        job.gate.close()
+        phases.append((job.phase, job.source.has_preimage))
+        job.gate.open()
 
     job.of_generator.step(closure)
     assert phases == [(Phase.UPDATING, False)] * 2
-    assert job.processor.gate.version == 3
+    assert job.gate.version == 3
 
 
 class Twice(RMSprop):  # type: ignore[misc]

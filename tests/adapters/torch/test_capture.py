@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,27 +13,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.adapters.torch.pages import read, written
+from tests.adapters.torch.stub_processor import Stateful
 from ttp.adapters.torch.local_state import buffers as buffers_module
 from ttp.adapters.torch.local_state.capture import LocalCapture
 from ttp.adapters.torch.local_state.extra_state import ExtraState
-from ttp.adapters.torch.local_state.image import LocalState, decode
+from ttp.adapters.torch.local_state.image import decode
 from ttp.errors import CheckpointError, UsageError
-from ttp.processor.local_state.pages import Page, PageWriter, read_page
+from ttp.processor.local_state.pages import PageWriter
 
-INCARNATION = 4
 LARGE = buffers_module.LARGE_BYTES // 4  # floats
 
 
-class Cursor:
+class Cursor(Stateful):
     def __init__(self) -> None:
-        self.index = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"index": self.index, "seen": (1, 2)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        assert state["seen"] == (1, 2)
-        self.index = state["index"]
+        super().__init__(index=0, seen=(1, 2))
 
 
 class Constant(Cursor):
@@ -46,40 +38,23 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.BatchNorm1d(4))
 
 
-@pytest.fixture
-def page(tmp_path: Path) -> Iterator[PageWriter]:
-    writer = PageWriter(tmp_path / "pages", 0, incarnation=INCARNATION)
-    yield writer
-    writer.close(unlink=True)
-
-
-def read(page: PageWriter, version: int) -> LocalState:
-    found = read_page(page.path.parent, 0, version, INCARNATION)
-    assert isinstance(found, Page), found
-    return decode(found.data)
-
-
-def values(state: LocalState) -> dict[str, Any]:
-    return {name: tensor.tolist() for name, tensor in state.buffers.items()}
-
-
 class TestRoundTrip:
     def test_everything_comes_back(self, page: PageWriter) -> None:
         model, cursor = network(), Cursor()
         capture = LocalCapture(model, ExtraState({"data": cursor}), page=page)
         model(torch.randn(8, 4))
-        cursor.index = 7
+        cursor.state["index"] = 7
         capture.capture(3, final=True)
         expected = {name: tensor.clone() for name, tensor in model.named_buffers()}
         numbers = [random.random(), float(torch.rand(()))]
         model(torch.randn(8, 4))
-        cursor.index = 9
+        cursor.state["index"] = 9
 
         fresh, other = network(), Cursor()
         restored = LocalCapture(fresh, ExtraState({"data": other}))
         assert restored.restore(read(page, 3)) == []
         assert [random.random(), float(torch.rand(()))] == numbers
-        assert other.index == 7
+        assert other.state == {"index": 7, "seen": (1, 2)}
         for name, tensor in fresh.named_buffers():
             assert torch.equal(tensor, expected[name]), name
         assert not capture.problem
@@ -186,19 +161,6 @@ class TestBuffersChange:
         assert max(hashed) < 4 * LARGE
         assert torch.equal(read(page, 19).buffers["mask"], model.mask)
 
-    def test_buffers_that_appear(self, page: PageWriter) -> None:
-        model: Any = nn.Module()
-        model.register_buffer("late", None)
-        model.register_buffer("b", torch.zeros(2))
-        capture = LocalCapture(model, page=page)
-        capture.capture(1, final=True)
-        model.late = torch.ones(3)
-        capture.capture(2, final=True)
-        assert values(read(page, 2)) == {"late": [1.0, 1.0, 1.0], "b": [0.0, 0.0]}
-        model.b = None
-        capture.capture(3, final=True)
-        assert values(read(page, 3)) == {"late": [1.0, 1.0, 1.0]}
-
     def test_a_view_that_was_left_is_not_read(self, page: PageWriter) -> None:
         """Other tensors may use memory that a buffer no longer has."""
         model = nn.Module()
@@ -207,31 +169,22 @@ class TestBuffersChange:
         for version in range(1, 30):
             model.b.data = torch.full((version,), float(version))
             capture.capture(version, final=True)
-            assert values(read(page, version))["b"] == [float(version)] * version
+            assert read(page, version).buffers["b"].tolist() == [float(version)] * version
 
 
 class TestExtraState:
-    def test_one_object_needs_no_name(self, page: PageWriter) -> None:
-        cursor = Cursor()
-        capture = LocalCapture(network(), ExtraState(cursor), page=page)
-        cursor.index = 3
-        capture.capture(1, final=True)
-        other = Cursor()
-        assert ExtraState(other).restore(read(page, 1).extra) == []
-        assert other.index == 3
-
     def test_what_an_object_draws_when_it_is_asked_again_is_no_part_of_the_streams(self, page: PageWriter) -> None:
         """Torchdata's loader makes its iterator then and draws a seed, which in the unbroken run happened earlier."""
 
         class Loader(Cursor):
             made = False
 
-            def state_dict(self) -> dict[str, int]:
+            def state_dict(self) -> dict[str, Any]:
                 if not self.made:
                     self.made, self.seed = True, torch.rand(())
                 return super().state_dict()
 
-            def load_state_dict(self, state: dict[str, int]) -> None:
+            def load_state_dict(self, state: dict[str, Any]) -> None:
                 super().load_state_dict(state)
                 self.made = False
 
@@ -247,16 +200,16 @@ class TestExtraState:
         extra = ExtraState({"c": constant, "d": Cursor()})
         LocalCapture(network(), extra, page=page).capture(1, final=True)
         assert set(read(page, 1).extra) == {"d"}
-        constant.index = 5
+        constant.state["index"] = 5
         saved = extra.capture_constant()
-        constant.index = 6
+        constant.state["index"] = 6
         notes = extra.restore(saved)
-        assert constant.index == 5
+        assert constant.state["index"] == 5
         assert notes == ["extra_state['d'] was not saved: it keeps its initial state"]
 
     def test_constants_on_a_device_are_refused(self) -> None:
-        constant: Any = Constant()
-        constant.index = torch.zeros(1, device="meta")
+        constant = Constant()
+        constant.state["index"] = torch.zeros(1, device="meta")
         with pytest.raises(UsageError, match="keep it on the CPU"):
             ExtraState(constant)
 
@@ -321,7 +274,7 @@ class TestNothingRaisesIntoTraining:
     def test_extra_state(self, page: PageWriter, caplog: pytest.LogCaptureFixture) -> None:
         cursor, other = Cursor(), Cursor()
         capture = LocalCapture(network(), ExtraState({"bad": cursor, "good": other}), page=page)
-        cursor.index = object()  # type: ignore[assignment]
+        cursor.state["index"] = object()
         assert "extra_state 'bad'" in self.problem_of(capture, caplog)
         assert set(read(page, 3).extra) == {"good"}
         assert read(page, 3).rng and len(read(page, 3).buffers) == 6
@@ -360,9 +313,7 @@ class TestForeign:
     @staticmethod
     def image(page: PageWriter) -> bytes:
         LocalCapture(network(), ExtraState(Cursor()), page=page).capture(1, final=True)
-        found = read_page(page.path.parent, 0, 1, INCARNATION)
-        assert isinstance(found, Page)
-        return found.data
+        return written(page, 1).data
 
     def test_another_model(self, page: PageWriter) -> None:
         self.image(page)
@@ -383,7 +334,7 @@ class TestForeign:
     @pytest.fixture(scope="class")
     @staticmethod
     def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-        return TestForeign.image(PageWriter(tmp_path_factory.mktemp("whole") / "pages", 0, incarnation=INCARNATION))
+        return TestForeign.image(PageWriter(tmp_path_factory.mktemp("whole") / "pages", 0))
 
     @settings(max_examples=150, deadline=None)
     @given(data=st.data())

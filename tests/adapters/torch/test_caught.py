@@ -11,6 +11,7 @@ import torch
 
 from tests.adapters.torch.hooked import Job
 from tests.adapters.torch.test_closures import Lightning, Perturbing
+from tests.waiting import until
 from ttp.core.messages import Phase
 
 
@@ -112,8 +113,7 @@ class TestCaught:
         job.gate.close()
         thread = threading.Thread(target=lambda: (job.backward(), job.optimizer.step()), daemon=True)
         thread.start()
-        while not job.gate.state().parked:
-            assert thread.is_alive()
+        until(lambda: job.gate.state().parked)
         assert job.gate.state().phase is Phase.TORN and job.gate.version == 0
         job.gate.open()
         thread.join(10)

@@ -193,6 +193,7 @@ class TestUpdate:
             job.optimizer.step(job.closure)
         log = job.taken()
         assert log[: len(WHOLE)] == WHOLE and log.count("begin") == log.count("end") == 2
+        assert log[-3:] == [(2, "final"), "after", "end"]
         assert log.count("gradient") > 2, "otherwise this test shows nothing"
         assert job.gate.version == 2 and not job.detach.redoable
         (record,) = caplog.records

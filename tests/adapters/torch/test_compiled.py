@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch._dynamo
 
-from tests.adapters.torch.hooked import Job
+from tests.adapters.torch.hooked import Job, exponential
+from tests.adapters.torch.test_caught import Failing
 from ttp.core.messages import Phase
 
 dynamo: Any = torch._dynamo
@@ -36,7 +37,7 @@ def update(version: int) -> list[Any]:
 @pytest.mark.parametrize("scheduled", [True, False])
 def test_a_compiled_step_is_an_update(scheduled: bool) -> None:
     """With a scheduler torch does not compile the step, because the scheduler has wrapped ``step()``."""
-    job = Job(adam, scheduler=(lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5)) if scheduled else None)
+    job = Job(adam, scheduler=exponential if scheduled else None)
     step = torch.compile(job.optimizer.step, backend="eager")
     for version in (1, 2, 3):
         job.backward()
@@ -55,18 +56,9 @@ def test_what_may_not_be_broken_cannot_be_compiled() -> None:
 
 
 def test_an_exception_in_a_compiled_step_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
-    class Failing(torch.optim.SGD):
-        fails = True
-
-        def step(self, closure: Any = None) -> Any:
-            result = super().step(closure)
-            if self.fails:
-                self.fails = False
-                raise torch.OutOfMemoryError("half way")
-            return result
-
-    job = Job(lambda parameters: Failing(parameters, lr=0.1))
-    step = torch.compile(job.optimizer.step, backend="eager")
+    job: Any = Job(lambda parameters: Failing(parameters, lr=0.1))
+    job.optimizer.fails = True
+    step: Any = torch.compile(job.optimizer.step, backend="eager")
     job.backward()
     with pytest.raises(torch.OutOfMemoryError):
         step()

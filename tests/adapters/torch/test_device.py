@@ -17,12 +17,6 @@ from ttp.adapters.torch.device.to_host import HostCopier
 from ttp.adapters.torch.local_state import buffers
 from ttp.errors import CheckpointError
 
-
-@pytest.fixture
-def device() -> Any:
-    return FakeRuntime()
-
-
 LARGE = buffers.LARGE_BYTES // 4
 
 

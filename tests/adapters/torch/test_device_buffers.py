@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from torch import nn
 
 from tests.adapters.torch.fake_device import SIDE, TRAINING, FakeDevice, Watching
 from tests.adapters.torch.fake_runtime import FakeRuntime
+from tests.adapters.torch.pages import read
+from tests.making import making
 from tests.waiting import until
 from ttp.adapters.torch.device import staging
 from ttp.adapters.torch.device.accelerator import poll
@@ -28,23 +30,21 @@ LARGE = buffers.LARGE_BYTES // 4
 
 
 class Page:
-    """A page of a model on a device, with a reader."""
+    """A page of a model, with a reader."""
 
-    def __init__(self, directory: Path, device: Any) -> None:
-        self.writer = PageWriter(directory / "pages", 0, incarnation=1)
-        self.model: Any = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-        self.model.register_buffer("mask", torch.ones(LARGE))
-        self.model.register_buffer("strided", torch.arange(6.0)[::2])
-        self.model.register_buffer("counter", torch.tensor(7))
-        self.here = "counter"  # the one that is on the host
-        for name, buffer in self.model.named_buffers():
-            if name != self.here:
-                device.device.put(buffer)
-        self.device = device
-        self.capture = LocalCapture(self.model, page=self.writer, runtimes=[device])
+    def __init__(self, directory: Path, runtimes: list[Any], model: Any) -> None:
+        self.writer, self.model = PageWriter(directory / "pages", 0), model
+        self.capture = LocalCapture(model, page=self.writer, runtimes=runtimes)
+
+    def close(self) -> None:
+        self.capture.close()
+        self.writer.close(unlink=True)
+
+    def found(self, version: int) -> pages.Page | str:
+        return read_page(self.writer.path.parent, 0, version, 0)
 
     def state(self, version: int) -> LocalState | str:
-        found = read_page(self.writer.path.parent, 0, version, 1)
+        found = self.found(version)
         if isinstance(found, pages.Page):
             return decode(found.data) if found.final else "it is not final"
         return found
@@ -54,6 +54,19 @@ class Page:
         state = self.state(version)
         assert not isinstance(state, str)
         return state
+
+
+class Example(Page):
+    """One of a model with buffers of all kinds on a device, and one that is on the host."""
+
+    def __init__(self, directory: Path, device: Any) -> None:
+        model: Any = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        model.register_buffer("mask", torch.ones(LARGE))
+        model.register_buffer("strided", torch.arange(6.0)[::2])
+        for buffer in model.buffers():
+            device.device.put(buffer)
+        model.register_buffer("counter", torch.tensor(7))
+        super().__init__(directory, [device], model)
 
     def step(self, version: int) -> dict[str, Any]:
         """Queue one update in which every buffer changes in place. Returns their values afterwards."""
@@ -88,18 +101,22 @@ class TestBuffers:
         return FakeRuntime(order=request.param)
 
     @pytest.fixture
-    def page(self, tmp_path: Path, device: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Page]:
+    def page(self, tmp_path: Path, device: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Example]:
         monkeypatch.setattr(staging, "_TWIN_BYTES", LARGE)  # a large buffer takes several turns
-        made = Page(tmp_path, device)
+        made = Example(tmp_path, device)
         with Watching(device.device):
             yield made
         device.device.release()
         device.moving.set()
-        made.capture.close()
-        made.writer.close(unlink=True)
+        made.close()
         assert not device.device.sins
 
-    def test_they_arrive_as_they_were_however_far_the_training_is(self, device: Any, page: Page) -> None:
+    @pytest.fixture
+    def make(self, tmp_path: Path) -> Iterator[Callable[..., Page]]:
+        with making(partial(Page, tmp_path), Page.close) as make:
+            yield make
+
+    def test_they_arrive_as_they_were_however_far_the_training_is(self, device: Any, page: Example) -> None:
         device.moving.clear()
         expected = {version: page.step(version) for version in (1, 2, 3)}
         page.model.counter += 100
@@ -109,7 +126,7 @@ class TestBuffers:
             page.check(version, expected[version])
         assert not page.capture.problem
 
-    def test_pages_are_those_of_versions_that_the_device_has_reached(self, device: Any, page: Page) -> None:
+    def test_pages_are_those_of_versions_that_the_device_has_reached(self, device: Any, page: Example) -> None:
         """The host is three updates ahead of a device that hangs. The page of the device's version is kept."""
         expected = page.step(1)
         page.arrived(1)
@@ -120,7 +137,7 @@ class TestBuffers:
         page.check(1, expected)
         assert all(isinstance(page.state(version), str) for version in (2, 3, 4))
 
-    def test_in_the_steady_state_nothing_is_set_aside_and_nobody_waits(self, device: Any, page: Page) -> None:
+    def test_in_the_steady_state_nothing_is_set_aside_and_nobody_waits(self, device: Any, page: Example) -> None:
         for version in range(1, 10):
             expected = page.step(version)
         page.check(9, expected)
@@ -132,7 +149,7 @@ class TestBuffers:
                 page.check(version, page.step(version))
         assert not device.device.waits
 
-    def whole_update(self, page: Page, version: int, at_gate: Any = None) -> dict[str, Any]:
+    def whole_update(self, page: Example, version: int, at_gate: Any = None) -> dict[str, Any]:
         """Queue an update as a training does, with a capture in the backward pass, one at the gate and a final one."""
         expected = page.change(version)
         page.capture.capture(version, final=False)
@@ -142,7 +159,7 @@ class TestBuffers:
         page.capture.capture(version, final=True)
         return expected
 
-    def test_what_has_not_changed_since_the_backward_pass_is_not_copied_again(self, device: Any, page: Page) -> None:
+    def test_what_has_not_changed_since_the_backward_pass_is_not_copied_again(self, device: Any, page: Example) -> None:
         for version in range(1, 7):
             page.check(version, self.whole_update(page, version))
         finished: list[tuple[int, bool]] = []
@@ -154,7 +171,7 @@ class TestBuffers:
         assert finished == [(7, False), (7, True)]
 
     @pytest.mark.parametrize("what", ["buffer", "numbers"])
-    def test_what_changes_at_the_gate_is_copied_again(self, page: Page, what: str) -> None:
+    def test_what_changes_at_the_gate_is_copied_again(self, page: Example, what: str) -> None:
         def act() -> None:
             page.model[1].num_batches_tracked.add_(1) if what == "buffer" else torch.rand(1)
 
@@ -166,7 +183,7 @@ class TestBuffers:
         RngState([]).restore(page.arrived(9).rng)
         assert torch.equal(torch.rand(4), drawn)
 
-    def test_a_version_is_not_final_before_the_device_has_finished_it(self, device: Any, page: Page) -> None:
+    def test_a_version_is_not_final_before_the_device_has_finished_it(self, device: Any, page: Example) -> None:
         for version in range(1, 7):
             page.check(version, self.whole_update(page, version))
         finished: list[tuple[int, bool]] = []
@@ -181,7 +198,7 @@ class TestBuffers:
         device.device.release()
         until(lambda: finished == [(7, False), (7, True)], 30)
 
-    def test_a_buffer_whose_writes_torch_does_not_count_is_copied_each_time(self, device: Any, page: Page) -> None:
+    def test_a_buffer_whose_writes_torch_does_not_count_is_copied_each_time(self, device: Any, page: Example) -> None:
         def uncounted() -> None:
             page.model[1].running_var.data.add_(1)
 
@@ -190,34 +207,25 @@ class TestBuffers:
             expected |= {"1.running_var": torch.full((3,), 1.0 + version)}
             page.check(version, expected)
 
-    def test_a_host_that_is_ahead_while_it_learns(self, tmp_path: Path, device: Any) -> None:
+    def test_a_host_that_is_ahead_while_it_learns(self, make: Callable[..., Page], device: Any) -> None:
         """What the first captures show is not known before they have arrived."""
-        writer = PageWriter(tmp_path / "pages", 0, incarnation=1)
         model: Any = nn.Module()
         model.register_buffer("b", device.device.put(torch.zeros(3)))
-        capture = LocalCapture(model, page=writer, runtimes=[device])
-
-        def final(version: int) -> bool:
-            found = read_page(tmp_path / "pages", 0, version, 1)
-            return isinstance(found, pages.Page) and found.final
-
+        page = make([device], model)
         with Watching(device.device):
             for version in range(1, 10):
                 device.moving.clear() if version % 3 == 1 else None
-                capture.capture(version, final=False)
+                page.capture.capture(version, final=False)
                 if version > 3:
                     model.b.data.add_(1)  # torch does not count it
-                capture.capture(version, final=True)
+                page.capture.capture(version, final=True)
                 if version % 3 == 0:
                     device.moving.set()
                     for each in (version, version - 1, version - 2):
-                        until(partial(final, each), 30)
-                        page: Any = read_page(tmp_path / "pages", 0, each, 1)
-                        assert decode(page.data).buffers["b"].tolist() == [max(0, each - 3)] * 3
-        capture.close(unlink=True)
+                        assert page.arrived(each).buffers["b"].tolist() == [max(0, each - 3)] * 3
 
     @pytest.mark.parametrize("learning", [True, False])
-    def test_a_large_one_whose_writes_torch_does_not_count(self, device: Any, page: Page, learning: bool) -> None:
+    def test_a_large_one_whose_writes_torch_does_not_count(self, device: Any, page: Example, learning: bool) -> None:
         """It is noticed in the first updates; of a graph that is replayed, because the graph was captured."""
         for version in range(1, 14):
             if version == 8 and not learning:
@@ -231,22 +239,18 @@ class TestBuffers:
             expected = float(version) if version > 8 or learning else 1.0
             page.check(version, {"mask": torch.full((LARGE,), expected)})
 
-    def test_several_backward_passes_of_a_version_without_buffers(self, tmp_path: Path, device: Any) -> None:
-        writer = PageWriter(tmp_path / "pages", 0, incarnation=1)
-        capture = LocalCapture(nn.Linear(2, 2), page=writer, runtimes=[device])
+    def test_several_backward_passes_of_a_version_without_buffers(self, make: Callable[..., Page], device: Any) -> None:
+        page = make([device], nn.Linear(2, 2))
         device.moving.clear()
         for _ in range(3):
             torch.rand(1)
-            capture.capture(1, final=False)
-            found = read_page(tmp_path / "pages", 0, 1, 1)
-            assert isinstance(found, pages.Page)
+            page.capture.capture(1, final=False)
             drawn = torch.rand(4)
-            RngState([]).restore(decode(found.data).rng)
+            RngState([]).restore(read(page.writer, 1).rng)
             assert torch.equal(torch.rand(4), drawn)
         device.moving.set()
-        capture.close(unlink=True)
 
-    def test_a_buffer_made_in_inference_mode_is_copied_each_time(self, page: Page, device: Any) -> None:
+    def test_a_buffer_made_in_inference_mode_is_copied_each_time(self, page: Example, device: Any) -> None:
         with torch.inference_mode():
             page.model[1].register_buffer("running_var", device.device.put(torch.zeros(3)))
         for version in range(1, 9):
@@ -259,13 +263,13 @@ class TestBuffers:
             page.check(version, expected | {"1.running_var": torch.full((3,), float(version))})
         assert not page.capture.problem
 
-    def test_buffers_of_another_form_are_described_as_such(self, device: Any, page: Page) -> None:
+    def test_buffers_of_another_form_are_described_as_such(self, device: Any, page: Example) -> None:
         page.step(1)
         page.model[1].register_buffer("running_mean", device.device.put(torch.full((5,), 6.0)))
         page.capture.capture(2, final=True)
         assert page.arrived(2).buffers["1.running_mean"].tolist() == [6.0] * 5
 
-    def test_nothing_becomes_part_of_a_cuda_graph(self, device: Any, page: Page) -> None:
+    def test_nothing_becomes_part_of_a_cuda_graph(self, device: Any, page: Example) -> None:
         """Forward and backward pass run once for the capture of the graph, and call the hooks."""
         page.step(1)
         device.device.capturing = True
@@ -274,7 +278,7 @@ class TestBuffers:
         page.check(2, page.step(2))
         assert not page.capture.problem
 
-    def test_a_large_constant_one_is_brought_once(self, device: Any, page: Page) -> None:
+    def test_a_large_constant_one_is_brought_once(self, device: Any, page: Example) -> None:
         for version in range(6):
             page.capture.capture(version, final=True)
             page.arrived(version)
@@ -286,22 +290,20 @@ class TestBuffers:
         assert device.device.allocated == before
         assert device.log.count("side") == 11, "the small ones, each time"
 
-    def test_without_any_buffer_a_page_waits_for_the_device_too(self, tmp_path: Path, device: Any) -> None:
-        writer = PageWriter(tmp_path / "pages", 0, incarnation=1)
-        capture = LocalCapture(nn.Linear(2, 2), page=writer, runtimes=[device])
+    def test_without_any_buffer_a_page_waits_for_the_device_too(self, make: Callable[..., Page], device: Any) -> None:
+        page = make([device], nn.Linear(2, 2))
         device.moving.clear()
-        capture.capture(1, final=True)
-        assert isinstance(read_page(tmp_path / "pages", 0, 1, 1), str)
+        page.capture.capture(1, final=True)
+        assert isinstance(page.found(1), str)
         device.moving.set()
-        until(lambda: not isinstance(read_page(tmp_path / "pages", 0, 1, 1), str), 30)
-        capture.close(unlink=True)
+        until(lambda: not isinstance(page.found(1), str), 30)
 
     def test_without_any_buffer_it_is_written_at_once_if_the_host_is_not_ahead(
-        self, tmp_path: Path, device: Any
+        self, make: Callable[..., Page], device: Any
     ) -> None:
         """So a rank that dies right after its gradients have left has a page of the version that its peers make."""
-        writer = PageWriter(tmp_path / "pages", 0, incarnation=1)
-        capture = LocalCapture(nn.Linear(2, 2), page=writer, runtimes=[device])
+        page = make([device], nn.Linear(2, 2))
+        capture = page.capture
         told: list[tuple[int, bool]] = []
         capture.on_written = lambda version, final: told.append((version, final))
 
@@ -315,19 +317,18 @@ class TestBuffers:
         device.moving.clear()
         torch.rand(1)
         capture.capture(7, final=False)
-        assert isinstance(read_page(tmp_path / "pages", 0, 7, 1), pages.Page)
+        assert isinstance(page.found(7), pages.Page)
         capture.capture(7, final=True)
         torch.rand(1)
         capture.capture(8, final=False)
-        assert isinstance(read_page(tmp_path / "pages", 0, 8, 1), str), "the host is ahead: older pages are needed"
+        assert isinstance(page.found(8), str), "the host is ahead: older pages are needed"
         assert told[-1] == (6, True), "it is not told to others before the device has come so far"
         device.moving.set()
         until(lambda: told[-3:] == [(7, False), (7, True), (8, False)], 30)
-        assert isinstance(read_page(tmp_path / "pages", 0, 8, 1), pages.Page)
-        capture.close(unlink=True)
+        assert isinstance(page.found(8), pages.Page)
 
     def test_a_device_that_does_not_move_does_not_stop_training(
-        self, device: Any, page: Page, monkeypatch: pytest.MonkeyPatch
+        self, device: Any, page: Example, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(staging, "_PATIENCE_S", 0.001)
         device.moving.clear()
@@ -337,7 +338,7 @@ class TestBuffers:
         page.arrived(staging._COPIES_MAX)
         assert isinstance(page.state(19), str) and not page.capture.problem
 
-    def test_a_broken_device_does_not_end_the_writer(self, device: Any, page: Page) -> None:
+    def test_a_broken_device_does_not_end_the_writer(self, device: Any, page: Example) -> None:
         page.capture.capture(1, final=True)
         device.device.broken = True
         page.capture.capture(2, final=True)
@@ -345,23 +346,18 @@ class TestBuffers:
         assert isinstance(page.state(2), str)
 
     @pytest.mark.supports("several devices in a process")
-    def test_buffers_of_several_devices_arrive_together(self, tmp_path: Path, device: Any) -> None:
+    def test_buffers_of_several_devices_arrive_together(self, make: Callable[..., Page], device: Any) -> None:
         other = FakeRuntime(FakeDevice(beside=device.device))
         model: Any = nn.Module()
         model.register_buffer("one", device.device.put(torch.ones(3)))
         model.register_buffer("two", other.device.put(torch.full((LARGE,), 2.0)))
         model.register_buffer("three", torch.full((2,), 3.0))
-        writer = PageWriter(tmp_path / "pages", 0, incarnation=1)
-        capture = LocalCapture(model, page=writer, runtimes=[device, other])
+        page = make([device, other], model)
         other.moving.clear()
         with Watching(device.device, other.device):
-            capture.capture(1, final=True)
+            page.capture.capture(1, final=True)
         time.sleep(0.01)
-        assert isinstance(read_page(tmp_path / "pages", 0, 1, 1), str)
+        assert isinstance(page.found(1), str)
         other.moving.set()
-        deadline = time.monotonic() + 30
-        while isinstance(found := read_page(tmp_path / "pages", 0, 1, 1), str):
-            assert time.monotonic() < deadline
-        got = decode(found.data).buffers
+        got = page.arrived(1).buffers
         assert [set(got[name].tolist()) for name in ("one", "two", "three")] == [{1.0}, {2.0}, {3.0}]
-        capture.close(unlink=True)

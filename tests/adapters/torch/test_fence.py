@@ -12,11 +12,6 @@ from tests.adapters.torch.fake_runtime import FakeRuntime  # noqa: E402
 from ttp.adapters.torch.device.accelerator import DeviceFence, HostFence, make_fence  # noqa: E402
 
 
-@pytest.fixture
-def device() -> Any:
-    return FakeRuntime()
-
-
 class TestFence:
     def test_on_the_host_a_version_is_finished_at_once(self) -> None:
         fence = make_fence((), 4)

@@ -6,11 +6,8 @@ import io
 from collections import OrderedDict
 from typing import Any
 
-import pytest
-
-pytest.importorskip("torch")
-
 import numpy
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.adapters.torch.going_on import Program, assert_goes_on_with_its_bits, data, net, plainly
-from tests.adapters.torch.stub_processor import StubProcessor, join, save
+from tests.adapters.torch.stub_processor import Loop
 from ttp.adapters.torch.loop import followers
 from ttp.core.decide import How
 from ttp.errors import UsageError
-from ttp.processor import paged_source
 
 supports = pytest.mark.supports
 
@@ -63,40 +62,38 @@ def replaced(teacher: Tensor, student: Tensor) -> None:
 WAYS = [in_place, behind_the_counter, replaced]
 
 
-class Job:
+class Job(Loop):
     """Steps of a program that tell whether ttp waits for what follows an update."""
 
     def __init__(self, directory: Path, model: nn.Module, trained: nn.Module, **parts: Any) -> None:
-        self.model, self.optimizer = model, torch.optim.SGD(trained.parameters(), lr=0.1)
-        self.program = Program(model, self.optimizer, lambda _number: None, **parts)
-        self.adapter = self.program.register()
-        join(self.adapter, StubProcessor(directory), directory / "pages")
+        super().__init__(directory, model, torch.optim.SGD(trained.parameters(), lr=0.1), **parts)
+        self.start(directory / "pages")
 
     def step(self, after: Callable[[], Any] = lambda: None, forward: Any = None) -> bool:
         plainly(forward or self.model, self.optimizer)(0)
-        waits = not self.adapter.source.post_step_done()
+        waits = not self.source.post_step_done()
         after()
         return waits
+
+
+def taught(directory: Path, move: Any, *, inside: bool) -> Any:
+    model = Teacher(move, inside)
+    return Job(directory, model, model.student)
 
 
 @supports("parameters that no optimizer has")
 @pytest.mark.parametrize("move", WAYS)
 def test_behind_the_step_they_are_waited_for(tmp_path: Path, move: Any) -> None:
-    model = Teacher(move, inside=False)
-    job = Job(tmp_path, model, model.student)
-    assert [job.step(model.follow) for _ in range(4)] == [False, True, True, True]
+    job = taught(tmp_path, move, inside=False)
+    assert [job.step(job.model.follow) for _ in range(4)] == [False, True, True, True]
 
 
-def test_who_hangs_in_front_of_them_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_who_hangs_in_front_of_them_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A loop waits for other ranks between the step and the average."""
-    monkeypatch.setattr(paged_source, "POST_STEP_S", 0.0)
-    model = Teacher(in_place, inside=False)
-    job = Job(tmp_path, model, model.student)
-    job.step(model.follow)
+    job = taught(tmp_path, in_place, inside=False)
+    job.step(job.model.follow)
     job.step()
-    save(job.adapter, job.adapter._source._processor, 2)  # type: ignore[arg-type]
+    job.save(2)
     assert "version 2 is saved while the training thread seems to hang between optimizer.step()" in caplog.text
 
 
@@ -123,15 +120,15 @@ def test_they_are_gone_back_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         return Job(tmp_path, model, model.student, undo="preimage")
 
     job = made()
-    source, states = job.adapter.source, []
+    source, states = job.source, []
     for _ in range(7):
-        job.step(job.model.follow)  # type: ignore[arg-type]
+        job.step(job.model.follow)
         states.append({name: value.clone() for name, value in job.model.state_dict().items()})
         settled = small or job.adapter._followers is None
         assert source.has_preimage is settled, "a copy may lack those that are not known yet"
-    saved = save(job.adapter, job.adapter._source._processor, 6, How.UNDO)  # type: ignore[arg-type]
+    saved = job.save(6, How.UNDO)
     other = made()
-    assert other.adapter.load(saved, 0, 1, protected=False) == 6
+    assert other.load(saved) == 6
     found = other.model.state_dict()
     assert all(torch.equal(found[name], value) for name, value in states[5].items())
     assert not torch.equal(found["teacher.0.weight"], states[6]["teacher.0.weight"]), "else this shows nothing"
@@ -143,38 +140,36 @@ def test_they_are_gone_back_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_between_two_steps_they_are_gone_back_with(tmp_path: Path, done: bool, finished: int) -> None:
     """A target network follows the critic, and a rank dies in the backward pass of the actor."""
 
-    def made() -> tuple[Teacher, nn.Module, list[Any], Any]:
+    def made() -> tuple[Teacher, nn.Module, list[Any], Loop]:
         torch.manual_seed(3)
         model, actor = Teacher(in_place, inside=False), net()
         optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model.student, actor)]
         both = nn.ModuleDict({"critic": model, "actor": actor})
-        return model, actor, optimizers, Program(both, optimizers, lambda _number: None).register()
+        return model, actor, optimizers, Loop(tmp_path, both, optimizers)
 
-    model, actor, (of_critic, of_actor), adapter = made()
-    processor = StubProcessor(tmp_path)
-    join(adapter, processor, tmp_path / "pages")
+    model, actor, (of_critic, of_actor), job = made()
+    job.start(tmp_path / "pages")
     if done:
-        adapter.step_done()
+        job.adapter.step_done()
     for _ in range(finished):
         plainly(model, of_critic, after=model.follow)(0)
         plainly(actor, of_actor)(0)
         if done:
-            adapter.step_done()
+            job.adapter.step_done()
     expected = {name: value.clone() for name, value in model.state_dict().items()}
     plainly(model, of_critic, after=model.follow)(0)
     actor(data()).square().mean().backward()
-    processor.gate.close()
-    saved = save(adapter, processor, finished, How.UNDO)
-    model, _, _, adapter = made()
-    assert adapter.load(saved, 0, 1, protected=False) == finished
+    job.gate.close()
+    saved = job.save(finished, How.UNDO)
+    model, _, _, job = made()
+    assert job.load(saved) == finished
     assert all(torch.equal(model.state_dict()[name], value) for name, value in expected.items())
 
 
 @supports("parameters that no optimizer has")
 @pytest.mark.parametrize("move", WAYS)
 def test_in_the_forward_pass_they_are_refused(tmp_path: Path, move: Any) -> None:
-    model = Teacher(move, inside=True)
-    job = Job(tmp_path, model, model.student)
+    job = taught(tmp_path, move, inside=True)
     job.step()
     with pytest.raises(UsageError, match=r"teacher\.0\.weight, .* and \d more, which .* trains, .* after optim"):
         job.step()
@@ -207,20 +202,18 @@ def test_of_a_container_the_parts_are_called(tmp_path: Path, container: Any) -> 
 
 
 def test_frozen_ones_are_waited_for_by_nobody(tmp_path: Path) -> None:
-    model = Teacher(in_place, inside=False)
-    job = Job(tmp_path, model, model.student)
+    job = taught(tmp_path, in_place, inside=False)
     assert [job.step() for _ in range(9)] == [False] * 9
     assert job.adapter._followers is None, "looked at in the first updates only"
 
 
 def test_a_loop_that_evaluates_before_it_moves_them(tmp_path: Path) -> None:
-    model = Teacher(in_place, inside=False)
-    job = Job(tmp_path, model, model.student)
+    job = taught(tmp_path, in_place, inside=False)
 
     def after() -> None:
         with torch.no_grad():
-            model(data())
-        model.follow()
+            job.model(data())
+        job.model.follow()
 
     assert [job.step(after) for _ in range(4)] == [False, True, True, True]
 
@@ -237,4 +230,4 @@ def test_behind_a_step_that_a_scaler_has_left_out(tmp_path: Path) -> None:
             scaler.step(job.optimizer)
         scaler.update()
         model.follow()
-    assert job.adapter._source._processor.gate.version == 2  # type: ignore[union-attr]
+    assert job.gate.version == 2

@@ -14,12 +14,11 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.adapters.torch.fake_device import SIDE, TRAINING
-from tests.adapters.torch.stub_processor import StubProcessor
+from tests.adapters.torch.stub_processor import StubProcessor, registered
 from tests.gpu.made_up import MadeUp
 from tests.gpu.made_up_nccl import GARBAGE, UNKIND, Kernel, NcclOptions, ProcessGroupNCCL
 from tests.waiting import until
 from ttp.adapters.torch import transport
-from ttp.adapters.torch.adapter import TorchAdapter
 from ttp.config import Config
 from ttp.core.layout import Version
 from ttp.processor.continuing import Continuing
@@ -43,7 +42,7 @@ class Rank:
         self.model = nn.Linear(6, 3)
         made_up.put(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
-        self.adapter = TorchAdapter(self.optimizer, model=self.model, scheduler=None, extra_state=None, scaler=None)
+        self.adapter = registered(self.model, self.optimizer)
         stub: Any = StubProcessor(directory)
         self.processor = stub
         self.goes_on = Continuing(Config(run_dir=str(directory), keep_cuda=True), None, None)

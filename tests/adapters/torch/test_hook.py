@@ -15,12 +15,8 @@ import pytest
 import torch
 from torch.optim.swa_utils import AveragedModel
 
-from tests.adapters.torch.hooked import Job
+from tests.adapters.torch.hooked import Job, exponential
 from ttp.adapters.torch.loop.hook import Hook
-
-
-def exponential(optimizer: Any) -> Any:
-    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
 
 def by_torch(thing: Any) -> Any:

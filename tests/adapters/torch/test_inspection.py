@@ -14,7 +14,7 @@ from torch import nn  # noqa: E402
 from tests.adapters.torch.checkpoints import Net, adamw, train  # noqa: E402
 from tests.adapters.torch.fake_device import FakeDevice, Watching  # noqa: E402
 from tests.adapters.torch.fake_runtime import FakeRuntime  # noqa: E402
-from tests.adapters.torch.stub_processor import StubProcessor  # noqa: E402
+from tests.adapters.torch.stub_processor import StubProcessor, registered  # noqa: E402
 from ttp.adapters.torch.adapter import TorchAdapter  # noqa: E402
 from ttp.adapters.torch.saving import inspection  # noqa: E402
 from ttp.adapters.torch.saving.inspection import ComparedTensor, Inspector, replicated  # noqa: E402
@@ -69,7 +69,7 @@ class TestDigest:
     def test_so_does_another_shape_or_type_of_the_same_bytes(self) -> None:
         forms = [torch.zeros(2, 3), torch.zeros(3, 2), torch.zeros(3), torch.zeros(6, dtype=torch.int32)]
         forms.append(torch.zeros(6, device="meta"))
-        assert len({Inspector().look([ComparedTensor("x", form, True)], 0).digest for form in forms}) == len(forms)
+        assert len({Inspector().look(compared(x=form), 0).digest for form in forms}) == len(forms)
 
     def test_what_may_differ_is_not_looked_at(self) -> None:
         one, other = Replica(), Replica()
@@ -89,18 +89,24 @@ class TestDigest:
         assert Replica(0).digest() == Replica(0).digest() != Replica(1).digest()
 
 
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"WHOLE_BYTES": 0, "SAMPLE_BYTES": 4096, "_SHARE_MIN": 64, "_BLOCK_BYTES": 256}.items():
+        monkeypatch.setattr(inspection, name, value)
+
+
+def compared(**tensors: Any) -> list[ComparedTensor]:
+    return [ComparedTensor(name, tensor, True) for name, tensor in tensors.items()]
+
+
+@pytest.mark.usefixtures("small")
 class TestSample:
     """The elements that are read of a state that is too large to be read whole."""
-
-    @pytest.fixture(autouse=True)
-    def small(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for name, value in {"WHOLE_BYTES": 0, "SAMPLE_BYTES": 4096, "_SHARE_MIN": 64, "_BLOCK_BYTES": 256}.items():
-            monkeypatch.setattr(inspection, name, value)
 
     @staticmethod
     def leaves() -> list[ComparedTensor]:
         torch.manual_seed(1)
-        return [ComparedTensor("large", torch.randn(9_000), True), ComparedTensor("tiny", torch.randn(3), True)]
+        return compared(large=torch.randn(9_000), tiny=torch.randn(3))
 
     def test_it_is_bounded_and_spread(self) -> None:
         pieces = [piece for _, piece in Inspector()._pieces(self.leaves(), 5)]
@@ -135,7 +141,7 @@ class TestBad:
         assert replica.bad() == ()
 
     def test_a_few_are_enough(self) -> None:
-        leaves = [ComparedTensor(f"t{n:02}", torch.full((3,), float("nan")), True) for n in range(20)]
+        leaves = compared(**{f"t{n:02}": torch.full((3,), float("nan")) for n in range(20)})
         assert Inspector().look(leaves, 0).bad == tuple(f"t{n:02}" for n in range(8))
 
     @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16", "complex64", "float8_e4m3fn"])
@@ -145,10 +151,10 @@ class TestBad:
         damaged = torch.ones(shape)
         damaged.reshape(-1)[-1] = float("nan")
         damaged = damaged.to(getattr(torch, dtype))
-        assert Inspector().look([ComparedTensor("x", sound, True), ComparedTensor("y", damaged, True)], 0).bad == ("y",)
+        assert Inspector().look(compared(x=sound, y=damaged), 0).bad == ("y",)
 
     def test_large_values_are_not_infinite(self) -> None:
-        assert Inspector().look([ComparedTensor("x", torch.full((9,), 6e4, dtype=torch.float16), True)], 0).bad == ()
+        assert Inspector().look(compared(x=torch.full((9,), 6e4, dtype=torch.float16)), 0).bad == ()
 
 
 def odd() -> dict[str, Any]:
@@ -169,7 +175,7 @@ def odd() -> dict[str, Any]:
 
 def test_odd_tensors() -> None:
     def look(tensors: dict[str, Any]) -> str:
-        return Inspector("all").look([ComparedTensor(name, tensor, True) for name, tensor in tensors.items()], 0).digest
+        return Inspector("all").look(compared(**tensors), 0).digest
 
     sound = look(odd())
     assert look(odd()) == sound
@@ -190,56 +196,42 @@ class TestDevice:
 
     def test_it_sees_what_is_there_past_a_stream_that_hangs(self, device: Any) -> None:
         leaves = [leaf for leaf in Replica().leaves() if not leaf.name.endswith(".step")]
-        leaves += [
-            ComparedTensor("large", torch.randn(5 * self.LIMIT), True),
-            ComparedTensor("bad", torch.tensor([float("nan")]), True),
-        ]
-        leaves += [
-            ComparedTensor("half", torch.randn(9, dtype=torch.float16), True),
-            ComparedTensor("eight", torch.ones(3).byte(), True),
-        ]
-        expected = Inspector("all").look(leaves, 3)
-        for leaf in leaves:
-            device.device.put(leaf.tensor)
-        with Watching(device.device), device.device.no_waiting():
-            inspector = Inspector("all", [device])
-            device.device.seal()
-            device.device.hang()
-            assert inspector.look(leaves, 3) == expected
+        leaves += compared(large=torch.randn(5 * self.LIMIT), bad=torch.tensor([float("nan")]))
+        leaves += compared(half=torch.randn(9, dtype=torch.float16), eight=torch.ones(3).byte())
+        self.check(device, "all", leaves, 3)
         assert device.log.count("side") > 20, "on the side stream, never more than was set aside"
         assert not device.device.sins
 
-    def test_so_it_does_where_it_takes_a_sample(self, device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        for name, value in {"WHOLE_BYTES": 0, "SAMPLE_BYTES": 4096, "_SHARE_MIN": 64, "_BLOCK_BYTES": 256}.items():
-            monkeypatch.setattr(inspection, name, value)
-        leaves = [*TestSample.leaves(), ComparedTensor("half", torch.randn(9_000, dtype=torch.bfloat16), True)]
-        expected = Inspector().look(leaves, 5)
+    @pytest.mark.usefixtures("small")
+    def test_so_it_does_where_it_takes_a_sample(self, device: Any) -> None:
+        leaves = TestSample.leaves() + compared(half=torch.randn(9_000, dtype=torch.bfloat16))
+        self.check(device, "sample", leaves, 5)
+
+    def check(self, device: Any, mode: str, leaves: list[ComparedTensor], version: int) -> None:
+        """Check that the inspection sees on a device that hangs what it sees on the host."""
+        expected = Inspector(mode).look(leaves, version)
         for leaf in leaves:
             device.device.put(leaf.tensor)
         with Watching(device.device), device.device.no_waiting():
-            inspector = Inspector("sample", [device])
+            inspector = Inspector(mode, [device])
             device.device.seal()
             device.device.hang()
-            assert inspector.look(leaves, 5) == expected
+            assert inspector.look(leaves, version) == expected
 
     def test_numbers_on_the_host_are_ahead_of_it(self, device: Any) -> None:
-        there = ComparedTensor("x", device.device.put(torch.ones(3)), True)
+        there = compared(x=device.device.put(torch.ones(3)))
         inspector = Inspector("sample", [device])
-        assert inspector.look([there, ComparedTensor("step", torch.tensor(5.0), True)], 3) == inspector.look([there], 3)
+        assert inspector.look(there + compared(step=torch.tensor(5.0)), 3) == inspector.look(there, 3)
 
     def test_one_that_hangs_is_not_waited_for(self, device: Any) -> None:
         inspector = Inspector("sample", [device])
         device.moving.clear()
         with pytest.raises(TimeoutError, match="12 bytes did not leave the device"):
-            inspector.look([ComparedTensor("x", device.device.put(torch.ones(3)), True)], 3)
+            inspector.look(compared(x=device.device.put(torch.ones(3))), 3)
 
     def test_two_devices_look_like_one(self, device: Any) -> None:
         other = FakeRuntime(FakeDevice(beside=device.device))
-        leaves = [
-            ComparedTensor("a", torch.randn(7), True),
-            ComparedTensor("b", torch.randn(8), True),
-            ComparedTensor("c", torch.randn(9), True),
-        ]
+        leaves = compared(a=torch.randn(7), b=torch.randn(8), c=torch.randn(9))
         expected = Inspector("all").look(leaves, 3)
         for leaf, runtime in zip(leaves, (device, other, device), strict=True):
             runtime.device.put(leaf.tensor)
@@ -264,7 +256,7 @@ class TestSource:
     @staticmethod
     def adapter(tmp_path: Path, layout: Layout | None = None, **settings: Any) -> Any:
         replica = Replica(1)
-        adapter = TorchAdapter(replica.optimizer, model=replica.model, scheduler=None, extra_state=None, scaler=None)
+        adapter = registered(replica.model, replica.optimizer)
         processor: Any = StubProcessor(tmp_path, layout=layout, **settings)
         attachment: Any = None
         adapter._source.connect(processor, attachment, Halves(adapter, processor.layout))

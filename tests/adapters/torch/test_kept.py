@@ -17,11 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from tests.adapters.torch.stub_processor import StubProcessor, join, leave, save
+from tests.adapters.torch.stub_processor import Loop, leave
 from tests.adapters.torch.worlds import run_world
 from tests.making import making
 from ttp.adapters.torch import adapter
-from ttp.adapters.torch.adapter import TorchAdapter
 from ttp.adapters.torch.restoring import registered, restore, transfer
 from ttp.adapters.torch.restoring.kept import Held, Kept, UnlikeError, hand_over, keep, values_of
 from ttp.adapters.torch.saving.piece_index import IndexEntry
@@ -39,18 +38,16 @@ def net(width: int = 4, dtype: torch.dtype = torch.float32) -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, width, dtype=dtype), nn.Linear(width, 3, dtype=dtype))
 
 
-class Job:
+class Job(Loop):
     """A program that has stopped after its first update."""
 
     def __init__(self, directory: Path, model: nn.Module | None = None, **settings: Any) -> None:
-        self.model = model or net()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), **settings)
-        self.adapter = TorchAdapter(self.optimizer, model=self.model, scheduler=None, extra_state=None, scaler=None)
-        self.processor = StubProcessor(directory)
-        join(self.adapter, self.processor, directory / "pages")
+        model = model or net()
+        super().__init__(directory, model, torch.optim.AdamW(model.parameters(), **settings))
+        self.start(directory / "pages")
         self.step()
-        self.processor.gate.close()
-        self.adapter.source.inspect(Version(1))
+        self.gate.close()
+        self.source.inspect(Version(1))
 
     def step(self) -> None:
         self.model(torch.ones(2, 3)).sum().backward()
@@ -58,7 +55,7 @@ class Job:
         self.optimizer.zero_grad()
 
     @property
-    def weight(self) -> Tensor:
+    def weight(self) -> Any:
         return next(self.model.parameters())
 
     def saved(self) -> list[IndexEntry]:
@@ -96,15 +93,15 @@ def lose_a_moment(job: Job) -> None:
 
 
 def tear(job: Job) -> None:
-    job.processor.gate.open()
-    job.processor.gate.begin_update()
-    job.processor.gate.mark_torn()
+    job.gate.open()
+    job.gate.begin_update()
+    job.gate.mark_torn()
 
 
 def go_on(job: Job) -> None:
-    job.processor.gate.open()
+    job.gate.open()
     job.step()
-    job.processor.gate.close()
+    job.gate.close()
 
 
 def test_what_nobody_has_touched_is_kept(make: Callable[..., Job]) -> None:
@@ -231,25 +228,23 @@ def test_another_table_of_the_checkpoint_is_a_reason(make: Callable[..., Job]) -
 
 @pytest.mark.parametrize("unlike", ["another incident", "another model"])
 def test_what_is_not_handed_over_is_freed_before_the_checkpoint_is_read(
-    make: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, unlike: str
+    make: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unlike: str
 ) -> None:
     job = make()
-    saved, state = save(job.adapter, job.processor, 1), KeptState()
+    saved, state = job.save(1), KeptState()
     state.keep(job.adapter, "y" if unlike == "another incident" else "x")
     held = weakref.ref(state._kept.parameters["0.weight"])
     if unlike == "another model":
         state._kept.optimizer["0.weight"]["more"] = 1
     freed = []
     other = net()
-    adapter = TorchAdapter(
-        torch.optim.AdamW(other.parameters()), model=other, scheduler=None, extra_state=None, scaler=None
-    )
 
     def restore_into(*args: Any, kept: Kept | None, **settings: Any) -> Any:
         freed.append(held() is None)
         return restore.restore_into(*args, kept=kept, **settings)
 
     monkeypatch.setattr(registered, "restore_into", restore_into)
+    adapter = Loop(tmp_path, other, torch.optim.AdamW(other.parameters())).adapter
     assert adapter.load_going_on(saved, 0, 1, state, lambda: None) == 1
     assert freed[-1] and len(freed) == (1 if unlike == "another incident" else 2)
     assert "read from the checkpoint" in state.way
@@ -274,7 +269,7 @@ def test_what_one_rank_finds_damaged_no_rank_loads(tmp_path: Path) -> None:
 
 def test_who_keeps_its_tensors_takes_nothing_from_a_damaged_checkpoint(make: Callable[..., Job]) -> None:
     job = make()
-    saved, state = save(job.adapter, job.processor, 1), KeptState()
+    saved, state = job.save(1), KeptState()
     state.keep(job.adapter, "x")
     rates = [group["lr"] for group in job.optimizer.param_groups]
 
@@ -372,7 +367,9 @@ def test_what_comes_with_other_bytes_is_not_used(tmp_path: Path) -> None:
     assert why == "the state that rank 0 sent was damaged on the way: its digest differs"
 
 
-def test_a_model_that_outlives_train_begins_in_its_first_mode_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_outlives_train_begins_in_its_first_mode_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A rank dies while the others evaluate, and train() is called again with the same model."""
 
     class GoesOn:
@@ -383,8 +380,7 @@ def test_a_model_that_outlives_train_begins_in_its_first_mode_again(monkeypatch:
     model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(), nn.BatchNorm1d(3).eval())
 
     def registered() -> list[bool]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        TorchAdapter(optimizer, model=model, scheduler=None, extra_state=None, scaler=None)
+        Loop(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.1))
         return [module.training for module in model.modules()]
 
     first = registered()

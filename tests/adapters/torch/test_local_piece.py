@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from tests.adapters.torch.checkpoints import Net
-from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, save
-from ttp.adapters.torch.adapter import TorchAdapter
+from tests.adapters.torch.stub_processor import INCARNATION, Stateful, StubProcessor, join, registered, save
 from ttp.adapters.torch.local_state.image import read_local_state
 from ttp.core.copy_messages import Keep
 from ttp.core.layout import Layout, Rank, Version
@@ -106,28 +105,17 @@ def test_a_page_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "of user" in collect(pages, (SOUND,), 3, INCARNATION).missing[SOUND]
 
 
-class Counter:
-    """An object of ``extra_state``."""
-
-    def state_dict(self) -> dict[str, int]:
-        return {"count": 5}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        assert state == {"count": 5}
-
-
 def adapter(extra: Any = None) -> Any:
     torch.manual_seed(1)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return TorchAdapter(optimizer, model=model, scheduler=None, extra_state=extra, scaler=None)
+    return registered(model, optimizer, extra_state=extra)
 
 
 def checkpoint(tmp_path: Path, pages: tuple[Rank, ...], missing: tuple[Rank, ...], extra: Any = None) -> Path:
     """Return a checkpoint of version 0 that rank 0 of two wrote. The page of the other rank is there or missing."""
     processor, writer = StubProcessor(tmp_path / "checkpoints", layout=Layout.data_parallel(2)), adapter(extra)
-    writer.source.on_welcome(SOUND, INCARNATION, tmp_path / "pages")
-    writer.attach(processor)
+    join(writer, processor, tmp_path / "pages")
     torch.rand(3)
     writer.capture.capture(0, final=True)
     path = save(writer, processor, 0, pages=pages, missing=missing)
@@ -171,7 +159,7 @@ def test_what_another_host_has_kept_comes_back(tmp_path: Path, caplog: pytest.Lo
 
 
 @pytest.mark.parametrize("final", [True, False])
-@pytest.mark.parametrize("extra", [None, {"metrics": Counter()}])
+@pytest.mark.parametrize("extra", [None, {"metrics": Stateful(count=5)}])
 def test_a_rank_that_died_in_its_update_is_told_that_its_extra_state_is_behind(
     tmp_path: Path, final: bool, extra: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

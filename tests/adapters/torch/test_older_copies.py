@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from tests.adapters.torch.checkpoints import Net, adamw, train
-from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, commit, join, leave
-from ttp.adapters.torch.adapter import TorchAdapter
+from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, commit, join, leave, registered
 from ttp.adapters.torch.restoring.restore import restore_into
 from ttp.core.decide import How
 from ttp.core.layout import Rank, Shard, Version
@@ -26,7 +25,7 @@ def test_a_copy_from_before_the_schedules_step_gets_the_rates_that_belong_to_the
         return model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
     model, optimizer, scheduler = made()
-    adapter = TorchAdapter(optimizer, model=model, scheduler=scheduler, extra_state=None, scaler=None)
+    adapter = registered(model, optimizer, scheduler=scheduler)
     processor = StubProcessor(tmp_path / "c")
     join(adapter, processor, tmp_path / "pages")
     draft = processor.save_dir / ".draft-step_2-x"

@@ -12,7 +12,8 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.optim import lr_scheduler as lr  # noqa: E402
 
-from tests.adapters.torch.loops import Loop, exponential  # noqa: E402
+from tests.adapters.torch.hooked import exponential  # noqa: E402
+from tests.adapters.torch.loops import Loop  # noqa: E402
 from ttp.adapters.torch.device.accelerator import AHEAD_MAX  # noqa: E402
 from ttp.adapters.torch.loop import schedules  # noqa: E402
 from ttp.adapters.torch.loop.post_step_state import PostStepState  # noqa: E402
@@ -33,10 +34,7 @@ SCHEDULERS = [
 
 class TestStepAfterTheUpdate:
     def test_settled_with_the_step_once_that_is_known(self) -> None:
-        loop = Loop(exponential)
-        loop.iterations(2)
-        loop.forward()
-        loop.update()
+        loop = Loop(exponential).to_update(2)
         assert not loop.post_step.done()
         loop.step()
         assert loop.post_step.done()
@@ -62,10 +60,7 @@ class TestStepAfterTheUpdate:
         assert loop.post_step.done()
 
     def test_a_step_that_is_due_is_said_to_be(self) -> None:
-        loop = Loop(exponential)
-        loop.iterations(3)
-        loop.forward()
-        loop.update()
+        loop = Loop(exponential).to_update(3)
         state = loop.state()
         assert state.scheduler_pending
         assert state.scheduler["last_epoch"] == 3
@@ -81,9 +76,7 @@ class TestStepAfterTheUpdate:
                     raise RuntimeError("inside scheduler.step()")
                 return super().get_lr()
 
-        loop = Loop(lambda o: Broken(o, 0.5))
-        loop.forward()
-        loop.update()
+        loop = Loop(lambda o: Broken(o, 0.5)).to_update(0)
         loop.scheduler.broken = True
         assert not loop.state().scheduler_pending, "nobody knows yet"
         with pytest.raises(RuntimeError):
@@ -160,9 +153,7 @@ class TestOtherLoops:
             assert loop.state().scheduler["last_epoch"] == number // 4
 
     def test_validation_between_update_and_step(self) -> None:
-        loop = Loop(lambda o: lr.ReduceLROnPlateau(o, patience=0, factor=0.5))
-        loop.forward()
-        loop.update()
+        loop = Loop(lambda o: lr.ReduceLROnPlateau(o, patience=0, factor=0.5)).to_update(0)
         loop.forward(training=False)
         assert loop.post_step.done(), "a save does not wait for an evaluation to end"
         loop.step(1.0)
@@ -186,9 +177,7 @@ class TestOtherLoops:
         assert loop.state() == JobState(1)
 
     def test_averages_settle_with_the_next_forward_pass(self) -> None:
-        loop = Loop(averages=True)
-        loop.forward()
-        loop.update()
+        loop = Loop(averages=True).to_update(0)
         assert not loop.post_step.done()
         loop.forward(training=False)
         assert loop.post_step.done()
@@ -233,9 +222,7 @@ class TestOtherLoops:
 
 class TestByHand:
     def test_the_user_says_when(self) -> None:
-        loop = Loop(exponential)
-        loop.forward()
-        loop.update()
+        loop = Loop(exponential).to_update(0)
         loop.step()
         assert not loop.post_step.done()
         loop.post_step.step_done()
@@ -282,10 +269,7 @@ class TestLooking:
     @pytest.mark.parametrize("make", [*SCHEDULERS, lambda o: lr.ChainedScheduler([lr.LinearLR(o), exponential(o)])])
     def test_a_step_that_is_being_made_is_told_from_one_that_is_over(self, make: Any) -> None:
         """A save may look at any moment: here at every line of a step."""
-        loop = Loop(make)
-        loop.iterations(2)
-        loop.forward()
-        loop.update()
+        loop = Loop(make).to_update(2)
         before = loop.state().scheduler, loop.post_step.param_groups(3)
         seen: list[Any] = []
 
@@ -310,10 +294,7 @@ class TestLooking:
             assert found == (before if pending else after)
 
     def test_groups_and_schedule_are_of_one_moment(self) -> None:
-        loop = Loop(exponential)
-        loop.iterations(2)
-        loop.forward()
-        loop.update()
+        loop = Loop(exponential).to_update(2)
         job = loop.state()
         loop.step()
         assert job.scheduler_pending and loop.post_step.param_groups(3, job)[0][0]["lr"] == pytest.approx(0.1 * 0.5**2)

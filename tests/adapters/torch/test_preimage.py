@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-from tests.making import making
-
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn  # noqa: E402
@@ -18,9 +16,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn  # noqa: E
 import ttp  # noqa: E402
 from tests.adapters.torch.checkpoints import Net, digest  # noqa: E402
 from tests.adapters.torch.fake_runtime import FakeRuntime  # noqa: E402
-from tests.adapters.torch.stub_processor import StubProcessor, join, save  # noqa: E402
+from tests.adapters.torch.stub_processor import Loop, starting  # noqa: E402
 from tests.adapters.torch.test_restore import OPTIMIZERS  # noqa: E402
-from ttp.adapters.torch.adapter import TorchAdapter  # noqa: E402
 from ttp.adapters.torch.saving.preimage import PreImage  # noqa: E402
 from ttp.core.decide import How  # noqa: E402
 from ttp.core.messages import Phase  # noqa: E402
@@ -29,31 +26,20 @@ from ttp.errors import CheckpointError, ConfigError  # noqa: E402
 Make = Callable[[nn.Module], Any]
 
 
-class Job:
+class Job(Loop):
     """A training loop under a stub processor; remembers the state of every version."""
 
-    def __init__(self, directory: Path, make: Make, undo: str | None = "preimage") -> None:
+    def __init__(
+        self, directory: Path, make: Make = OPTIMIZERS["adamw with two groups"], undo: str | None = "preimage"
+    ) -> None:
         torch.manual_seed(5)
-        self.model = Net()
-        self.optimizer = make(self.model)
-        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.9)
+        model = Net()
+        optimizer = make(model)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
         average: Any = get_ema_multi_avg_fn(0.9)  # type: ignore[no-untyped-call]
-        self.average = AveragedModel(self.model, multi_avg_fn=average)
-        self.adapter = TorchAdapter(
-            self.optimizer,
-            model=self.model,
-            scheduler=self.scheduler,
-            extra_state={"ema": self.average},
-            scaler=None,
-            undo=undo,
-        )
-        self.processor = StubProcessor(directory)
-        self.seen: list[Any] = []
-
-    def start(self, pages: Path) -> Job:
-        join(self.adapter, self.processor, pages)
-        self.seen.append(self.facts())
-        return self
+        self.average = AveragedModel(model, multi_avg_fn=average)
+        more = {"scheduler": self.scheduler, "extra_state": {"ema": self.average}, "undo": undo}
+        super().__init__(directory, model, optimizer, **more)
 
     def facts(self) -> Any:
         weights = digest(self.model.state_dict(), self.optimizer)
@@ -83,25 +69,22 @@ class Job:
         self.optimizer.zero_grad()
         self.model(torch.randn(6, 4)).square().mean().backward()
         handle = self.optimizer.register_step_post_hook(fail)
-        self.adapter._attachment._handles[1].remove()  # type: ignore[union-attr]  # the end of the update is not reached
+        self.adapter._attachment._handles[1].remove()  # the end of the update is not reached
         with pytest.raises(RuntimeError, match="in mid-update"):
             self.optimizer.step()
         handle.remove()
-        self.processor.gate.mark_torn()
+        self.gate.mark_torn()
 
 
 @pytest.fixture
 def started(tmp_path: Path) -> Iterator[Callable[..., Job]]:
-    def start(make: Make = OPTIMIZERS["adamw with two groups"], undo: str | None = "preimage") -> Job:
-        return Job(tmp_path / "checkpoints", make, undo).start(tmp_path / "pages")
-
-    with making(start, lambda job: job.adapter.source.close()) as started:
+    with starting(Job, tmp_path) as started:
         yield started
 
 
 def restored(path: Path, make: Make, version: int) -> Any:
     job = Job(path.parent, make)
-    assert job.adapter.load(path, 0, 1, protected=False) == version
+    assert job.load(path) == version
     return job.facts()
 
 
@@ -110,8 +93,8 @@ def test_a_finished_update_is_undone(started: Callable[..., Job], kind: str) -> 
     job = started(OPTIMIZERS[kind])
     job.train(3)
     now = job.facts()
-    assert job.adapter.source.has_preimage
-    path = save(job.adapter, job.processor, 2, How.UNDO)
+    assert job.source.has_preimage
+    path = job.save(2, How.UNDO)
     assert restored(path, OPTIMIZERS[kind], 2) == job.seen[2]
     assert job.facts()[:3] == now[:3], "nobody writes to the state of a frozen rank"
 
@@ -121,8 +104,8 @@ def test_a_torn_update_is_undone(started: Callable[..., Job], kind: str) -> None
     job = started(OPTIMIZERS[kind])
     job.train(2)
     job.break_in_update()
-    assert job.processor.gate.state().phase is Phase.TORN and job.adapter.source.has_preimage
-    path = save(job.adapter, job.processor, 2, How.UNDO)
+    assert job.gate.state().phase is Phase.TORN and job.source.has_preimage
+    path = job.save(2, How.UNDO)
     assert restored(path, OPTIMIZERS[kind], 2) == job.seen[2]
 
 
@@ -130,54 +113,54 @@ def test_the_first_update_leaves_no_moments_behind(started: Callable[..., Job]) 
     job = started()
     job.train(1)
     assert job.optimizer.state
-    path = save(job.adapter, job.processor, 0, How.UNDO)
+    path = job.save(0, How.UNDO)
     assert restored(path, OPTIMIZERS["adamw with two groups"], 0) == job.seen[0]
 
 
 def test_training_goes_on_after_a_false_alarm(started: Callable[..., Job]) -> None:
     job = started()
     job.train(3)
-    save(job.adapter, job.processor, 2, How.UNDO)
-    job.processor.gate.open()
+    job.save(2, How.UNDO)
+    job.gate.open()
     job.train(1)
-    assert restored(save(job.adapter, job.processor, 4), OPTIMIZERS["adamw with two groups"], 4) == job.seen[4]
+    assert restored(job.save(4), OPTIMIZERS["adamw with two groups"], 4) == job.seen[4]
 
 
 class TestWhatIsAtHand:
     def test_nothing_unless_asked_for(self, started: Callable[..., Job]) -> None:
         job = started(undo=None)
         job.train(2)
-        assert not job.adapter.source.has_preimage
+        assert not job.source.has_preimage
         with pytest.raises(CheckpointError, match='was not given undo="preimage"'):
-            save(job.adapter, job.processor, 1, How.UNDO)
+            job.save(1, How.UNDO)
 
     def test_nothing_before_the_first_update_nor_in_one(self, started: Callable[..., Job]) -> None:
         job = started()
-        assert not job.adapter.source.has_preimage
+        assert not job.source.has_preimage
         job.train(1)
-        assert job.adapter.source.has_preimage
-        job.processor.gate.begin_update()
-        assert not job.adapter.source.has_preimage
+        assert job.source.has_preimage
+        job.gate.begin_update()
+        assert not job.source.has_preimage
 
     def test_nothing_of_what_was_there_before_a_restore(self, started: Callable[..., Job]) -> None:
         job = started()
         job.train(2)
-        path = save(job.adapter, job.processor, 2)
+        path = job.save(2)
         job.adapter.load(path, 0, 1, protected=True)
-        assert not job.adapter.source.has_preimage
+        assert not job.source.has_preimage
 
     def test_another_version_is_refused(self, started: Callable[..., Job]) -> None:
         job = started()
         job.train(3)
         with pytest.raises(CheckpointError, match="version 1 cannot be written by undo: the pre-image is of version 2"):
-            save(job.adapter, job.processor, 1, How.UNDO)
+            job.save(1, How.UNDO)
 
 
 class TestCost:
     def test_exactly_one_more_copy(self, started: Callable[..., Job]) -> None:
         job = started()
         job.train(2)
-        kept = job.adapter.source.preimage
+        kept = job.source.preimage
         assert kept is not None
         before = {place: memory.data_ptr() for place, memory in kept._memory.items()}
         job.train(2)
@@ -198,7 +181,7 @@ class TestCost:
 
         monkeypatch.setattr(torch, "empty_like", fail)
         job.train(2)
-        assert not job.adapter.source.has_preimage and job.processor.gate.version == 3
+        assert not job.source.has_preimage and job.gate.version == 3
         assert [r.levelno for r in caplog.records if "cannot be undone" in r.message] == [logging.WARNING]
 
 

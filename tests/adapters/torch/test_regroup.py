@@ -41,12 +41,6 @@ def test_a_torch_that_does_not_is_refused(breaks: str, monkeypatch: pytest.Monke
     assert regroup.self_test().startswith("this version of torch ")
 
 
-@pytest.fixture
-def server() -> Iterator[Any]:
-    """A store to which others connect."""
-    yield _dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-
 def connected(port: int) -> int:
     """Return the connections of this process to a port."""
     found = psutil.Process(os.getpid()).net_connections("tcp")

@@ -13,56 +13,37 @@ import torch
 from torch import Tensor, nn
 
 from tests.adapters.torch.going_on import seed
-from tests.adapters.torch.stub_processor import StubProcessor, join, leave
+from tests.adapters.torch.stub_processor import Loop, Stateful, leave
 from tests.making import making
 from ttp import session
-from ttp.adapters.torch.adapter import TorchAdapter
-from ttp.adapters.torch.loop.repeating import TRIALS, Repeating
+from ttp.adapters.torch.loop.repeating import TRIALS
 from ttp.testing.digests import digest
 from ttp.update_function import _Given
 
 
-class Count:
-    """An object of ``extra_state``."""
-
-    def __init__(self) -> None:
-        self.value = self.loaded = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.value, self.loaded = state["value"], self.loaded + 1
-
-
-class Loader(Count):
+class Loader(Stateful):
     def __iter__(self) -> Iterator[int]:
         yield from ()
 
 
-class Job:
+class Job(Loop):
     """A program whose function of one update is ``update``."""
 
     def __init__(self, directory: Path, model: nn.Module | None = None) -> None:
         seed(1)
-        self.model = model or nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
-        self.optimizer = torch.optim.AdamW(self.model.parameters())
-        self.counts = {"changes": Count(), "stays": Count(), "loader": Loader()}
-        self.adapter = TorchAdapter(
-            self.optimizer, model=self.model, scheduler=None, extra_state=self.counts, scaler=None
-        )
-        self.processor = StubProcessor(directory)
-        join(self.adapter, self.processor, directory / "pages")
+        model = model or nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
+        self.counts = {"changes": Stateful(n=0), "stays": Stateful(), "loader": Loader(n=0)}
+        super().__init__(directory, model, torch.optim.AdamW(model.parameters()), extra_state=self.counts)
+        self.start(directory / "pages")
 
     @property
-    def repeating(self) -> Repeating:
-        assert self.adapter.repeating is not None
+    def repeating(self) -> Any:
         return self.adapter.repeating
 
     def backward(self, *, drop: bool = True) -> None:
         if drop:
             self.optimizer.zero_grad()
-        self.counts["changes"].value += 1
+        self.counts["changes"].state["n"] += 1
         self.model(torch.randn(8, 3) + random.random()).square().sum().backward()
 
     def update(self, *, drop: bool = True, after: Callable[[], Any] = lambda: None) -> None:
@@ -72,16 +53,16 @@ class Job:
 
     def calls(self, count: int = TRIALS, **how: Any) -> None:
         for _ in range(count):
-            self.repeating.begin(self.processor.gate.version, lambda: "")
+            self.repeating.begin(self.gate.version, lambda: "")
             self.update(**how)
-            self.repeating.end(self.processor.gate.version)
+            self.repeating.end(self.gate.version)
 
     def calls_without_update(self) -> None:
-        self.repeating.begin(self.processor.gate.version, lambda: "")
-        self.repeating.end(self.processor.gate.version)
+        self.repeating.begin(self.gate.version, lambda: "")
+        self.repeating.end(self.gate.version)
 
     def broken(self, *, drop: bool = True) -> None:
-        self.repeating.begin(self.processor.gate.version, lambda: "")
+        self.repeating.begin(self.gate.version, lambda: "")
         self.backward(drop=drop)
 
     def local(self) -> str:
@@ -108,7 +89,7 @@ def test_what_a_call_has_begun_with_is_put_back(make: Callable[..., Job]) -> Non
     job.repeating.reset()
     job.repeating.put_back(job.adapter.capture)
     assert job.local() == before and job.gradients() == [None] * 6
-    assert (job.counts["changes"].value, job.counts["changes"].loaded) == (TRIALS, 1)
+    assert (job.counts["changes"].state["n"], job.counts["changes"].loaded) == (TRIALS, 1)
     assert job.counts["stays"].loaded == 0, "what did not change is left alone: a loader would begin anew"
 
 
@@ -153,7 +134,7 @@ def test_why_a_call_is_not_made_again(make: Callable[..., Job], wrong: str, why:
     if wrong == "with gradients now":
         job.optimizer.zero_grad()
     job.broken()
-    job.counts["loader"].value += wrong == "draws from a loader"
+    job.counts["loader"].state["n"] += wrong == "draws from a loader"
     assert job.repeating.refusal().startswith(why)
 
 

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-import functools
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torch")
-
 import torch
 from torch import Tensor, nn
 
 from tests.adapters.torch.checkpoints import Net, adamw, digest, train, write_checkpoint
-from ttp.adapters.torch.restoring.restore import restore_into
+from ttp.adapters.torch.restoring.restore import Restored, restore_into
 from ttp.adapters.torch.saving.job_state import JobState
 from ttp.errors import CheckpointError
 
@@ -110,46 +104,6 @@ def test_state_that_the_optimizer_already_has_is_replaced(tmp_path: Path) -> Non
     assert facts(model, optimizer) == facts(*fresh(seed=3))
 
 
-def test_lbfgs_which_keeps_lists_of_directions(tmp_path: Path) -> None:
-    def step(model: nn.Module, optimizer: Any) -> None:
-        def closure() -> Any:
-            optimizer.zero_grad()
-            loss = (model(torch.ones(1, 4)) - 3).square().sum()
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-
-    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = nn.Linear(4, 4)
-        return model, torch.optim.LBFGS(model.parameters(), max_iter=3)
-
-    model, optimizer = make()
-    for _ in range(3):
-        step(model, optimizer)
-    manifest = write_checkpoint(tmp_path / "c", model, optimizer, JobState(version=3))
-    other, again = make()
-    restore_into(tmp_path / "c", manifest, model=other, optimizer=again)
-    step(model, optimizer)
-    step(other, again)
-    assert facts(other, again) == facts(model, optimizer)
-
-
-def test_moments_of_a_bfloat16_model_keep_their_own_precision(tmp_path: Path) -> None:
-    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = nn.Linear(3, 3).bfloat16()
-        return model, torch.optim.SGD(model.parameters(), momentum=0.9)
-
-    model, optimizer = make()
-    for parameter in model.parameters():
-        optimizer.state[parameter]["momentum_buffer"] = torch.rand(parameter.shape)
-    manifest = write_checkpoint(tmp_path / "c", model, optimizer, JobState(version=1))
-    other, again = make()
-    restore_into(tmp_path / "c", manifest, model=other, optimizer=again)
-    assert state_kinds(again) == state_kinds(optimizer) != []
-    assert facts(other, again) == facts(model, optimizer)
-
-
 def test_param_groups_and_tensors_stay_the_same_objects(tmp_path: Path) -> None:
     make = OPTIMIZERS["adam with a tensor lr"]
     model, optimizer = fresh(make)
@@ -165,78 +119,12 @@ def test_param_groups_and_tensors_stay_the_same_objects(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------- schedules and scales
 
 
-SCHEDULERS: dict[str, Callable[[Any], Any]] = {
-    "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 20),
-    "lambda": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda n: 0.9**n),
-    "warm-up": lambda o: torch.optim.lr_scheduler.SequentialLR(
-        o,
-        [torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=2), torch.optim.lr_scheduler.CosineAnnealingLR(o, 9)],
-        milestones=[2],
-    ),
-    "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=20),
-}
-
-
-@pytest.mark.parametrize("pending", [False, True])
-@pytest.mark.parametrize(("name", "steps"), list(itertools.product(SCHEDULERS, [1, 4])))
-def test_the_schedule_goes_on_where_it_was(tmp_path: Path, name: str, steps: int, pending: bool) -> None:
-    model, optimizer = fresh(seed=3)
-    scheduler = SCHEDULERS[name](optimizer)
-    train(model, optimizer, scheduler, steps - 1)
-    train(model, optimizer, None, 1)
-    if not pending:
-        scheduler.step()
-    job = JobState(version=steps, scheduler=copy.deepcopy(scheduler.state_dict()), scheduler_pending=pending)
-    manifest = write_checkpoint(tmp_path / "c", model, optimizer, job)
-    if pending:
-        scheduler.step()
-    other, again = fresh()
-    resumed = SCHEDULERS[name](again)
-    assert restore_into(tmp_path / "c", manifest, model=other, optimizer=again, scheduler=resumed).notes == ()
-    for one, two, three in ((model, optimizer, scheduler), (other, again, resumed)):
-        torch.manual_seed(5)
-        train(one, two, three, 3)
-    assert facts(other, again) == facts(model, optimizer)
-    assert resumed.get_last_lr() == scheduler.get_last_lr()
-
-
-def scaler_with(**settings: Any) -> torch.amp.GradScaler:
-    return torch.amp.GradScaler("cpu", init_scale=1024.0, **settings)
-
-
-def scaled_step(model: nn.Module, optimizer: Any, scaler: Any) -> None:
-    scaler.scale(model(torch.ones(6, 4)).square().sum()).backward()
-    scaler.step(optimizer)
-    optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("interval", [1, 2, 5])
-@pytest.mark.parametrize("pending", [False, True])
-def test_the_scale_goes_on_where_it_was(tmp_path: Path, pending: bool, interval: int) -> None:
-    model, optimizer = fresh(seed=3)
-    scaler = scaler_with(growth_interval=interval, growth_factor=1.7)
-    for _ in range(3):
-        scaled_step(model, optimizer, scaler)
-        scaler.update()
-    scaled_step(model, optimizer, scaler)
-    if not pending:
-        scaler.update()
-    job = JobState(version=4, scaler=scaler.state_dict(), scaler_pending=pending)
-    manifest = write_checkpoint(tmp_path / "c", model, optimizer, job)
-    if pending:
-        scaler.update()
-    other, again = fresh()
-    resumed = scaler_with(growth_interval=interval, growth_factor=1.7)
-    restore_into(tmp_path / "c", manifest, model=other, optimizer=again, scaler=resumed)
-    assert resumed.state_dict() == scaler.state_dict()
-    assert resumed.get_scale() == scaler.get_scale()
-
-
 def test_what_only_one_side_has_is_noted(tmp_path: Path) -> None:
     model, optimizer = fresh()
     job = JobState(version=1, scheduler={"last_epoch": 1}, extra={"epoch": 4})
     manifest = write_checkpoint(tmp_path / "c", model, optimizer, job)
-    restored = restore_into(tmp_path / "c", manifest, model=model, optimizer=optimizer, scaler=scaler_with())
+    scaler = torch.amp.GradScaler("cpu")
+    restored = restore_into(tmp_path / "c", manifest, model=model, optimizer=optimizer, scaler=scaler)
     assert restored.job.extra == {"epoch": 4}
     assert [note[:30] for note in restored.notes] == [
         "the checkpoint has the state o",
@@ -262,49 +150,46 @@ def manifest(tmp_path: Path) -> Any:
     return write_checkpoint(tmp_path / "c", model, optimizer, JobState(version=2))
 
 
-def test_another_width_is_refused_with_names_and_shapes(tmp_path: Path, manifest: Any) -> None:
-    text = refused(tmp_path, *fresh(width=9), manifest)
-    assert "belongs to another model" in text and "Nothing was loaded" in text
-    assert "different: first.bias (float32 [9] here, float32 [8] in the checkpoint)" in text
-    assert "and 1 more" in text
-
-
-def test_missing_and_unexpected_names_are_listed(tmp_path: Path, manifest: Any) -> None:
+def other_layers() -> Any:
     model, _ = fresh()
     model.third = nn.Linear(1, 1)
     del model.norm
-    text = refused(tmp_path, model, adamw(model), manifest)
-    assert "not in the checkpoint: third.bias, third.weight" in text
-    assert (
-        "not in this model: norm.bias, norm.num_batches_tracked, norm.running_mean, norm.running_var, norm.weight"
-        in text
-    )
+    return model, adamw(model)
 
 
-def test_another_precision_is_refused(tmp_path: Path, manifest: Any) -> None:
-    model, _ = fresh()
-    text = refused(tmp_path, model.bfloat16(), adamw(model), manifest)
-    assert "(bfloat16 [8] here, float32 [8] in the checkpoint)" in text
+def other_precision() -> Any:
+    model = fresh()[0].bfloat16()
+    return model, adamw(model)
 
 
-def test_another_optimizer_is_refused(tmp_path: Path, manifest: Any) -> None:
-    text = refused(tmp_path, *fresh(OPTIMIZERS["sgd"]), manifest)
-    assert "the optimizer is torch.optim.sgd.SGD here and torch.optim.adamw.AdamW in the checkpoint" in text
+def swapped(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = adamw(model)
+    first, second = optimizer.param_groups
+    first["params"], second["params"] = second["params"], first["params"]
+    return optimizer
 
 
-def test_other_param_groups_are_refused(tmp_path: Path, manifest: Any) -> None:
-    text = refused(tmp_path, *fresh(lambda model: torch.optim.AdamW(model.parameters())), manifest)
-    assert "the optimizer has 1 param groups here and 2 in the checkpoint" in text
+NORM = "norm.bias, norm.num_batches_tracked, norm.running_mean, norm.running_var, norm.weight"
 
-    def swapped(model: nn.Module) -> torch.optim.Optimizer:
-        optimizer = adamw(model)
-        first, second = optimizer.param_groups
-        first["params"], second["params"] = second["params"], first["params"]
-        return optimizer
 
-    text = refused(tmp_path, *fresh(swapped), manifest)
-    assert "only here in param group 0: first.bias" in text
-    assert "only in the checkpoint in param group 1: first.bias" in text
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: fresh(width=9), "different: first.bias (float32 [9] here, float32 [8] in the checkpoint)"),
+        (lambda: fresh(width=9), "and 1 more"),
+        (other_layers, "not in the checkpoint: third.bias, third.weight"),
+        (other_layers, f"not in this model: {NORM}"),
+        (other_precision, "(bfloat16 [8] here, float32 [8] in the checkpoint)"),
+        (lambda: fresh(OPTIMIZERS["sgd"]), "optim.sgd.SGD here and torch.optim.adamw.AdamW in the checkpoint"),
+        (lambda: fresh(OPTIMIZERS["named"]), "the optimizer has 1 param groups here and 2 in the checkpoint"),
+        (lambda: fresh(swapped), "only here in param group 0: first.bias"),
+        (lambda: fresh(swapped), "only in the checkpoint in param group 1: first.bias"),
+    ],
+)
+def test_what_belongs_to_another_program_is_refused(tmp_path: Path, manifest: Any, make: Any, said: str) -> None:
+    model, optimizer = make()
+    text = refused(tmp_path, model, optimizer, manifest)
+    assert said in text and "belongs to another model" in text and "Nothing was loaded" in text
 
 
 def test_a_job_state_of_another_version_is_refused(tmp_path: Path, manifest: Any) -> None:
@@ -339,39 +224,24 @@ class Counting(nn.Module):
         self.seen = state["seen"]
 
 
-def test_expanded_buffers_and_extra_states(tmp_path: Path) -> None:
-    sgd = functools.partial(torch.optim.SGD, lr=0.1)
-    model = Counting(5.0)
-    model.seen = (1, "x")
-    manifest = write_checkpoint(tmp_path / "c", model, sgd(model.parameters()), JobState(version=1))
-    other = Counting(1.0)
-    restore_into(tmp_path / "c", manifest, model=other, optimizer=sgd(other.parameters()))
-    assert torch.equal(cast_tensor(other.wide), torch.full((4,), 5.0))
-    assert other.seen == (1, "x")
+def through_a_checkpoint(path: Path, model: Counting, other: Counting) -> Restored:
+    """Save one and restore the other from it."""
+    one, two = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, other))
+    return restore_into(path, write_checkpoint(path, model, one, JobState(version=1)), model=other, optimizer=two)
 
 
-@pytest.mark.parametrize("seen", [{}, [{}], {"a": {}, "b": 1}])
-def test_an_empty_dict_in_an_extra_state_comes_back(seen: Any, tmp_path: Path) -> None:
-    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+@pytest.mark.parametrize("seen", [(1, "x"), {}, [{}], {"a": {}, "b": 1}])
+def test_expanded_buffers_and_extra_states(seen: Any, tmp_path: Path) -> None:
+    """Also empty dicts in an extra state come back."""
     model, other = Counting(5.0), Counting(1.0)
     model.seen, other.seen = seen, "mine"
-    manifest = write_checkpoint(tmp_path / "c", model, sgd(model.parameters()), JobState(version=1))
-    restore_into(tmp_path / "c", manifest, model=other, optimizer=sgd(other.parameters()))
-    assert other.seen == seen
+    through_a_checkpoint(tmp_path / "c", model, other)
+    assert torch.equal(other.get_buffer("wide"), torch.full((4,), 5.0)) and other.seen == seen
 
 
 def test_an_extra_state_that_could_not_be_stored_is_noted_and_left_alone(tmp_path: Path) -> None:
-    sgd = functools.partial(torch.optim.SGD, lr=0.1)
     model, other = Counting(5.0), Counting(1.0)
     model.seen, other.seen = (lambda: 1), "mine"
-    manifest = write_checkpoint(tmp_path / "c", model, sgd(model.parameters()), JobState(version=1))
-    restored = restore_into(tmp_path / "c", manifest, model=other, optimizer=sgd(other.parameters()))
+    notes = through_a_checkpoint(tmp_path / "c", model, other).notes
     assert other.seen == "mine"
-    assert restored.notes == (
-        "model._extra_state.seen could not be saved: it keeps the value that this program gave it",
-    )
-
-
-def cast_tensor(value: Any) -> Tensor:
-    assert isinstance(value, Tensor)
-    return value
+    assert notes == ("model._extra_state.seen could not be saved: it keeps the value that this program gave it",)

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.adapters.torch.going_on import UPDATES, Program, adamw, assert_goes_on_with_its_bits, plainly
-from tests.adapters.torch.stub_processor import StubProcessor, join, save
+from tests.adapters.torch.going_on import UPDATES, adamw, assert_goes_on_with_its_bits, plainly, program_of
+from tests.adapters.torch.stub_processor import Loop
 from ttp.adapters.torch.local_state.buffers import LARGE_BYTES
 from ttp.errors import CheckpointError, UsageError
 
@@ -40,12 +40,7 @@ class Remembering(nn.Module):
 @pytest.mark.parametrize("persistent", [True, False])
 @pytest.mark.parametrize("begin", [None, torch.empty(0, 3)], ids=["none", "empty"])
 def test_they_come_back(tmp_path: Path, begin: Any, persistent: bool) -> None:
-    def make() -> Program:
-        model = Remembering(begin, persistent)
-        optimizer = adamw(model)
-        return Program(model, optimizer, plainly(model, optimizer))
-
-    assert_goes_on_with_its_bits(tmp_path, make)
+    assert_goes_on_with_its_bits(tmp_path, program_of(lambda: Remembering(begin, persistent)))
 
 
 @supports("buffers made in training")
@@ -64,23 +59,15 @@ def test_observers_of_quantisation_aware_training(tmp_path: Path) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return nn.functional.linear(x, self.quantise(self.weight), self.bias)
 
-    def make() -> Program:
-        model = Quantised()
-        optimizer = adamw(model)
-        return Program(model, optimizer, plainly(model, optimizer))
-
-    assert_goes_on_with_its_bits(tmp_path, make)
+    assert_goes_on_with_its_bits(tmp_path, program_of(Quantised))
 
 
 def saved_with(directory: Path, make: Any) -> tuple[Any, Path]:
     model = make()
-    optimizer = adamw(model)
-    program = Program(model, optimizer, plainly(model, optimizer))
-    adapter, processor = program.register(), StubProcessor(directory)
-    join(adapter, processor, directory / "pages")
+    job = Loop(directory, model, adamw(model)).start(directory / "pages")
     for _ in range(2):
-        program.step(0)
-    return model, save(adapter, processor, 2)
+        plainly(model, job.optimizer)(0)
+    return model, job.save(2)
 
 
 @supports("buffers made in training")
@@ -95,7 +82,7 @@ def test_a_cache_of_another_size_is_left_alone(tmp_path: Path, caplog: pytest.Lo
     _, path = saved_with(tmp_path, functools.partial(make, 8))
     other = make()
     caplog.set_level(logging.WARNING)
-    assert Program(other, adamw(other), lambda _: None).register().load(path, 0, 1, protected=False) == 2
+    assert Loop(tmp_path, other, adamw(other)).load(path) == 2
     assert torch.equal(other.get_buffer("cache"), torch.arange(4.0))
     assert "the buffer cache was float32 (8,) when it was saved and is float32 (4,) here" in caplog.text
 
@@ -110,7 +97,7 @@ def test_one_that_belongs_into_the_checkpoint_is_refused_before_anything_is_load
     other = make(4)
     before = other.weight.clone()
     with pytest.raises(CheckpointError, match=r"seen \(float32 \[4, 3\] here, float32 \[6, 3\].*Nothing was loaded"):
-        Program(other, adamw(other), lambda _: None).register().load(path, 0, 1, protected=False)
+        Loop(tmp_path, other, adamw(other)).load(path)
     assert torch.equal(other.weight, before)
 
 
@@ -146,7 +133,7 @@ def test_a_large_one_made_in_inference_mode(tmp_path: Path) -> None:
 
     _, path = saved_with(tmp_path, functools.partial(make, 5.0))
     other = make()
-    Program(other, adamw(other), lambda _: None).register().load(path, 0, 1, protected=False)
+    Loop(tmp_path, other, adamw(other)).load(path)
     assert torch.equal(other.get_buffer("mask"), torch.full((LARGE_BYTES,), 5.0))
 
 
@@ -159,5 +146,5 @@ def test_an_expanded_one(tmp_path: Path, persistent: bool) -> None:
 
     _, path = saved_with(tmp_path, functools.partial(make, 5.0))
     other = make(1.0)
-    Program(other, adamw(other), lambda _: None).register().load(path, 0, 1, protected=False)
+    Loop(tmp_path, other, adamw(other)).load(path)
     assert torch.equal(other.get_buffer("wide"), torch.full((4,), 5.0))

@@ -13,6 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 numpy = pytest.importorskip("numpy")
 
+from tests.adapters.torch.going_on import seed  # noqa: E402 - torch may be missing
 from ttp.adapters.torch.local_state import capture  # noqa: E402 - torch may be missing
 from ttp.adapters.torch.local_state import rng as torch_rng  # noqa: E402
 from ttp.adapters.torch.local_state.rng import RngState, _split, _torch_state  # noqa: E402
@@ -41,12 +42,6 @@ def streams(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
             monkeypatch.setattr(rng, name, replacement)
         monkeypatch.setattr(torch_rng, "_offset", lambda: None)
     return RngState()
-
-
-def seed(number: int) -> None:
-    random.seed(number)
-    numpy.random.seed(number)
-    torch.manual_seed(number)
 
 
 def draw() -> list[Any]:

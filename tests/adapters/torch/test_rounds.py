@@ -10,22 +10,19 @@ import pytest
 import torch
 
 from tests.adapters.torch.checkpoints import digest
-from tests.adapters.torch.stub_processor import StubProcessor, join, save
+from tests.adapters.torch.stub_processor import Loop, starting
 from tests.adapters.torch.test_between import network
-from ttp.adapters.torch.adapter import TorchAdapter
 from ttp.core.decide import How
 from ttp.errors import UsageError
 
 
-class Rounds:
+class Rounds(Loop):
     """The loop of this module, under a stub processor."""
 
     def __init__(self, directory: Path) -> None:
         torch.manual_seed(7)
-        self.model = network(4, 2)
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.1)
-        self.adapter = TorchAdapter(self.optimizer, model=self.model, scheduler=None, extra_state=None, scaler=None)
-        self.processor = StubProcessor(directory)
+        model = network(4, 2)
+        super().__init__(directory, model, torch.optim.Adam(model.parameters(), lr=0.1))
 
     def facts(self) -> Any:
         return digest(self.model.state_dict(), self.optimizer), torch.get_rng_state().sum().item()
@@ -43,10 +40,8 @@ class Rounds:
 
 @pytest.fixture
 def rounds(tmp_path: Path) -> Iterator[Rounds]:
-    job = Rounds(tmp_path / "checkpoints")
-    join(job.adapter, job.processor, tmp_path / "pages")
-    yield job
-    job.adapter.source.close()
+    with starting(Rounds, tmp_path) as started:
+        yield started()
 
 
 @pytest.mark.supports("several steps in an iteration")
@@ -60,9 +55,9 @@ def test_who_stands_between_the_steps_of_one_optimizer_saves_the_last_version(ro
     for _ in range(made):
         rounds.step()
     rounds.processor.gate.close()
-    path = save(rounds.adapter, rounds.processor, 3, How.UNDO)
+    path = rounds.save(3, How.UNDO)
     again = Rounds(path.parent)
-    assert again.adapter.load(path, 0, 1, protected=False) == 3
+    assert again.load(path) == 3
     assert again.facts() == before
 
 

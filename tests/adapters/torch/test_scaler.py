@@ -13,7 +13,8 @@ torch = pytest.importorskip("torch")
 
 from tests.adapters.torch.fake_device import Watching  # noqa: E402
 from tests.adapters.torch.fake_runtime import FakeRuntime  # noqa: E402
-from tests.adapters.torch.loops import Loop, exponential  # noqa: E402
+from tests.adapters.torch.hooked import exponential  # noqa: E402
+from tests.adapters.torch.loops import Loop  # noqa: E402
 from ttp.adapters.torch.device import accelerator  # noqa: E402
 from ttp.adapters.torch.loop import schedules  # noqa: E402
 from ttp.adapters.torch.loop.post_step_state import PostStepState  # noqa: E402
@@ -33,7 +34,7 @@ def to_the_gate(loop: Loop, overflow: bool) -> None:
 
 class TestScaler:
     def loop(self, make: Any = None) -> Loop:
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2, growth_factor=1.7)
         return Loop(make, scaler=scaler)
 
     def iteration(self, loop: Loop, *, overflow: bool = False, update: bool = True) -> None:
@@ -102,7 +103,7 @@ class TestFused:
     """An optimizer that takes the scale itself always steps; its device decides that nothing is written."""
 
     def loop(self) -> Loop:
-        loop = Loop(scaler=torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2))
+        loop = Loop(scaler=torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2, growth_factor=1.7))
         loop.optimizer = torch.optim.Adam(loop.model.parameters(), fused=True)
         loop.optimizer.register_step_post_hook(lambda *_: self.finished(loop))  # where the real hook is
         loop.post_step = PostStepState([loop.optimizer], scaler=loop.scaler)

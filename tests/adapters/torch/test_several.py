@@ -15,9 +15,8 @@ from torch.optim.lr_scheduler import ExponentialLR, StepLR
 
 import ttp
 from tests.adapters.torch.checkpoints import Net, digest
-from tests.adapters.torch.stub_processor import StubProcessor, join, save
+from tests.adapters.torch.stub_processor import Loop, starting
 from ttp import session
-from ttp.adapters.torch.adapter import TorchAdapter
 from ttp.errors import ConfigError, UsageError
 
 
@@ -29,31 +28,19 @@ def two(model: nn.Module) -> list[Any]:
     return [first(matrices, lr=0.1, momentum=0.9), torch.optim.AdamW(vectors, lr=1e-2)]
 
 
-class Job:
+class Job(Loop):
     """A loop with two optimizers that step after one backward pass, and their schedulers, under a stub processor."""
 
     def __init__(self, directory: Path, optimizers: Any = None, **given: Any) -> None:
         torch.manual_seed(5)
-        self.model = Net()
-        self.optimizers = two(self.model) if optimizers is None else optimizers(self.model)
+        model = Net()
+        self.optimizers = two(model) if optimizers is None else optimizers(model)
         kinds: Any = (
             lambda optimizer: StepLR(optimizer, 2, gamma=0.5),
             lambda optimizer: ExponentialLR(optimizer, 0.9),
         )
         self.schedulers: list[Any] = [make(each) for make, each in zip(kinds, self.optimizers, strict=False)]
-        self.adapter = TorchAdapter(
-            self.optimizers,
-            model=self.model,
-            scheduler=self.schedulers,
-            extra_state=None,
-            scaler=None,
-            **given,
-        )
-        self.processor = StubProcessor(directory)
-
-    def start(self, pages: Path) -> Job:
-        join(self.adapter, self.processor, pages)
-        return self
+        super().__init__(directory, model, self.optimizers, scheduler=self.schedulers, **given)
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
@@ -74,24 +61,14 @@ class Job:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Any:
-    made = Job(tmp_path / "checkpoints").start(tmp_path / "pages")
-    yield made
-    made.adapter.source.close()
+def start(tmp_path: Path) -> Any:
+    with starting(Job, tmp_path) as started:
+        yield started
 
 
-def test_every_bit_of_all_comes_back(job: Job, tmp_path: Path) -> None:
-    job.train(3)
-    assert job.processor.gate.version == 3
-    path = save(job.adapter, job.processor, 3)
-    other = Job(tmp_path / "checkpoints")
-    assert other.adapter.load(path, 0, 1, protected=False) == 3
-    assert other.facts() == job.facts()
-    for each in (job, other):
-        each.processor.gate.open()
-        torch.manual_seed(11)
-        each.train(3)
-    assert other.facts() == job.facts()
+@pytest.fixture
+def job(start: Any) -> Any:
+    return start()
 
 
 def test_a_step_of_a_scheduler_that_was_due_is_made(job: Job, tmp_path: Path) -> None:
@@ -99,17 +76,17 @@ def test_a_step_of_a_scheduler_that_was_due_is_made(job: Job, tmp_path: Path) ->
     last = job.schedulers.pop()
     job.train(1)
     job.schedulers.append(last)
-    path = save(job.adapter, job.processor, 4)
+    path = job.save(4)
     last.step()
     other = Job(tmp_path / "checkpoints")
-    other.adapter.load(path, 0, 1, protected=False)
+    other.load(path)
     assert other.facts()[:2] == job.facts()[:2]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_stock_torch_reads_it_into_both(job: Job, tmp_path: Path) -> None:
     job.train(2)
-    path = save(job.adapter, job.processor, 2)
+    path = job.save(2)
     model = Net()
     optimizers = two(model)
     model_state, optimizer_state = get_state_dict(model, optimizers)
@@ -122,13 +99,12 @@ def test_stock_torch_reads_it_into_both(job: Job, tmp_path: Path) -> None:
         assert digest(job.model.state_dict(), one) == digest(model.state_dict(), other)
 
 
-def test_a_checkpoint_of_one_optimizer_is_not_one_of_two(tmp_path: Path) -> None:
-    one = Job(tmp_path / "checkpoints", lambda model: [torch.optim.AdamW(model.parameters())])
-    one.start(tmp_path / "pages").train(1)
-    path = save(one.adapter, one.processor, 1)
-    one.adapter.source.close()
+def test_a_checkpoint_of_one_optimizer_is_not_one_of_two(start: Any, tmp_path: Path) -> None:
+    one = start(lambda model: [torch.optim.AdamW(model.parameters())])
+    one.train(1)
+    path = one.save(1)
     with pytest.raises(ttp.errors.OtherModelError, match="belongs to another model"):
-        Job(tmp_path / "checkpoints").adapter.load(path, 0, 1, protected=False)
+        Job(tmp_path / "checkpoints").load(path)
 
 
 def test_a_parameter_in_two_optimizers_is_refused_by_name(tmp_path: Path) -> None:
@@ -158,12 +134,10 @@ def test_wrap_optimizer_gives_back_the_list_it_was_given(tmp_path: Path) -> None
             ttp.wrap_optimizer(wrong, model=model, save_dir=tmp_path)
 
 
-def test_what_belongs_to_no_parameter_cannot_be_told_apart(tmp_path: Path) -> None:
-    job = Job(tmp_path / "checkpoints").start(tmp_path / "pages")
+def test_what_belongs_to_no_parameter_cannot_be_told_apart(job: Job) -> None:
     job.optimizers[1].state["count"] = {"steps": 0}
     with pytest.raises(UsageError, match=r"AdamW keeps 'count' in \.state, which is no parameter"):
         job.train(1)
-    job.adapter.source.close()
 
 
 def test_an_optimizer_that_shards_its_state_stands_alone(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from torch import nn  # noqa: E402
 
 from tests.adapters.torch.fake_device import Watching  # noqa: E402
 from tests.adapters.torch.fake_runtime import FakeRuntime  # noqa: E402
-from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, save  # noqa: E402
-from ttp.adapters.torch.adapter import TorchAdapter  # noqa: E402
+from tests.adapters.torch.stub_processor import Loop  # noqa: E402
+from tests.making import making  # noqa: E402
 from ttp.adapters.torch.device.accelerator import DeviceFence  # noqa: E402
 from ttp.adapters.torch.device.to_host import HostCopier  # noqa: E402
 from ttp.adapters.torch.loop.reporting import DeviceReporter  # noqa: E402
@@ -36,15 +37,11 @@ from ttp.store.manifest import Manifest  # noqa: E402
 PATIENCE_S = 30
 
 
-class Job:
-    def __init__(self, directory: Path, optimizer: Callable[[Any], Any] | None = None) -> None:
-        self.model = nn.Linear(3, 1)
-        make = optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-        self.optimizer: Any = make(self.model.parameters())
-        self.adapter = TorchAdapter(self.optimizer, model=self.model, scheduler=None, extra_state=None, scaler=None)
-        self.processor = StubProcessor(directory)
-        self.source: Any = self.adapter.source
-        self.source.on_welcome(Rank(0), INCARNATION, directory / "pages")
+class Job(Loop):
+    def __init__(self, directory: Path, make: Callable[[Any], Any] = torch.optim.SGD) -> None:
+        model = nn.Linear(3, 1)
+        super().__init__(directory, model, make(model.parameters()))
+        self.start(directory / "pages")
         self.threads: list[threading.Thread] = []
 
     def step(self, *args: Any) -> None:
@@ -54,8 +51,8 @@ class Job:
     def park(self, *args: Any) -> None:
         """Let the training thread wait at the closed gate."""
         parked = threading.Event()
-        self.processor.gate._on_quiet = parked.set
-        self.processor.gate.close()
+        self.gate._on_quiet = parked.set
+        self.gate.close()
         self.threads.append(threading.Thread(target=self.step, args=args, daemon=True))
         self.threads[-1].start()
         assert parked.wait(PATIENCE_S)
@@ -63,19 +60,14 @@ class Job:
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Callable[..., Job]]:
-    jobs: list[Job] = []
-
-    def made(*args: Any) -> Job:
-        jobs.append(Job(tmp_path, *args))
-        jobs[-1].adapter.attach(jobs[-1].processor)  # type: ignore[arg-type]
-        return jobs[-1]
-
-    yield made
-    for job in jobs:
-        job.processor.gate.open()
+    def end(job: Job) -> None:
+        job.gate.open()
         for thread in job.threads:
             thread.join(PATIENCE_S)
         job.source.close()
+
+    with making(partial(Job, tmp_path), end) as made:
+        yield made
 
 
 class TestGradient:
@@ -103,7 +95,7 @@ class TestGradient:
         job = make()
         device: Any = FakeRuntime()
         job.source.runtimes, job.source.reduced = [device], DeviceFence(device)
-        job.adapter._attachment._reporter = DeviceReporter(job.processor, job.source)  # type: ignore
+        job.adapter._attachment._reporter = DeviceReporter(job.processor, job.source)
         device.moving.clear()
         job.park()
         assert not job.source.gradient_ready()
@@ -113,7 +105,7 @@ class TestGradient:
 
 def test_on_a_device_too_the_processor_is_told_where_the_step_is(make: Callable[..., Job]) -> None:
     job = make()
-    reporter = DeviceReporter(job.processor, job.source)  # type: ignore[arg-type]
+    reporter = DeviceReporter(job.processor, job.source)
     reporter.mark, reporter.activity = 2, "evaluation"
     assert (job.processor.mark, job.processor.activity) == (reporter.mark, reporter.activity) == (2, "evaluation")
 
@@ -129,17 +121,17 @@ def test_on_a_device_the_pre_image_goes_with_what_the_device_has_finished(make: 
     fences = (source.preimage._begun, source.preimage._taken, source.begun, source.finished)
 
     def queue_update() -> None:
-        job.processor.gate.begin_update()
-        source.begun.record(job.processor.gate.version + 1)
-        source.preimage.take(job.processor.gate.version)
-        source.finished.record(job.processor.gate.version + 1)
-        job.processor.gate.end_update()
+        job.gate.begin_update()
+        source.begun.record(job.gate.version + 1)
+        source.preimage.take(job.gate.version)
+        source.finished.record(job.gate.version + 1)
+        job.gate.end_update()
 
     queue_update()
     assert source.has_preimage
     device.moving.clear()
     queue_update()
-    assert job.processor.gate.version == 2 and source.has_preimage, "the device still stands at 1 and has 0"
+    assert job.gate.version == 2 and source.has_preimage, "the device still stands at 1 and has 0"
     source.begun._pending[0][1].done = True
     assert not source.has_preimage, "an update is half done there"
     device.moving.set()
@@ -157,8 +149,8 @@ class OnDevice:
         self.put()
         source.swapped = Swapped([job.optimizer], {}, [runtime])
         source._copier = HostCopier([runtime], buffer_bytes=256)
-        reporter: Any = DeviceReporter(job.processor, source)  # type: ignore[arg-type]
-        job.adapter._attachment._reporter, job.adapter._attachment._fence = reporter, source.finished  # type: ignore
+        reporter: Any = DeviceReporter(job.processor, source)
+        job.adapter._attachment._reporter, job.adapter._attachment._fence = reporter, source.finished
 
     def put(self) -> None:
         kept = [v for values in self.job.optimizer.state.values() for v in values.values() if v.dim()]
@@ -177,35 +169,42 @@ class OnDevice:
         return [parameter.detach().clone() for parameter in self.job.model.parameters()]
 
 
-@pytest.fixture
-def device() -> Any:
-    return FakeRuntime()
-
-
 def adam(parameters: Any) -> Any:
     return torch.optim.AdamW(parameters, foreach=False)
+
+
+@pytest.fixture
+def on_device(make: Callable[..., Job], device: Any) -> Callable[..., OnDevice]:
+    """Return a function that makes such a job, which has made an update."""
+
+    def made(kind: Any = adam) -> OnDevice:
+        on = OnDevice(make(kind), device)
+        with Watching(device.device):
+            on.step()
+            on.put()
+        return on
+
+    return made
 
 
 def saved(path: Path) -> Any:
     return read_values(path, items_of(Manifest.load(path).pieces))
 
 
-def test_a_host_that_is_ahead_saves_what_its_device_has(make: Callable[..., Job], device: Any) -> None:
+def test_a_host_that_is_ahead_saves_what_its_device_has(on_device: Callable[..., OnDevice], device: Any) -> None:
     """Three updates are queued behind a collective that hangs. The schedule of each version is kept, too."""
-    job = make(adam)
-    on = OnDevice(job, device)
+    on = on_device()
+    job = on.job
     with Watching(device.device):
-        on.step()
-        on.put()
         device.device.run()
         expected = on.weights()
         device.device.hang()
         for _ in range(3):
             on.step()
-        assert job.processor.gate.version == 4 and job.source.device_version(4, 0.01) == 1
+        assert job.gate.version == 4 and job.source.device_version(4, 0.01) == 1
         device.device.seal()
         with device.device.no_waiting():
-            path = save(job.adapter, job.processor, 1)
+            path = job.save(1)
     assert not device.device.sins
     found = saved(path)
     assert [torch.equal(found["model"][n], e) for n, e in zip(("weight", "bias"), expected, strict=True)] == [True] * 2
@@ -213,18 +212,16 @@ def test_a_host_that_is_ahead_saves_what_its_device_has(make: Callable[..., Job]
     assert [state["step"].item() for state in job.optimizer.state.values()] == [4.0, 4.0], "the live ones stay"
 
 
-def test_so_it_does_of_what_the_optimizer_keeps_on_the_host(make: Callable[..., Job], device: Any) -> None:
+def test_so_it_does_of_what_the_optimizer_keeps_on_the_host(on_device: Callable[..., OnDevice], device: Any) -> None:
     """NAdam's product of momenta, the step count of a parameter without gradient, and a number that a program added."""
-    job = make(lambda parameters: torch.optim.NAdam(parameters, foreach=False))
+    on = on_device(lambda parameters: torch.optim.NAdam(parameters, foreach=False))
+    job = on.job
     weight, bias = job.model.parameters()
-    on = OnDevice(job, device)
 
     def numbers() -> list[Any]:
         return [[float(state[key]) for key in ("step", "mu_product")] for state in job.optimizer.state.values()]
 
     with Watching(device.device):
-        on.step()
-        on.put()
         job.optimizer.state[weight]["seen"] = 0
         on.step()
         bias.grad = None
@@ -238,17 +235,17 @@ def test_so_it_does_of_what_the_optimizer_keeps_on_the_host(make: Callable[..., 
         for _ in range(2):
             on.step()
         assert numbers() != expected and expected[0][0] == 3.0 and expected[1][0] == 2.0
-        found = saved(save(job.adapter, job.processor, 3))["optim"]["state"]
+        found = saved(job.save(3))["optim"]["state"]
     assert [[float(found[name][key]) for key in ("step", "mu_product")] for name in ("weight", "bias")] == expected
     assert found["weight"]["seen"] == 5
 
 
 def test_a_device_that_goes_on_while_it_is_saved_is_an_error(
-    make: Callable[..., Job], device: Any, monkeypatch: pytest.MonkeyPatch
+    on_device: Callable[..., OnDevice], device: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The communicator is aborted, so queued work runs on what the collective left behind."""
-    job = make(adam)
-    on = OnDevice(job, device)
+    on = on_device()
+    job = on.job
     bring = job.source._to_host
 
     def aborted(tensor: Any) -> Any:
@@ -258,41 +255,37 @@ def test_a_device_that_goes_on_while_it_is_saved_is_an_error(
         return found
 
     with Watching(device.device):
-        on.step()
-        on.put()
         device.device.run()
         device.device.hang()
         on.step()
         monkeypatch.setattr(job.source, "_to_host", aborted)
         with pytest.raises(MovedError, match="no longer that of version 1: the device has finished version 2"):
-            save(job.adapter, job.processor, 1)
+            job.save(1)
 
 
 def test_half_an_update_is_of_no_version(
-    make: Callable[..., Job], device: Any, monkeypatch: pytest.MonkeyPatch
+    on_device: Callable[..., OnDevice], device: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(standing, "INSIDE_S", 0.01)
-    job = make(adam)
-    on = OnDevice(job, device)
+    on = on_device()
+    job = on.job
     with Watching(device.device):
-        on.step()
-        on.put()
         job.optimizer.register_step_pre_hook(lambda *_: device.device.hang())  # behind the hook that marks
         on.step()
         assert job.source.device_version(2, 0.001) is None
         with pytest.raises(MovedError, match="finished version 1 and begun 2"):
-            save(job.adapter, job.processor, 1)
+            job.save(1)
         device.device.release()
         assert job.source.device_version(2, 0.001) == 2
 
 
-def test_a_device_that_hangs_is_not_waited_for_one_that_moves_is(make: Callable[..., Job], device: Any) -> None:
+def test_a_device_that_hangs_is_not_waited_for_one_that_moves_is(
+    on_device: Callable[..., OnDevice], device: Any
+) -> None:
     """A device that stands still before an update is at the version before, however long the host may wait."""
-    job = make(adam)
-    on = OnDevice(job, device)
+    on = on_device()
+    job = on.job
     with Watching(device.device):
-        on.step()
-        on.put()
         device.device.hang()
         on.step()
         assert job.source.device_version(2, 0.0) == job.source.device_version(2, 0.002) == 1
@@ -301,22 +294,20 @@ def test_a_device_that_hangs_is_not_waited_for_one_that_moves_is(make: Callable[
 
 
 def test_state_on_both_sides_is_whole_only_when_the_device_has_come_to_the_hosts_version(
-    make: Callable[..., Job], device: Any, monkeypatch: pytest.MonkeyPatch
+    on_device: Callable[..., OnDevice], device: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With moments on the host, the moments belong to an update that the device has not made yet."""
     monkeypatch.setattr(standing, "INSIDE_S", 0.01)
-    job = make(adam)
-    on = OnDevice(job, device)
+    on = on_device()
+    job = on.job
     with Watching(device.device):
-        on.step()
-        on.put()
         job.optimizer.state[job.model.weight]["offloaded"] = torch.ones(3)
         device.device.hang()
         on.step()
         assert job.source.device_version(2, 0.001) is None
         device.device.release()
         assert job.source.device_version(2, PATIENCE_S) == 2
-        found = saved(save(job.adapter, job.processor, 2))
+        found = saved(job.save(2))
     assert found["optim"]["state"]["weight"]["offloaded"].tolist() == [1.0] * 3
 
 
@@ -328,14 +319,14 @@ def test_on_the_host_an_update_that_begins_while_it_is_saved_is_an_error(
     bring = job.source._to_host
 
     def begun(tensor: Any) -> Any:
-        job.processor.gate.open()
-        if not job.processor.gate.updating:
-            job.processor.gate.begin_update()
+        job.gate.open()
+        if not job.gate.updating:
+            job.gate.begin_update()
         return bring(tensor)
 
     monkeypatch.setattr(job.source, "_to_host", begun)
     with pytest.raises(MovedError, match=r"holds version 1, not 1 \(updating\)"):
-        save(job.adapter, job.processor, 1)
+        job.save(1)
 
 
 def test_a_version_that_this_rank_does_not_hold_is_not_written(make: Callable[..., Job]) -> None:
@@ -343,7 +334,7 @@ def test_a_version_that_this_rank_does_not_hold_is_not_written(make: Callable[..
     job.step()
     for version in (0, 2):
         with pytest.raises(CheckpointError, match=f"holds version 1, not {version}"):
-            save(job.adapter, job.processor, version)
+            job.save(version)
 
 
 def test_a_rank_stopped_before_its_update_brings_its_own_pages(make: Callable[..., Job], tmp_path: Path) -> None:

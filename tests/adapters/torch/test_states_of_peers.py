@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.adapters.torch.checkpoints import Net
-from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, save
+from tests.adapters.torch.stub_processor import INCARNATION, Stateful, StubProcessor, save
+from tests.adapters.torch.test_local_piece import adapter
 from ttp.adapters.torch.adapter import TorchAdapter
 from ttp.core.layout import Layout, Rank, Shard
 from ttp.core.messages import Piece
@@ -23,17 +23,9 @@ SMALL, LARGE = 4, 1 << 15
 """Numbers of values. Arrays of 64 KiB and more are kept apart from the rest of an image."""
 
 
-class Average:
-    """An average that is no module; all its values are equal."""
-
-    def __init__(self, size: int, value: float) -> None:
-        self.values = torch.full((size,), value)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"values": self.values}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.values = state["values"]
+def average_of(size: int, value: float) -> Stateful:
+    """Return an average that is no module; all its values are equal."""
+    return Stateful(values=torch.full((size,), value))
 
 
 class Job:
@@ -46,16 +38,16 @@ class Job:
 
     def rank(self, before: float, after: float | None) -> None:
         """Let the next rank write its page, and die in the update if there is no ``after``."""
-        average = Average(self.size, before)
-        adapter = made(average)
-        adapter.source.on_welcome(Rank(len(self.adapters)), INCARNATION, self.pages)
+        average = average_of(self.size, before)
+        made = adapter({"ema": average})
+        made.source.on_welcome(Rank(len(self.adapters)), INCARNATION, self.pages)
         if not self.adapters:
-            adapter.attach(self.processor)
-        adapter.capture.capture(0, final=False)
+            made.attach(self.processor)
+        made.capture.capture(0, final=False)
         if after is not None:
-            average.values.fill_(after)
-            adapter.capture.capture(0, final=True)
-        self.adapters.append(adapter)
+            average.state["values"].fill_(after)
+            made.capture.capture(0, final=True)
+        self.adapters.append(made)
 
     def save(self) -> Path:
         ranks = [Rank(rank) for rank in range(self.world_size)]
@@ -63,18 +55,11 @@ class Job:
         return save(self.adapters[0], self.processor, 0, pages=tuple(ranks[:there]), missing=tuple(ranks[there:]))
 
 
-def made(average: Average) -> TorchAdapter:
-    torch.manual_seed(1)
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return TorchAdapter(optimizer, model=model, scheduler=None, extra_state={"ema": average}, scaler=None)
-
-
 def restored(path: Path, rank: int, size: int = SMALL, world_size: int = 3) -> float:
     """Return the average that a rank has after it has loaded the checkpoint; -1: it keeps its initial one."""
-    average = Average(size, -1)
-    made(average).load(path, rank, world_size, protected=False)
-    (value,) = {*average.values.tolist()}
+    average = average_of(size, -1)
+    adapter({"ema": average}).load(path, rank, world_size, protected=False)
+    (value,) = {*average.state["values"].tolist()}
     return float(value)
 
 
@@ -130,10 +115,10 @@ def test_ranks_of_other_shards_are_not_asked(tmp_path: Path) -> None:
     job.rank(1, 2)
     job.rank(1, 2)
     path = job.save()
-    manifest, adapter = Manifest.load(path), made(Average(SMALL, -1))
+    manifest, one = Manifest.load(path), adapter({"ema": average_of(SMALL, -1)})
     sharded = replace(manifest, groups={Shard("a"): (Rank(0), Rank(1)), Shard("b"): (Rank(2),)})
-    assert adapter._from_peers(path, manifest, 2, None).keys() == {"ema"}
-    assert adapter._from_peers(path, sharded, 2, None) == {}
+    assert one._from_peers(path, manifest, 2, None).keys() == {"ema"}
+    assert one._from_peers(path, sharded, 2, None) == {}
 
 
 def test_ranks_with_equal_states_share_an_entry_in_the_manifest(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -16,11 +15,12 @@ import torch
 import xxhash
 from torch import nn
 
-from tests.adapters.torch.hooked import Job
+from tests.adapters.torch.hooked import Job, exponential
+from tests.adapters.torch.pages import read, written
+from tests.adapters.torch.stub_processor import Stateful
 from ttp.adapters.torch.local_state.capture import LocalCapture
 from ttp.adapters.torch.local_state.extra_state import ApartMemory, ExtraState
-from ttp.adapters.torch.local_state.image import LocalState, decode
-from ttp.processor.local_state.pages import Page, PageWriter, read_page
+from ttp.processor.local_state.pages import PageWriter
 
 streams: Any = numpy.random
 """Not every numpy says the types of what is used here."""
@@ -29,35 +29,14 @@ LARGE = (64 << 10) // 4
 """Floats of an array that is kept apart."""
 
 
-@pytest.fixture
-def page(tmp_path: Path) -> Iterator[PageWriter]:
-    writer = PageWriter(tmp_path / "pages", 0)
-    yield writer
-    writer.close(unlink=True)
-
-
-def read(page: PageWriter, version: int) -> LocalState:
-    found = read_page(page.path.parent, 0, version, 0)
-    assert isinstance(found, Page), found
-    return decode(found.data)
-
-
-class Counting:
-    """A user's object that counts the calls of its ``state_dict()``."""
-
-    def __init__(self, **state: Any) -> None:
-        self.state, self.asked = state, 0
-
-    def state_dict(self) -> dict[str, Any]:
-        self.asked += 1
-        return dict(self.state)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state = state
+def a_step(capture: LocalCapture, version: int) -> None:
+    capture.capture(version, final=False)
+    capture.look_again(version)
+    capture.capture(version, final=True)
 
 
 def state_of(page: PageWriter, version: int) -> Any:
-    other = Counting()
+    other = Stateful()
     ExtraState(other).restore(read(page, version).extra)
     return other.state
 
@@ -74,8 +53,7 @@ class TestCaptures:
         assert page._writes == writes + 1, "a random number was drawn since"
         capture.capture(1, final=True)
         assert page._writes == writes + 1, "the state before the update is that behind it"
-        found = read_page(page.path.parent, 0, 1, 0)
-        assert isinstance(found, Page) and found.final
+        assert written(page, 1).final
         capture.capture(2, final=False)
         torch.rand(1)
         capture.capture(2, final=True)
@@ -97,7 +75,7 @@ class TestCaptures:
 
     def test_a_gate_without_a_capture_before_it_asks_everybody(self, page: PageWriter) -> None:
         """With a closure, or if no backward pass was noticed."""
-        counting = Counting(n=1)
+        counting = Stateful(n=1)
         capture = LocalCapture(nn.Linear(2, 2), ExtraState(counting), page=page)
         for version in range(1, 9):
             counting.state["n"] = version
@@ -143,7 +121,7 @@ class TestImage:
     @pytest.mark.parametrize("when", [1, 3])
     @pytest.mark.parametrize("what", CHANGES)
     def test_it_is_what_a_fresh_one_takes(self, page: PageWriter, tmp_path: Path, what: str, when: int) -> None:
-        model, counting = nn.BatchNorm1d(4), Counting(n=0, text="")
+        model, counting = nn.BatchNorm1d(4), Stateful(n=0, text="")
         capture = LocalCapture(model, ExtraState(counting), page=page)
         generator = streams.get_bit_generator()
         try:
@@ -155,15 +133,10 @@ class TestImage:
                     capture.capture(version, final)
                     fresh = PageWriter(tmp_path / "fresh", 0)
                     LocalCapture(model, ExtraState(counting), page=fresh).capture(version, final)
-                    assert self.image(page, version) == self.image(fresh, version), (version, final)
+                    assert written(page, version).data == written(fresh, version).data, (version, final)
                     fresh.close(unlink=True)
         finally:
             streams.set_bit_generator(generator)
-
-    def image(self, page: PageWriter, version: int) -> bytes:
-        found = read_page(page.path.parent, 0, version, 0)
-        assert isinstance(found, Page), found
-        return bytes(found.data)
 
     def test_the_gate_sees_a_change_that_leaves_the_length(self, page: PageWriter) -> None:
         model: Any = nn.BatchNorm1d(4)
@@ -184,7 +157,7 @@ class TestCalls:
         for module in of_all:  # that jobs of other tests have left
             for name in [n for n in vars(module) if n.startswith("_global_") and n.endswith("_hooks")]:
                 monkeypatch.setattr(module, name, OrderedDict())
-        job = Job(scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9))
+        job = Job(scheduler=exponential)
         called: list[str] = []
 
         def step() -> None:
@@ -207,32 +180,27 @@ class TestCalls:
 
 
 class TestExtraState:
-    def step(self, capture: LocalCapture, version: int) -> None:
-        capture.capture(version, final=False)
-        capture.look_again(version)
-        capture.capture(version, final=True)
-
     def test_it_is_asked_twice_a_step(self, page: PageWriter) -> None:
-        counting = Counting(cursor=0)
+        counting = Stateful(cursor=0)
         capture = LocalCapture(nn.Linear(2, 2), ExtraState(counting), page=page)
         for version in range(1, 20):
             counting.state["cursor"] = version  # when the batch was fetched
             before = counting.asked
-            self.step(capture, version)
+            a_step(capture, version)
             assert counting.asked - before == (3 if version < 5 else 2), "while it learns, at the gate too"
             assert state_of(page, version)["cursor"] == version
 
     @pytest.mark.parametrize("since", [1, 12])
     def test_one_that_changes_behind_the_backward_pass_is_asked_at_the_gate(self, page: PageWriter, since: int) -> None:
-        counting = Counting(cursor=0)
-        capture = LocalCapture(nn.Linear(2, 2), ExtraState({"moving": counting, "calm": Counting()}), page=page)
+        counting = Stateful(cursor=0)
+        capture = LocalCapture(nn.Linear(2, 2), ExtraState({"moving": counting, "calm": Stateful()}), page=page)
         for version in range(1, 20):
             capture.capture(version, final=False)
             if version >= since:
                 counting.state["cursor"] = version
             capture.look_again(version)
             if version > since:
-                other = Counting()
+                other = Stateful()
                 ExtraState({"moving": other}).restore({"moving": read(page, version).extra["moving"]})
                 assert other.state["cursor"] == version, "known from the update before"
             capture.capture(version, final=True)
@@ -250,7 +218,7 @@ class TestLargeArrays:
     @pytest.mark.parametrize("when", [1, 7])
     def test_the_page_has_what_they_are(self, page: PageWriter, way: str, when: int) -> None:
         average = torch.zeros(LARGE)
-        capture = LocalCapture(nn.Linear(2, 2), ExtraState(Counting(ema={"w": average}, n=1)), page=page)
+        capture = LocalCapture(nn.Linear(2, 2), ExtraState(Stateful(ema={"w": average}, n=1)), page=page)
         for version in range(1, 25):
             if version % when == 0:
                 self.WAYS[way](average)
@@ -260,7 +228,7 @@ class TestLargeArrays:
             assert torch.equal(state_of(page, version)["ema"]["w"], average)
 
     def test_fresh_tensors_and_arrays_each_time(self, page: PageWriter) -> None:
-        counting = Counting()
+        counting = Stateful()
         capture = LocalCapture(nn.Linear(2, 2), ExtraState(counting), page=page)
         for version in range(1, 12):
             counting.state = {"t": [torch.full((LARGE,), float(version))], "a": numpy.full(LARGE, version), "s": "x"}
@@ -270,7 +238,7 @@ class TestLargeArrays:
             assert found["s"] == "x" and found["a"].dtype == counting.state["a"].dtype
 
     def test_they_come_and_go(self, page: PageWriter) -> None:
-        counting = Counting()
+        counting = Stateful()
         capture = LocalCapture(nn.Linear(2, 2), ExtraState(counting), page=page)
         for version in range(1, 12):
             counting.state = {str(n): torch.full((LARGE + n,), float(n)) for n in range(version % 4)}
@@ -281,12 +249,10 @@ class TestLargeArrays:
 
     def test_one_change_is_copied_once(self, page: PageWriter, monkeypatch: pytest.MonkeyPatch) -> None:
         average = torch.zeros(LARGE)
-        capture = LocalCapture(nn.Linear(2, 2), ExtraState(Counting(ema=average)), page=page)
+        capture = LocalCapture(nn.Linear(2, 2), ExtraState(Stateful(ema=average)), page=page)
 
         def step(version: int) -> None:
-            capture.capture(version, final=False)
-            capture.look_again(version)
-            capture.capture(version, final=True)
+            a_step(capture, version)
             average.mul_(0.9).add_(1)
 
         for version in range(1, 8):

@@ -15,20 +15,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-from tests.waiting import until
-
-pytest.importorskip("torch")
 import torch
 from torch import nn
 
 from tests.adapters.torch.fake_device import SIDE, TRAINING
 from tests.adapters.torch.fake_runtime import FakeHold, FakeRuntime
 from tests.adapters.torch.stream_rank import PATIENCE_S, Rank
-from tests.adapters.torch.stub_processor import StubProcessor
+from tests.adapters.torch.stub_processor import StubProcessor, registered
 from tests.gpu.made_up import MadeUp
 from tests.processor.sentinel_owner import without_settings
-from ttp.adapters.torch.adapter import TorchAdapter
+from tests.waiting import until
 from ttp.adapters.torch.loop import stream_barrier
 from ttp.adapters.torch.loop.barrier import UpdateBarrier
 from ttp.adapters.torch.loop.stream_barrier import LEAD_MAX
@@ -50,7 +46,7 @@ def ranks(count: int, gone: Any = None, **settings: Any) -> list[Rank]:
     ]
 
 
-def warm(*those: Rank, wait: bool = False) -> None:
+def warm(*those: Rank, wait: bool = False) -> tuple[Rank, ...]:
     """Make the first updates, in which hosts wait; here one rank after the other."""
     for _ in range(3):
         for rank in those:
@@ -58,11 +54,11 @@ def warm(*those: Rank, wait: bool = False) -> None:
     for rank in those:
         rank.device.run()
         rank.early = 0
+    return those
 
 
 def test_the_device_waits_for_the_gradients_of_others_and_its_host_does_not() -> None:
-    first, second = ranks(2)
-    warm(first, second)
+    first, second = warm(*ranks(2))
     for _ in range(LEAD_MAX):
         assert first.step(), "the host does not wait"
     assert first.wait_held(4) and first.wait_version(3)
@@ -74,8 +70,7 @@ def test_the_device_waits_for_the_gradients_of_others_and_its_host_does_not() ->
 
 
 def test_nobody_goes_on_before_a_device_whose_host_is_far_ahead_has_its_gradient() -> None:
-    first, second = ranks(2)
-    warm(first, second)
+    first, second = warm(*ranks(2))
     first.device.hang()  # in front of its backward pass
     first.step()
     first.step()
@@ -88,8 +83,7 @@ def test_nobody_goes_on_before_a_device_whose_host_is_far_ahead_has_its_gradient
 
 
 def test_a_host_is_only_so_far_ahead() -> None:
-    first, second = ranks(2)
-    warm(first, second)
+    first, second = warm(*ranks(2))
 
     def go_on() -> None:
         while first.host < 20:
@@ -106,8 +100,7 @@ def test_a_host_is_only_so_far_ahead() -> None:
 
 
 def test_whoever_is_told_to_makes_that_update_without_the_others_and_no_other() -> None:
-    first, second = ranks(2)
-    warm(first, second)
+    first, second = warm(*ranks(2))
     first.step()
     first.step()
     assert first.wait_held(4) and not first.barrier.admit(5)
@@ -126,8 +119,7 @@ def test_a_death_holds_the_device_for_good_and_it_can_be_let_go(caplog: pytest.L
     async def gone(_place: int) -> bool:
         return dead.is_set()
 
-    first, second = ranks(2, gone)
-    warm(first, second)
+    first, _ = warm(*ranks(2, gone))
     first.step()
     assert first.wait_held(4)
     with caplog.at_level(logging.WARNING, "ttp.adapters.torch"):
@@ -223,7 +215,7 @@ def test_a_job_says_that_it_holds_the_gradient_and_makes_the_update_by_order(
         model = nn.Linear(3, 1)
         made_up.put(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        adapter = TorchAdapter(optimizer, model=model, scheduler=None, extra_state=None, scaler=None)
+        adapter = registered(model, optimizer)
         processor: Any = StubProcessor(tmp_path, stream_barrier=True)
         adapter.attach(processor)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests.adapters.torch.going_on import Program, adamw, assert_goes_on_with_its_bits, data, net, plainly
+from tests.adapters.torch.going_on import Program, adamw, assert_goes_on_with_its_bits, data, net, plainly, program_of
 from tests.making import making
 from ttp.testing.digests import digest
 
@@ -87,8 +87,6 @@ def test_own_master_weights(tmp_path: Path) -> None:
         masters = nn.ParameterList([p.detach().float() for p in model.parameters()])
         optimizer = adamw(masters)
         program = Program(nn.ModuleDict({"model": model, "masters": masters}), optimizer, lambda _number: None)
-        adapter = program.register()
-        program.register = lambda: adapter  # type: ignore[method-assign]
 
         def step(_number: int) -> Any:
             loss = model(data().bfloat16()).float().square().mean()
@@ -100,7 +98,7 @@ def test_own_master_weights(tmp_path: Path) -> None:
             with torch.no_grad():
                 for master, parameter in zip(masters, model.parameters(), strict=True):
                     parameter.copy_(master)
-            adapter.step_done()  # as ttp.step_done()
+            program.step_done()
             return loss
 
         program.step = step
@@ -144,55 +142,50 @@ def test_compiled(tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) ->
 @supports("activation checkpointing")
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_activation_checkpointing(tmp_path: Path, use_reentrant: bool) -> None:
-    def make() -> Program:
-        class Recomputed(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.first, self.inner = nn.Linear(6, 6), net(nn.BatchNorm1d(8))
+    class Recomputed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.inner = nn.Linear(6, 6), net(nn.BatchNorm1d(8))
 
-            def forward(self, x: Tensor) -> Any:
-                return checkpoint(self.inner, self.first(x), use_reentrant=use_reentrant)
+        def forward(self, x: Tensor) -> Any:
+            return checkpoint(self.inner, self.first(x), use_reentrant=use_reentrant)
 
-        model = Recomputed()
-        optimizer = adamw(model)
-        return Program(model, optimizer, plainly(model, optimizer))
-
-    assert_goes_on_with_its_bits(tmp_path, make)
+    assert_goes_on_with_its_bits(tmp_path, program_of(Recomputed))
 
 
 @supports("frozen and tied parameters")
 @pytest.mark.parametrize("registered", ["trained only", "all"])
 def test_frozen_and_tied_parameters(tmp_path: Path, registered: str) -> None:
-    def make() -> Program:
+    def tied() -> nn.Module:
         model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3))
         model[1].weight = model[0].weight
         model[2].weight.requires_grad_(False)
-        trained = [p for p in model.parameters() if p.requires_grad or registered == "all"]
-        optimizer = torch.optim.AdamW(trained, lr=1e-2)
-        return Program(model, optimizer, plainly(model, optimizer))
+        return model
 
-    assert_goes_on_with_its_bits(tmp_path, make)
+    assert_goes_on_with_its_bits(tmp_path, program_of(tied, adamw if registered == "all" else of_trained))
+
+
+def of_trained(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 
 
 @supports("LoRA")
 def test_adapters_on_a_frozen_base(tmp_path: Path) -> None:
-    def make() -> Program:
-        class Adapted(nn.Module):
-            def __init__(self, base: nn.Linear) -> None:
-                super().__init__()
-                self.base = base.requires_grad_(False)
-                self.a = nn.Parameter(torch.randn(2, base.in_features))
-                self.b = nn.Parameter(torch.zeros(base.out_features, 2))
-                self.dropout = nn.Dropout(0.1)
+    class Adapted(nn.Module):
+        def __init__(self, base: nn.Linear) -> None:
+            super().__init__()
+            self.base = base.requires_grad_(False)
+            self.a = nn.Parameter(torch.randn(2, base.in_features))
+            self.b = nn.Parameter(torch.zeros(base.out_features, 2))
+            self.dropout = nn.Dropout(0.1)
 
-            def forward(self, x: Tensor) -> Any:
-                return self.base(x) + self.dropout(x) @ self.a.T @ self.b.T
+        def forward(self, x: Tensor) -> Any:
+            return self.base(x) + self.dropout(x) @ self.a.T @ self.b.T
 
-        model = nn.Sequential(Adapted(nn.Linear(6, 8)), nn.ReLU(), Adapted(nn.Linear(8, 3)))
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-        return Program(model, optimizer, plainly(model, optimizer))
+    def adapted() -> nn.Module:
+        return nn.Sequential(Adapted(nn.Linear(6, 8)), nn.ReLU(), Adapted(nn.Linear(8, 3)))
 
-    assert_goes_on_with_its_bits(tmp_path, make)
+    assert_goes_on_with_its_bits(tmp_path, program_of(adapted, of_trained))
 
 
 @supports("8-bit optimizers")
@@ -220,12 +213,7 @@ def test_an_optimizer_with_quantised_moments(tmp_path: Path) -> None:
                     state["step"] += 1
                     parameter.sub_(group["lr"] * moment)
 
-    def make() -> Program:
-        model = net()
-        optimizer = Adam8bit(model.parameters(), lr=0.1)
-        return Program(model, optimizer, plainly(model, optimizer))
-
-    assert_goes_on_with_its_bits(tmp_path, make)
+    assert_goes_on_with_its_bits(tmp_path, program_of(net, lambda model: Adam8bit(model.parameters(), lr=0.1)))
 
 
 @supports("BatchNorm and SyncBatchNorm")

@@ -67,12 +67,10 @@ def test_an_average_that_is_no_module(tmp_path: Path) -> None:
         model = net()
         average, optimizer = OwnAverage(model), adamw(model)
         program = Program(model, optimizer, lambda _number: None, extra_state={"ema": average})
-        adapter = program.register()
-        program.register = lambda: adapter  # type: ignore[method-assign]
 
         def after() -> None:
             average.update()
-            adapter.step_done()  # as ttp.step_done()
+            program.step_done()
 
         program.step = plainly(model, optimizer, after=after)
         return program

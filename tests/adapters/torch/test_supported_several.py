@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, ReduceLROnPlateau, StepLR
 
 from tests.adapters.torch.going_on import UPDATES, Program, adamw, assert_goes_on_with_its_bits, data, net, plainly
-from ttp.processor import paged_source
+from tests.adapters.torch.wrappers import (
+    Container,
+    Delegate,
+    HookedLookahead,
+    Lookahead,
+    LookaheadInside,
+    Sam,
+    Schedulers,
+)
 
 supports = pytest.mark.supports
 
@@ -107,9 +115,8 @@ def test_two_schedules_of_one_optimizer(tmp_path: Path) -> None:
 
 @supports("schedules by the epoch")
 @pytest.mark.parametrize("saved", ["in front of its step", "behind its step"])
-def test_a_schedule_by_the_epoch(tmp_path: Path, saved: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_schedule_by_the_epoch(tmp_path: Path, saved: str) -> None:
     """As the page advises: at the beginning of an iteration, by what the schedule has counted."""
-    monkeypatch.setattr(paged_source, "POST_STEP_S", 0.0)
 
     def make() -> Program:
         model = net()
@@ -133,120 +140,12 @@ def test_a_schedule_by_the_epoch(tmp_path: Path, saved: str, monkeypatch: pytest
     assert_goes_on_with_its_bits(tmp_path, make)
 
 
-class Lookahead(Optimizer):
-    """The published algorithm: every k steps the weights go half-way back to slow weights."""
-
-    def __init__(self, optimizer: Optimizer, k: int = 2, alpha: float = 0.5) -> None:
-        self.optimizer, self.k, self.alpha = optimizer, k, alpha
-        self.param_groups = optimizer.param_groups
-        super().__init__(optimizer.param_groups, {})
-        for group in self.param_groups:
-            group["counter"] = 0
-            for parameter in group["params"]:
-                self.state[parameter]["slow"] = parameter.detach().clone()
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = self.optimizer.step(closure)
-        with torch.no_grad():
-            for group in self.param_groups:
-                group["counter"] = (group["counter"] + 1) % self.k
-                for parameter in group["params"] if group["counter"] == 0 else ():
-                    slow = self.state[parameter]["slow"]
-                    parameter.copy_(slow.lerp_(parameter, self.alpha))
-        return loss
-
-    def _every(self) -> list[Tensor]:
-        return [parameter for group in self.param_groups for parameter in group["params"]]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"fast": self.optimizer.state_dict(), "slow": [self.state[p]["slow"] for p in self._every()]}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for parameter, slow in zip(self._every(), state_dict["slow"], strict=True):
-            self.state[parameter]["slow"].copy_(slow)
-
-
-class SAM(Optimizer):
-    """The published algorithm: up to the worst point near by, and from the gradient there."""
-
-    def __init__(self, parameters: Any, base: Any, rho: float = 0.05, **settings: Any) -> None:
-        super().__init__(parameters, {"rho": rho, **settings})
-        self.base_optimizer = base(self.param_groups, **settings)
-        self.param_groups = self.base_optimizer.param_groups
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        every = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.stack([p.grad.norm() for p in every]).norm()
-        for parameter in every:
-            self.state[parameter]["old_p"] = parameter.clone()
-            parameter.add_(0.05 * parameter.grad / (norm + 1e-12))
-            parameter.grad.zero_()
-        with torch.enable_grad():
-            loss = closure()
-        for parameter in every:
-            parameter.copy_(self.state[parameter]["old_p"])
-        self.base_optimizer.step()
-        return loss
-
-    def state_dict(self) -> dict[str, Any]:  # what is in its own state is over with the step
-        state: dict[str, Any] = self.base_optimizer.state_dict()
-        return state
-
-
-class AcceleratedOptimizer(Optimizer):
-    """Like accelerate's: a subclass of Optimizer that passes every call on."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self.optimizer.state
-
-    @property
-    def param_groups(self) -> Any:  # type: ignore[override]
-        return self.optimizer.param_groups
-
-    @property
-    def defaults(self) -> Any:  # type: ignore[override]
-        return self.optimizer.defaults
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.optimizer.zero_grad(set_to_none)
-
-    def step(self, closure: Any = None) -> Any:
-        return self.optimizer.step(closure)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.optimizer.state_dict()
-
-
-class Container(Optimizer):
-    """Like torchtitan's."""
-
-    def __init__(self, parts: list[nn.Module]) -> None:
-        self.optimizers = [adamw(part) for part in parts]
-        Optimizer.__init__(self, [p for part in parts for p in part.parameters()], {"lr": 1e-2})
-
-    def __iter__(self) -> Iterator[Optimizer]:
-        return iter(self.optimizers)
-
-    def step(self, closure: Any = None) -> Any:
-        for optimizer in self:
-            optimizer.step()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        for optimizer in self:
-            optimizer.zero_grad(set_to_none)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {str(number): optimizer.state_dict() for number, optimizer in enumerate(self)}
-
-
 WRAPPERS: dict[str, Callable[[Any], Any]] = {
-    "AcceleratedOptimizer": lambda model: AcceleratedOptimizer(adamw(model)),
-    "a container": lambda model: Container([model[0], model[-1]]),
+    "AcceleratedOptimizer": lambda model: Delegate(adamw(model)),
+    "a container": Container,
+    "AcceleratedOptimizer around a container": lambda model: Delegate(Container(model)),
+    "Lookahead, its state inside": lambda model: LookaheadInside(adamw(model)),
+    "Lookahead, given as extra state": lambda model: Lookahead(adamw(model)),
 }
 
 
@@ -256,7 +155,14 @@ def test_what_has_others_inside(tmp_path: Path, name: str) -> None:
     def make() -> Program:
         model = net()
         optimizer = WRAPPERS[name](model)
-        return Program(model, optimizer, plainly(model, optimizer))
+        program = Program(model, optimizer, plainly(model, optimizer))
+        if isinstance(optimizer, Container):
+            program.scheduler = Schedulers(optimizer.optimizers)
+            program.step = plainly(model, optimizer, after=program.scheduler.step)
+        if isinstance(optimizer, Lookahead):  # its steps call no hooks
+            program.extra_state = {"lookahead": optimizer} if "extra" in name else None
+            program.step = plainly(model, optimizer, after=program.step_done)
+        return program
 
     assert_goes_on_with_its_bits(tmp_path, make)
 
@@ -267,7 +173,7 @@ def test_a_wrapper_with_a_state_of_its_own(tmp_path: Path) -> None:
 
     def make() -> Program:
         model = net()
-        optimizer = Lookahead(adamw(model))
+        optimizer = HookedLookahead(adamw(model))
         return Program(model, optimizer, plainly(model, optimizer), extra_state={"lookahead": optimizer})
 
     assert_goes_on_with_its_bits(tmp_path, make)
@@ -277,7 +183,7 @@ def test_a_wrapper_with_a_state_of_its_own(tmp_path: Path) -> None:
 def test_sam_with_its_closure(tmp_path: Path) -> None:
     def make() -> Program:
         model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
-        optimizer = SAM(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+        optimizer = Sam(model.parameters())
 
         def step(_number: int) -> Any:
             batch: Tensor = data()

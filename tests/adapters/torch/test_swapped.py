@@ -11,18 +11,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, save
-from ttp.adapters.torch.adapter import TorchAdapter
+from tests.adapters.torch.stub_processor import Loop
 from ttp.adapters.torch.loop.followers import Followers
 from ttp.adapters.torch.loop.swapped import Swapped
 from ttp.adapters.torch.loop.untouched import Untouched
-from ttp.core.layout import Rank
 from ttp.processor.source import MovedError
 
 INPUT = torch.ones(2, 3)
 
 
-class Job:
+class Job(Loop):
     """A training loop with an average of the weights; ``between`` is called after each update."""
 
     def __init__(
@@ -32,20 +30,14 @@ class Job:
         networks: int = 1,
         model: nn.Module | None = None,
     ) -> None:
-        self.networks = (
-            [model]
-            if model is not None
-            else [nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 1)) for _ in range(networks)]
-        )
-        self.model = self.networks[0] if networks == 1 else nn.ModuleList(self.networks)
+        made = [nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 1)) for _ in range(networks)]
+        self.networks = made if model is None else [model]
         self.optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in self.networks]
         self.averages = [torch.full_like(p, 0.5) for p in self.networks[0].parameters()]
-        self.adapter = TorchAdapter(self.optimizers, model=self.model, scheduler=None, extra_state=None, scaler=None)
-        self.between, self.processor = between, StubProcessor(directory)
-        self.directory, self.saves = directory, 0
-        self.adapter.source.on_welcome(Rank(0), INCARNATION, directory / "pages")
-        stands_for: Any = self.processor
-        self.adapter.attach(stands_for)
+        whole = self.networks[0] if networks == 1 else nn.ModuleList(self.networks)
+        super().__init__(directory, whole, self.optimizers)
+        self.between, self.directory, self.saves = between, directory, 0
+        self.start(directory / "pages")
 
     def step(self) -> None:
         for network, optimizer in zip(self.networks, self.optimizers, strict=True):
@@ -61,16 +53,15 @@ class Job:
 
     @property
     def swapped(self) -> bool:
-        return self.adapter.source.other_weights()
+        return bool(self.source.other_weights())
 
-    def save(self) -> Path:
-        """Save the present version, and go on."""
+    def save_and_go_on(self) -> None:
         self.saves += 1
         self.processor.save_dir = self.directory / str(self.saves)
         try:
-            return save(self.adapter, self.processor, self.processor.gate.version)
+            self.save(self.gate.version)
         finally:
-            self.processor.gate.open()
+            self.gate.open()
 
 
 def copied(job: Job) -> Callable[[], None]:
@@ -116,17 +107,17 @@ def test_other_weights_are_not_saved(swap: Any, networks: int, tmp_path: Path) -
         back = swap(job)
         assert job.swapped, f"after update {number + 1}"
         with pytest.raises(MovedError, match="has put other weights into the model, such as averages"):
-            job.save()
+            job.save_and_go_on()
         back()
         assert not job.swapped
-    job.save()
+    job.save_and_go_on()
 
 
 @pytest.mark.parametrize("swap", [copied, pointed])
 def test_an_evaluation_while_the_state_is_written_is_noticed_when_it_is_over(swap: Any, tmp_path: Path) -> None:
     job = Job(tmp_path)
     job.step()
-    source: Any = job.adapter.source
+    source = job.source
     bring = source._to_host
 
     def meanwhile(tensor: Tensor) -> Tensor:
@@ -139,9 +130,9 @@ def test_an_evaluation_while_the_state_is_written_is_noticed_when_it_is_over(swa
 
     source._to_host = meanwhile
     with pytest.raises(MovedError, match="has put other weights into the model"):
-        job.save()
+        job.save_and_go_on()
     source._to_host = bring
-    job.save()
+    job.save_and_go_on()
 
 
 def test_an_evaluation_of_the_weights_themselves_is_no_swap(tmp_path: Path) -> None:
@@ -150,7 +141,7 @@ def test_an_evaluation_of_the_weights_themselves_is_no_swap(tmp_path: Path) -> N
     with torch.no_grad():
         job.model(INPUT)
     assert not job.swapped
-    swapped: Any = job.adapter.source.swapped
+    swapped = job.source.swapped
     assert swapped.evaluations == 1
     assert not swapped.since(0)
 
@@ -168,7 +159,7 @@ def test_a_program_that_changes_weights_after_each_update_is_not_suspected(tmp_p
     for _ in range(8):
         job.step()
         assert not job.swapped
-        job.save()
+        job.save_and_go_on()
 
 
 class Adapted(nn.Module):
@@ -210,7 +201,7 @@ def test_a_momentum_encoder_is_not_suspected(tmp_path: Path) -> None:
     for _ in range(7):
         job.step()
         assert not job.swapped
-        job.save()
+        job.save_and_go_on()
 
 
 def test_networks_that_are_clipped_do_not_hide_those_that_are_not(tmp_path: Path) -> None:
@@ -237,7 +228,7 @@ def test_weights_that_are_changed_now_and_then_belong_to_training_from_the_next_
     assert job.swapped
     job.networks[0](INPUT).sum().backward()
     assert not job.swapped
-    job.save()
+    job.save_and_go_on()
     copied(job)
     assert job.swapped
 
@@ -248,7 +239,7 @@ def test_loaded_weights_are_those_of_training_before_the_first_update_and_after_
     job.step()
     copied(job)
     assert job.swapped
-    job.adapter.source.forget()  # as a restore does when it has loaded
+    job.source.forget()  # as a restore does when it has loaded
     assert not job.swapped
 
 
@@ -270,11 +261,11 @@ def test_an_error_of_what_follows_the_loop_stops_no_training(
             pointed(job)
         with torch.no_grad():
             job.model(INPUT)
-    assert job.processor.gate.version == 3
+    assert job.gate.version == 3
     assert [record.levelname for record in caplog.records] == ["WARNING"], caplog.text
-    swapped: Any = job.adapter.source.swapped
+    swapped = job.source.swapped
     assert owner is not Swapped or not (job.swapped or swapped.early())
-    job.save()
+    job.save_and_go_on()
 
 
 def test_parameters_that_no_bytes_can_be_read_of_are_left_alone() -> None:

@@ -6,9 +6,6 @@ import io
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torch")
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st

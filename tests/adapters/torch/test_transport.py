@@ -43,11 +43,6 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[ProcessGroupNCCL]]:
         dist.destroy_process_group()
 
 
-@pytest.fixture
-def server() -> Iterator[Any]:
-    yield _dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-
 def begin(backend: str, **settings: Any) -> None:
     dist.init_process_group(backend, store=_dist.HashStore(), rank=0, world_size=1, **settings)
 

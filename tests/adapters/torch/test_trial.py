@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.adapters.torch.stub_processor import StubProcessor, save
-from ttp.adapters.torch.adapter import TorchAdapter
+from tests.adapters.torch.stub_processor import StubProcessor, registered, save
 from ttp.adapters.torch.restoring.reader import read_values
 from ttp.adapters.torch.saving.piece_index import items_of
 from ttp.errors import ConfigError, UsageError
@@ -53,8 +52,7 @@ class Job:
         self.processor = StubProcessor(directory)
 
     def wrap(self) -> Job:
-        given = {"scheduler": None, "extra_state": None, "scaler": None} | self.parts
-        self.adapter = TorchAdapter(self.optimizer, model=self.model, **given)
+        self.adapter = registered(self.model, self.optimizer, **self.parts)
         self.adapter.layout(1)
         self.adapter.attach(self.processor)  # type: ignore[arg-type]
         return self

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.adapters.torch.fake_runtime import FakeRuntime
+from ttp.processor import paged_source
+from ttp.processor.local_state.pages import PageWriter
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a save wait shortly for a loop that may be about to step its schedule: none goes on meanwhile."""
+    monkeypatch.setattr(paged_source, "POST_STEP_S", 0.02)
+
+
+@pytest.fixture
+def device() -> FakeRuntime:
+    """Return a made-up device."""
+    return FakeRuntime()
+
+
+@pytest.fixture
+def server() -> Iterator[Any]:
+    """Return a store to which others connect."""
+    library: Any = dist
+    yield library.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Iterator[PageWriter]:
+    """Return the page of rank 0."""
+    writer = PageWriter(tmp_path / "pages", 0)
+    yield writer
+    writer.close(unlink=True)
