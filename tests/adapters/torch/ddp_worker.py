@@ -1,17 +1,15 @@
 """One rank of a small DistributedDataParallel job that can save, stop, and be resumed; run by test_ddp_buckets.py.
 
-Arguments: a JSON object, see ``Job``. Rank 0 prints one JSON line with digests of the final state.
+``JOB`` is a JSON object, see ``Job``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import json
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,28 +18,21 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.adapters.torch.checkpoints import digest, write_checkpoint
 from ttp.adapters.torch.restoring import restore
-from ttp.adapters.torch.saving.checkpoint import write_shard
 from ttp.adapters.torch.saving.job_state import JobState
-from ttp.adapters.torch.saving.metadata import finalise
-from ttp.adapters.torch.saving.state import checkpoint_state
 from ttp.adapters.torch.sharding import data_parallel
 from ttp.adapters.torch.sharding.names import ModelNames
-from ttp.core.layout import Rank, Shard, Version
-from ttp.core.messages import Piece
-from ttp.store.digest import digest_bytes
-from ttp.store.manifest import MANIFEST, Manifest
+from ttp.store.manifest import Manifest
 
 Watch = data_parallel.LayoutWatch
 
 
 @dataclass
 class Job:
-    store: str
     steps: int
     bucket_cap_mb: float | None = None
     widths: tuple[int, ...] = (20, 64, 64, 64, 10)
@@ -108,7 +99,7 @@ def train(job: Job, rank: int) -> dict[str, object]:
             thread.join()
     shown = cast("Any", model)._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices")
     return {
-        "digest": digest(names, optimizer),
+        "digest": digest(registered.state_dict(), optimizer),
         "layouts": layouts,
         "previous": previous,
         "shown": shown,
@@ -125,7 +116,6 @@ def hang(rank: int, save: Callable[[], None], model: DistributedDataParallel) ->
     def work() -> None:
         waiting.wait()
         save()
-        print(json.dumps({"saved": True}), flush=True)
         os._exit(0)
 
     if rank == 0:
@@ -143,43 +133,9 @@ def hang(rank: int, save: Callable[[], None], model: DistributedDataParallel) ->
 
 def save(job: Job, version: int, names: ModelNames, optimizer: torch.optim.Optimizer, watch: Watch) -> None:
     """Save as the processor's thread does."""
-    draft, pieces = Path(job.save_to) / str(version), list[Piece]()
-    draft.mkdir(parents=True)
     state = JobState(version=version, ddp_buckets=watch.layout)
-    tree = checkpoint_state(names, optimizer, {}, state)
-    pieces.append(write_shard(draft, "__0_0.distcp", tree, shard=Shard("model"), writer=Rank(0)))
-    data = state.encode()
-    (draft / "job_0.msgpack").write_bytes(data)
-    pieces.append(Piece("job_0.msgpack", len(data), digest_bytes(data), "job", "", Rank(0)))
-    pieces += finalise(draft, pieces)
-    world = dist.get_world_size()
-    groups = {Shard("model"): tuple(Rank(r) for r in range(world))}
-    manifest = Manifest(Version(version), "run", 1, "incident", "", "", world, groups, "torch", 0.0, tuple(pieces))
-    (draft / MANIFEST).write_text(manifest.to_json())
+    write_checkpoint(Path(job.save_to) / str(version), names, optimizer, state)
 
 
-def digest(names: ModelNames, optimizer: torch.optim.Optimizer) -> str:
-    found = hashlib.sha256()
-    for name, parameter in sorted(names.parameters.items()):
-        found.update(name.encode() + parameter.detach().numpy().tobytes())
-        for key, value in sorted(optimizer.state[parameter].items()):
-            found.update(key.encode() + value.numpy().tobytes())
-    return found.hexdigest()
-
-
-def main() -> None:
-    job, rank, world = Job(**json.loads(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{job.store}", rank=rank, world_size=world)
-    result = train(job, rank)
-    digests: list[str | None] = [None] * world
-    dist.all_gather_object(digests, result["digest"])
-    if rank == 0:
-        print(json.dumps(result | {"same": len(set(digests)) == 1}), flush=True)
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # gloo sometimes aborts in the destructors of an interpreter that ends
-
-
-if __name__ == "__main__":
-    main()
+def run(_directory: Path, rank: int) -> dict[str, object]:
+    return train(Job(**json.loads(os.environ["JOB"])), rank)

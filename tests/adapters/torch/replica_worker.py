@@ -1,13 +1,11 @@
 """One of two replicas under a real DistributedDataParallel and a stub processor; run by test_replicas.py.
 
-Arguments: directory, rank, "one host" or "two hosts" (ranks do not share memory then). Prints one JSON line per case.
+``HOSTS`` is "one host" or "two hosts"; ranks do not share memory then.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import threading
 import time
 from pathlib import Path
@@ -18,9 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.adapters.torch.stub_processor import StubProcessor, two_shards
+from tests.adapters.torch.stub_processor import StubProcessor, registered, two_shards
 from tests.waiting import until
-from ttp.adapters.torch.adapter import TorchAdapter
 from ttp.core.layout import Layout, Version
 from ttp.processor.faults import is_collective_error
 from ttp.processor.liveness.peer_watcher import PeerWatcher
@@ -67,8 +64,7 @@ class Rank:
         torch.manual_seed(50 + rank)
         self.model: Any = DistributedDataParallel(model, broadcast_buffers=False)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        parts: dict[str, Any] = {"scheduler": None, "extra_state": None, "scaler": None}
-        self.adapter = TorchAdapter(self.optimizer, model=self.model, undo=undo, **parts)
+        self.adapter = registered(self.model, self.optimizer, undo=undo)
         self.processor = StubProcessor(directory, rank=rank, layout=layout, page_dir=Alive.page_dir)
         Alive.current = self.processor
 
@@ -76,6 +72,11 @@ class Rank:
         self.optimizer.zero_grad()
         self.model(torch.randn(4, 8)).square().mean().backward()
         self.optimizer.step()
+
+
+def begin(directory: Path, rank: int) -> None:
+    if os.environ["HOSTS"] == "one host":
+        Alive.show(directory / "pages", rank)
 
 
 def digests(directory: Path, rank: int) -> dict[str, Any]:
@@ -164,6 +165,7 @@ def admitted(directory: Path, rank: int) -> dict[str, Any]:
 
 def death(directory: Path, rank: int) -> dict[str, Any]:
     """Rank 0 dies before the barrier, so rank 1 waits. When released it raises; on request it makes the update."""
+    begin(directory, rank)
     job = Rank(directory, rank, two_shards())
     if rank == 0:
         job.optimizer.register_step_pre_hook(lambda *_: os._exit(0))
@@ -191,13 +193,6 @@ def death(directory: Path, rank: int) -> dict[str, Any]:
     return {**seen, "raised": raised, "redone": redone}
 
 
-def main() -> None:
-    """Run one rank; arguments: directory, rank, whether all ranks are on one host."""
-    directory, rank, hosts = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    if hosts == "one host":
-        Alive.show(directory / "pages", rank)
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=WORLD)
-    for case in (digests, barrier, no_barrier, admitted, death):
-        print(json.dumps(case(directory, rank)), flush=True)
-    os._exit(0)  # gloo sometimes aborts in the destructors of an interpreter that ends
+def everything(directory: Path, rank: int) -> dict[str, Any]:
+    begin(directory, rank)
+    return {case.__name__: case(directory, rank) for case in (digests, barrier, no_barrier, admitted)}

@@ -4,24 +4,20 @@ one.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import types
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.forked import Forked
+from tests.adapters.torch.worlds import run_world
 
 pytest.importorskip("torch")
 
 pytestmark = pytest.mark.xdist_group("buckets")  # they share runs of four ranks
 
-WORLD = 4  # two ranks add in the same order whatever the layout: a + b = b + a
-TIMEOUT_S = 120
+WORKER = "tests.adapters.torch.ddp_worker"
 STEPS = 14
 
 ONE_BUCKET: dict[str, Any] = {}
@@ -30,26 +26,14 @@ ACCUMULATING: dict[str, Any] = {"bucket_cap_mb": 0.03, "accumulate": 2}
 STATIC: dict[str, Any] = {"bucket_cap_mb": 0.03, "static_graph": True}
 
 
-@contextlib.contextmanager
-def started(directory: Path, name: str, **job: Any) -> Iterator[list[Forked]]:
-    """Start the ranks of one launch; they are killed on exit."""
-    text = json.dumps(job | {"store": str(directory / f"store-{name}-{uuid.uuid4()}")})
-    module = "tests.adapters.torch.ddp_worker"
-    ranks = [Forked(module, {}, directory / f"{name}-{rank}.out", (text, rank, WORLD)) for rank in range(WORLD)]
-    try:
-        yield ranks
-    finally:
-        for rank in ranks:
-            rank.kill()
+def run(directory: Path, wait_for: tuple[int, ...] = (), **job: Any) -> Any:
+    """Run one launch of the job to its end and return what rank 0 returned.
 
-
-def run(directory: Path, name: str, **job: Any) -> dict[str, Any]:
-    """Run one launch of the job to its end and return the output of rank 0."""
-    with started(directory, name, **job) as ranks:
-        assert [rank.wait(TIMEOUT_S) for rank in ranks] == [0] * WORLD, "".join(rank.err for rank in ranks)
-    result = json.loads(ranks[0].out)
-    assert isinstance(result, dict) and result["same"], "the ranks differ from each other"
-    return result
+    The world has four ranks: two add in the same order whatever the layout, because a + b = b + a.
+    """
+    ranks = run_world(directory, WORKER, "run", env={"JOB": json.dumps(job)}, wait_for=wait_for)
+    assert len({rank and rank["digest"] for rank in ranks}) == 1, "the ranks differ from each other"
+    return ranks[0]
 
 
 class Runs:
@@ -57,11 +41,10 @@ class Runs:
 
     def __init__(self, directory: Path, kind: dict[str, Any], save_at: tuple[int, ...]) -> None:
         self.directory, self.kind = directory, kind
-        self.unbroken = run(directory, "unbroken", steps=STEPS, save_at=save_at, save_to=str(directory), **kind)
+        self.unbroken = run(directory, steps=STEPS, save_at=save_at, save_to=str(directory), **kind)
 
-    def resumed(self, version: int, **job: Any) -> dict[str, Any]:
-        name = f"resumed-{version}-{len(job)}"
-        return run(self.directory, name, steps=STEPS, load=str(self.directory / str(version)), **self.kind, **job)
+    def resumed(self, version: int, **job: Any) -> Any:
+        return run(self.directory, steps=STEPS, load=str(self.directory / str(version)), **self.kind, **job)
 
     def check(self, version: int) -> None:
         resumed = self.resumed(version)
@@ -110,9 +93,9 @@ def test_a_static_graph_is_exact_from_its_second_version_on_and_restore_says_so(
 
 @pytest.mark.slow
 def test_a_thread_saves_while_the_main_thread_hangs_in_the_all_reduce(small_buckets: Runs, tmp_path: Path) -> None:
-    with started(tmp_path, "hung", steps=STEPS, hang_at=5, save_to=str(tmp_path), **SMALL_BUCKETS) as ranks:
-        assert ranks[0].wait(TIMEOUT_S) == 0 and json.loads(ranks[0].out) == {"saved": True}, ranks[0].err
-    resumed = run(tmp_path, "resumed", steps=STEPS, load=str(tmp_path / "5"), **SMALL_BUCKETS)
+    saving: dict[str, Any] = {"hang_at": 5, "save_to": str(tmp_path)}
+    assert run(tmp_path, (0,), steps=STEPS, **saving, **SMALL_BUCKETS) is None
+    resumed = run(tmp_path, steps=STEPS, load=str(tmp_path / "5"), **SMALL_BUCKETS)
     assert resumed["digest"] == small_buckets.unbroken["digest"]
 
 

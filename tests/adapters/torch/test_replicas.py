@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from tests.adapters.torch.stub_processor import StubProcessor  # noqa: E402
-from tests.adapters.torch.told import run_ranks  # noqa: E402
+from tests.adapters.torch.worlds import run_world  # noqa: E402
 from ttp.adapters.torch.loop.barrier import UpdateBarrier, needs_barrier  # noqa: E402
 from ttp.core.layout import Layout, Rank, Shard  # noqa: E402
 from ttp.errors import ConfigError  # noqa: E402
@@ -22,47 +22,48 @@ pytestmark = pytest.mark.xdist_group("replicas")  # they share one run
 
 
 @pytest.fixture(scope="module", params=["one host", "two hosts"])
-def told(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[list[dict[str, Any]]]:
-    """Return the output of each rank, case by case."""
-    return run_ranks(WORKER, tmp_path_factory.mktemp("replicas"), request.param)
+def hosts(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
-def test_replicas_look_alike_after_many_updates(told: list[list[dict[str, Any]]]) -> None:
-    one, other = (rank[0] for rank in told)
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory, hosts: str) -> list[Any]:
+    """Return what each rank returned, by case."""
+    return run_world(tmp_path_factory.mktemp("replicas"), WORKER, "everything", 2, {"HOSTS": hosts})
+
+
+def test_replicas_look_alike_after_many_updates(told: list[Any]) -> None:
+    one, other = (rank["digests"] for rank in told)
     assert one["seen"] and one["seen"] == other["seen"]
     assert one["statistics"] != other["statistics"], "otherwise this shows nothing"
     assert one["bad"] == other["bad"] == []
 
 
-def test_until_a_bit_of_one_flips(told: list[list[dict[str, Any]]]) -> None:
-    one, other = (rank[0] for rank in told)
+def test_until_a_bit_of_one_flips(told: list[Any]) -> None:
+    one, other = (rank["digests"] for rank in told)
     assert one["flipped"] == one["seen"] != other["flipped"]
 
 
-def test_with_several_shards_no_update_begins_before_every_rank_can_make_it(
-    told: list[list[dict[str, Any]]], request: pytest.FixtureRequest
-) -> None:
-    shared = 2 if "one host" in request.node.name else 1
-    assert [rank[1] for rank in told] == [{"early": [False], "shared": shared}] * 2
+def test_with_several_shards_no_update_begins_before_every_rank_can_make_it(told: list[Any], hosts: str) -> None:
+    shared = 2 if hosts == "one host" else 1
+    assert [rank["barrier"] for rank in told] == [{"early": [False], "shared": shared}] * 2
 
 
-def test_with_one_shard_or_undo_nobody_waits(told: list[list[dict[str, Any]]]) -> None:
-    assert [rank[2] for rank in told] == [{"one shard": True, "undo": True}] * 2
+def test_with_one_shard_or_undo_nobody_waits(told: list[Any]) -> None:
+    assert [rank["no_barrier"] for rank in told] == [{"one shard": True, "undo": True}] * 2
 
 
 def test_frozen_in_the_barrier_it_makes_the_update_without_the_others_when_told_to(
-    told: list[list[dict[str, Any]]],
+    told: list[Any],
 ) -> None:
-    assert told[1][3] == {"parked": True, "ready": True, "admitted": True, "version": 1}
-    assert told[0][3] == {"version": 1}
+    assert told[1]["admitted"] == {"parked": True, "ready": True, "admitted": True, "version": 1}
+    assert told[0]["admitted"] == {"version": 1}
 
 
-def test_a_death_at_the_barrier_leaves_the_survivor_at_the_gate_with_its_gradient(
-    told: list[list[dict[str, Any]]],
-) -> None:
-    assert len(told[0]) == 4, "rank 0 died"
+def test_a_death_at_the_barrier_leaves_the_survivor_at_the_gate_with_its_gradient(tmp_path: Path, hosts: str) -> None:
     ready = {"reported": ["collective"], "parked": True, "ready": True, "phase": "idle", "version": 0}
-    assert told[1][4] == {**ready, "raised": True, "redone": 1}
+    told = run_world(tmp_path, WORKER, "death", 2, {"HOSTS": hosts})
+    assert told == [None, {**ready, "raised": True, "redone": 1}]
 
 
 def test_where_a_barrier_is_needed() -> None:

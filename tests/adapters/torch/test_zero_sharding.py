@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from tests.adapters.torch.told import Told, run_worker  # noqa: E402 - torch decides whether these run
+from tests.adapters.torch.worlds import run_world  # noqa: E402 - torch decides whether these run
 from ttp.adapters.torch.sharding.zero_sharding import partitions  # noqa: E402
 
 WORKER = "tests.adapters.torch.zero_saves"
+Told = Callable[[str, int], list[dict[str, Any]]]
 
 pytestmark = pytest.mark.xdist_group("zero")  # they share one run
 
@@ -24,7 +27,10 @@ PARAMETERS = {f"{layer}.{kind}" for layer in ("image", "wide", "middle", "exact"
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
-    return run_worker(WORKER, tmp_path_factory.mktemp("zero"))
+    """Return a function that gives what each rank of a world has returned in a case."""
+    directory = tmp_path_factory.mktemp("zero")
+    ranks = {size: run_world(directory, WORKER, "everything", size) for size in (4, 3, 2)}
+    return lambda case, world: [rank[case] for rank in ranks[world]]
 
 
 def test_a_partition_is_the_shard_of_the_ranks_that_have_it(told: Told) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
 import traceback
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import MappingProxyType
@@ -19,9 +20,16 @@ TIMEOUT_S = 500
 
 
 def run_world(
-    directory: Path, module: str, function: str, size: int = 4, env: Mapping[str, str] = MappingProxyType({})
+    directory: Path,
+    module: str,
+    function: str,
+    size: int = 4,
+    env: Mapping[str, str] = MappingProxyType({}),
+    wait_for: Sequence[int] = (),
 ) -> list[Any]:
     """Run ``function(directory, rank)`` of ``module`` on every rank. Returns the results, passed as JSON.
+
+    The result of a rank that leaves by ``os._exit(0)`` is None. If ``wait_for`` names ranks, the others are killed.
 
     Raises:
         AssertionError: a rank failed; its traceback is in the text.
@@ -32,7 +40,7 @@ def run_world(
     env = {**env, "WORLD_STORE": str(directory / f"store.{uuid.uuid4().hex}")}  # never one that was used before
     ranks = [fork(_rank, (directory, module, function, rank, size, dict(env))) for rank in range(size)]
     try:
-        return [_told(directory, rank, process) for rank, process in enumerate(ranks)]
+        return [_told(directory, rank, ranks[rank]) for rank in wait_for or range(size)]
     finally:
         for process in ranks:
             process.kill()
@@ -44,7 +52,8 @@ def _told(directory: Path, rank: int, process: BaseProcess) -> Any:
     failures = [path.read_text() for path in sorted(directory.glob("failed*"))]
     assert not failures, "\n".join(failures)
     assert process.exitcode == 0, f"rank {rank} ended with {process.exitcode}"
-    return json.loads((directory / f"told{rank}.json").read_text())
+    told = directory / f"told{rank}.json"
+    return json.loads(told.read_text()) if told.exists() else None
 
 
 def _rank(directory: Path, module: str, function: str, rank: int, size: int, env: dict[str, str]) -> None:
@@ -58,8 +67,9 @@ def _rank(directory: Path, module: str, function: str, rank: int, size: int, env
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
         told = getattr(importlib.import_module(module), function)(directory, rank)
         (directory / f"told{rank}.json").write_text(json.dumps(told))
-        dist.barrier()
-        dist.destroy_process_group()
+        with contextlib.suppress(RuntimeError):  # a rank has left
+            dist.barrier()
+            dist.destroy_process_group()
     except BaseException:
         (directory / f"failed{rank}").write_text(f"rank {rank}:\n{traceback.format_exc()}")
     os._exit(0)

@@ -1,4 +1,4 @@
-"""Worlds of ranks for test_zero_sharding.py: ZeRO-1 saved from any copy, restored into any world. See ``zero_worlds``.
+"""The ranks of test_zero_sharding.py: ZeRO-1 saved from any copy, restored into any world.
 
 Every checkpoint is compared element by element with a plain data-parallel training that made the same steps.
 """
@@ -6,7 +6,6 @@ Every checkpoint is compared element by element with a plain data-parallel train
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -19,10 +18,9 @@ from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import AdamW
 
-from tests.adapters.torch.stub_processor import StubProcessor, join, save_together
-from tests.adapters.torch.zero_worlds import Groups, Model, Training, plain, replicated, run
+from tests.adapters.torch.stub_processor import StubProcessor, join, registered, save_together
+from tests.adapters.torch.zero_worlds import Groups, Model, Training, plain, replicated
 from tests.waiting import until
-from ttp.adapters.torch.adapter import TorchAdapter
 from ttp.core.decide import How
 from ttp.core.layout import Layout, Rank, Shard, Version
 from ttp.errors import ConfigError
@@ -46,13 +44,8 @@ class Job:
 
     def __init__(self, directory: Path, make: Make, undo: str | None = None, mixed: bool = True) -> None:
         self.training, self.rank, self.directory = Training(given(make), mixed), dist.get_rank(), directory
-        self.adapter = TorchAdapter(
-            self.training.optimizer,
-            model=self.training.ddp,
-            scheduler=self.training.scheduler,
-            extra_state=None,
-            scaler=None,
-            undo=undo,
+        self.adapter = registered(
+            self.training.ddp, self.training.optimizer, scheduler=self.training.scheduler, undo=undo
         )
         self.layout = self.adapter.layout(dist.get_world_size())
         self.processor = StubProcessor(directory, rank=self.rank, layout=self.layout)
@@ -229,11 +222,10 @@ def refused(directory: Path) -> dict[str, Any]:
     model = Model()  # without a DistributedDataParallel
     optimizer = given(half)(model.groups())
     seen = {"hosts": {shard: list(ranks) for shard, ranks in per_host.layout.groups.items()}}
-    lone: dict[str, Any] = {"model": model, "scheduler": None, "extra_state": None, "scaler": None}
     cases: dict[str, Callable[[], Any]] = {
-        "unconnected": lambda: TorchAdapter(optimizer, **lone).layout(4),
-        "layout": lambda: TorchAdapter(optimizer, **lone, layout=Layout.data_parallel(4)).layout(4),
-        "world": lambda: TorchAdapter(optimizer, **lone).layout(8),
+        "unconnected": lambda: registered(model, optimizer).layout(4),
+        "layout": lambda: registered(model, optimizer, layout=Layout.data_parallel(4)).layout(4),
+        "world": lambda: registered(model, optimizer).layout(8),
     }
     for name, attempt in cases.items():
         try:
@@ -254,7 +246,7 @@ def restore(directory: Path, source: str, make: Make, mixed: bool = True) -> dic
 
 
 def worlds(directory: Path) -> dict[int, dict[str, Callable[[], dict[str, Any]]]]:
-    """Return the worlds in their order: the first one saves."""
+    """Return the cases of each world. The one of four ranks saves."""
     saves = {
         "replicated": save_replicated,
         "plain": save_plain,
@@ -278,8 +270,5 @@ def worlds(directory: Path) -> dict[int, dict[str, Callable[[], dict[str, Any]]]
     }
 
 
-def main() -> None:
-    """Run all worlds; the argument is the directory for the results."""
-    directory = Path(sys.argv[1])
-    torch.set_num_threads(1)
-    run(directory, worlds(directory))
+def everything(directory: Path, _rank: int) -> dict[str, Any]:
+    return {name: case() for name, case in worlds(directory)[dist.get_world_size()].items()}

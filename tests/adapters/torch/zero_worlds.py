@@ -1,14 +1,8 @@
-"""Worlds of ranks for test_replicated_optimizer.py, forked from one process: torch is imported once.
-
-Arguments: directory. What each rank of a world returns in a case is written to ``WORLD CASE.RANK.json``.
-"""
+"""The ranks of test_replicated_optimizer.py."""
 
 from __future__ import annotations
 
-import json
 import os
-import sys
-import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -25,6 +19,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from ttp.adapters.torch import ReplicatedOptimizer
 from ttp.errors import ConfigError
 from ttp.processor.faults import is_collective_error
+from ttp.testing.digests import digest
 
 STEPS = 5
 Groups = list[dict[str, Any]]
@@ -206,21 +201,11 @@ def _state_dicts(one: Training, reference: Training) -> dict[str, Any]:
         fresh.append(training.optimizer.state_dict())
     numbers = sorted(number for number in local["state"])
     return {
-        "from whole": _same(fresh[0], local),
-        "from local": _same(fresh[1], local),
-        "numbered": _same(
-            {"state": {n: whole["state"][n] for n in numbers}, "param_groups": 0}, local | {"param_groups": 0}
-        ),
+        "from whole": digest(fresh[0]) == digest(local),
+        "from local": digest(fresh[1]) == digest(local),
+        "numbered": digest({n: whole["state"][n] for n in numbers}) == digest(local["state"]),
         "part": 0 < len(numbers) < len(whole["state"]),
     }
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    return bool(one == other)
 
 
 class Counting(SGD):
@@ -313,14 +298,14 @@ def _refusal(attempt: Callable[[], Any]) -> str:
     return "accepted"
 
 
-def torn_exchange() -> dict[str, Any]:
+def torn_exchange(_directory: Path, rank: int) -> dict[str, Any]:
     """Rank 1 dies between its update and the exchange. The update of the others is whole."""
     one, reference = Training(replicated(2)), Training(plain)
     for training in (one, reference):
         training.step(2)
         training.backward()
     reference.optimizer.step()
-    if dist.get_rank() == 1:
+    if rank == 1:
         one.optimizer.register_gather_pre_hook(lambda: os._exit(0))
     try:
         one.optimizer.step()
@@ -334,8 +319,7 @@ def torn_exchange() -> dict[str, Any]:
 
 
 Case = Callable[[], dict[str, Any]]
-Worlds = Mapping[int, Mapping[str, Case]]
-WORLDS: Worlds = {
+WORLDS: Mapping[int, Mapping[str, Case]] = {
     4: {
         "2 copies": lambda: steps_like_plain(2),
         "1 copy": lambda: steps_like_plain(1),
@@ -349,36 +333,10 @@ WORLDS: Worlds = {
         "few parameters": few_parameters,
         "within a group": within_a_group,
         "mistakes": mistakes,
-        "torn exchange": torn_exchange,  # the last: it ends a rank
     },
     5: {"2 copies": lambda: steps_like_plain(2)},
 }
 
 
-def run(directory: Path, worlds: Worlds) -> None:
-    """Run one world after the other, to its end."""
-    for size, cases in worlds.items():
-        children = [_forked(directory, size, cases, rank) for rank in range(size)]
-        ends = [os.waitpid(pid, 0)[1] for pid in children]
-        if any(ends):
-            raise SystemExit(f"world of {size}: {ends}")
-
-
-def _forked(directory: Path, size: int, cases: Mapping[str, Case], rank: int) -> int:
-    if pid := os.fork():
-        return pid
-    try:
-        dist.init_process_group("gloo", init_method=f"file://{directory}/store{size}", rank=rank, world_size=size)
-        for name, case in cases.items():
-            (directory / f"{size} {name}.{rank}.json").write_text(json.dumps(case()))
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-    os._exit(0)  # gloo sometimes aborts in the destructors of an interpreter that ends
-
-
-def main() -> None:
-    """Run the worlds; the argument is the directory for the results."""
-    directory = Path(sys.argv[1])
-    torch.set_num_threads(1)
-    run(directory, WORLDS)
+def everything(_directory: Path, _rank: int) -> dict[str, Any]:
+    return {name: case() for name, case in WORLDS[dist.get_world_size()].items()}
