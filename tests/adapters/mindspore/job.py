@@ -54,8 +54,8 @@ class Job:
     output: str = ""
     code: int = -1
 
-    def run(self, timeout_s: float = 240) -> Job:
-        """Run the job to its end. No process is left running."""
+    def run(self, timeout_s: float = 240, ends: int | None = None) -> Job:
+        """Run the job to its end, which is ``ends``, if given. No process is left running."""
         self.directory.mkdir(parents=True, exist_ok=True)
         command = ["run", "--mindspore", "--nproc-per-node", str(self.workers)]
         command += ["--max-restarts", str(self.max_restarts), *self.flags, str(self.script), *self.arguments]
@@ -68,6 +68,7 @@ class Job:
         finally:
             self._clean(process)
         self.output = log.read_text()
+        assert ends in (None, self.code), self.output[-6000:]
         return self
 
     def run_with_msrun(self, timeout_s: float) -> Job:

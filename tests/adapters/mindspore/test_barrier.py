@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
+from tests.making import making
 from tests.waiting import until
 from ttp.adapters.mindspore import barrier
 from ttp.adapters.mindspore.barrier import UpdateBarrier
@@ -21,6 +23,7 @@ from ttp.errors import ConfigError
 from ttp.processor.gate.gate import Gate
 
 DEADLINE_S = 60
+Make = Callable[..., Any]
 CONFIG = Config(token="the job's")
 
 
@@ -59,6 +62,19 @@ class World:
     def enter(self, rank: int) -> Future[None]:
         return self.pool.submit(self.barriers[rank].wait)
 
+    def meet(self, *ranks: int) -> None:
+        for done in [self.enter(rank) for rank in ranks]:
+            done.result(DEADLINE_S)
+
+    def park(self, *ranks: int) -> list[Gate]:
+        """Close the gates of ranks that wait in the barrier, and wait until they stand there."""
+        gates = [self.ranks[rank].gate for rank in ranks]
+        until(lambda: all(gate.state().near for gate in gates))
+        for gate in gates:
+            gate.close()
+        until(lambda: all(gate.state().parked for gate in gates))
+        return gates
+
     def close(self) -> None:
         for one in self.barriers:
             one.close()
@@ -67,9 +83,15 @@ class World:
         self.pool.shutdown()
 
 
+@pytest.fixture
+def make() -> Iterator[Make]:
+    with making(World, World.close) as make:
+        yield make
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
-def test_nobody_passes_before_all_have_come(size: int) -> None:
-    world = World(size)
+def test_nobody_passes_before_all_have_come(make: Make, size: int) -> None:
+    world = make(size)
     came = [0] * size
 
     def steps(rank: int) -> None:
@@ -80,36 +102,26 @@ def test_nobody_passes_before_all_have_come(size: int) -> None:
 
     for done in [world.pool.submit(steps, rank) for rank in range(size)]:
         done.result(DEADLINE_S)
-    world.close()
 
 
-def test_who_waits_for_one_that_does_not_come_stands_at_the_closed_gate_and_may_go_on_alone() -> None:
-    world = World(4)
+def test_who_waits_for_one_that_does_not_come_stands_at_the_closed_gate_and_may_go_on_alone(make: Make) -> None:
+    world = make(4)
     waiting = [world.enter(rank) for rank in (0, 1, 3)]
-    gates = [world.ranks[rank].gate for rank in (0, 1, 3)]
-    until(lambda: all(gate.state().near for gate in gates))
-    for gate in gates:
-        gate.close()
-    until(lambda: all(gate.state().parked for gate in gates))
+    gates = world.park(0, 1, 3)
     assert not any(done.done() for done in waiting)
     assert all(gate.admit() for gate in gates)
     for done in waiting:
         done.result(DEADLINE_S)
     assert not any(gate.state().near for gate in gates)
-    world.close()
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
-def test_training_goes_on_with_those_that_made_the_update_alone(size: int) -> None:
+def test_training_goes_on_with_those_that_made_the_update_alone(make: Make, size: int) -> None:
     """As after a checkpoint on request."""
-    world = World(size)
+    world = make(size)
     late = size - 1
-    gates = [rank.gate for rank in world.ranks[:late]]
     alone = [world.enter(rank) for rank in range(late)]
-    until(lambda: all(gate.state().near for gate in gates))
-    for gate in gates:
-        gate.close()
-    until(lambda: all(gate.state().parked for gate in gates))
+    gates = world.park(*range(late))
     assert all(gate.admit() for gate in gates)
     for done in alone:
         done.result(DEADLINE_S)
@@ -117,33 +129,25 @@ def test_training_goes_on_with_those_that_made_the_update_alone(size: int) -> No
         gate.begin_update()
         gate.end_update()
         gate.open()
-    world.enter(late).result(DEADLINE_S)
+    world.meet(late)
     for _ in range(3):
-        for done in [world.enter(rank) for rank in range(size)]:
-            done.result(DEADLINE_S)
+        world.meet(*range(size))
     assert not any(rank.reported for rank in world.ranks)
-    world.close()
 
 
-def test_a_false_alarm_changes_nothing() -> None:
-    world = World(3)
+def test_a_false_alarm_changes_nothing(make: Make) -> None:
+    world = make(3)
     waiting = [world.enter(rank) for rank in (0, 1)]
-    until(lambda: all(world.ranks[rank].gate.state().near for rank in (0, 1)))
-    for rank in (0, 1):
-        world.ranks[rank].gate.close()
-    until(lambda: all(world.ranks[rank].gate.state().parked for rank in (0, 1)))
-    for rank in (0, 1):
-        world.ranks[rank].gate.open()
+    for gate in world.park(0, 1):
+        gate.open()
     waiting.append(world.enter(2))
     for done in waiting:
         done.result(DEADLINE_S)
-    for done in [world.enter(rank) for rank in range(3)]:
-        done.result(DEADLINE_S)
-    world.close()
+    world.meet(*range(3))
 
 
-def test_a_peer_that_is_gone_is_reported_and_its_peers_stand_at_the_gate() -> None:
-    world = World(2)
+def test_a_peer_that_is_gone_is_reported_and_its_peers_stand_at_the_gate(make: Make) -> None:
+    world = make(2)
     survivor = world.ranks[0]
     waiting = world.enter(0)
     until(lambda: survivor.gate.state().near)
@@ -154,36 +158,30 @@ def test_a_peer_that_is_gone_is_reported_and_its_peers_stand_at_the_gate() -> No
     until(lambda: survivor.gate.state().parked)
     assert survivor.gate.admit()
     waiting.result(DEADLINE_S)
-    world.close()
 
 
-def test_a_broken_barrier_that_nobody_cares_for_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_barrier_that_nobody_cares_for_is_an_error(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(barrier, "FREEZE_S", 0.01)
-    world = World(2)
+    world = make(2)
     world.barriers[1].close()
     with pytest.raises(RuntimeError, match="the barrier before the update broke: "):
         world.enter(0).result(DEADLINE_S)
     assert [kind for kind, _ in world.ranks[0].reported] == [FaultKind.COLLECTIVE]
-    world.close()
 
 
-def test_ranks_at_different_updates_do_not_meet() -> None:
-    world = World(2)
+def test_ranks_at_different_updates_do_not_meet(make: Make) -> None:
+    world = make(2)
     world.barriers[1]._count = 1
     both = [world.enter(rank) for rank in (0, 1)]
     until(lambda: bool(world.ranks[0].reported))
     assert "rank 0 is at its update 1, and a peer at 2" in world.ranks[0].reported[0][1]
     assert not both[1].done() and world.ranks[1].gate.state().near
-    for rank in world.ranks:
-        rank.gate.close()
-    until(lambda: all(rank.gate.state().parked for rank in world.ranks))
-    assert all(rank.gate.admit() for rank in world.ranks)
+    assert all(gate.admit() for gate in world.park(0, 1))
     for done in both:
         done.result(DEADLINE_S)
-    world.close()
 
 
-def test_strangers_hold_nobody_up() -> None:
+def test_strangers_hold_nobody_up(make: Make) -> None:
     strangers: list[socket.socket] = []
 
     def disturb(record: bytes) -> None:
@@ -193,10 +191,8 @@ def test_strangers_hold_nobody_up() -> None:
             strangers.append(stranger)  # one that says nothing stays
             stranger.sendall(said)
 
-    world = World(3, disturb)
-    for done in [world.enter(rank) for rank in range(3)]:
-        done.result(DEADLINE_S)
-    world.close()
+    world = make(3, disturb)
+    world.meet(*range(3))
     for stranger in strangers:
         stranger.close()
 

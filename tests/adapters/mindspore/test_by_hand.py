@@ -22,18 +22,13 @@ from ttp import session
 from ttp.adapters.mindspore import OptTTPWrapper, TFTRegister, TrainFaultTolerance, callbacks, joining, read, resuming
 from ttp.adapters.mindspore.adapter import MindSporeAdapter
 from ttp.core.layout import Rank, Version
-from ttp.errors import UsageError
+from ttp.errors import CheckpointError, ConfigError, UsageError
 
 pytestmark = pytest.mark.xdist_group("mindspore")
 
 EPOCHS = 3
 STEPS = EPOCHS * STEPS_PER_EPOCH
 LAYOUT = {"l1.w": [[2, 4], [-1, 0], [784, 16], 0, True, ""]}
-
-
-class Processor(StubProcessor):
-    def set_base_version(self, version: Version) -> None:
-        self.gate.set_version(version)
 
 
 class Training:
@@ -51,7 +46,7 @@ class Training:
             monkeypatch.setattr(module, "join", self.join)
 
     def join(self, network: Any, optimizer: Any, save_dir: Any, **_: Any) -> MindSporeAdapter:
-        processor: Any = Processor(self.directory / "checkpoints")
+        processor: Any = StubProcessor(self.directory / "checkpoints")
         self.joined.append(adapter := MindSporeAdapter(network, optimizer))
         adapter.source.on_welcome(Rank(0), INCARNATION, self.directory / f"pages{len(self.joined)}")
         self.processor = processor
@@ -98,27 +93,24 @@ def register(directory: str = "d") -> TFTRegister:
 # ------------------------------------------------------------------------------------------------- by hand, and again
 
 
-def test_the_dataset_knows_where_it_goes_on(training: Training) -> None:
-    """As the documentation does it: only the network is loaded, so the optimizer counts from 0."""
-    training.train(register(), first=6)
-    assert training.reached == (STEPS, STEPS)
-
-
-def test_the_optimizer_knows_how_many_updates_were_made(training: Training) -> None:
-    """One of the six steps was skipped because of an overflow."""
-    counted(training, 5)
-    training.train(register(), first=6)
-    assert training.reached == (STEPS - 1, STEPS)
+@pytest.mark.parametrize(
+    ("updates", "given", "reached"),
+    [
+        (0, {"first": 6}, (STEPS, STEPS)),  # as the documentation does it: only the network is loaded
+        (5, {"first": 6}, (STEPS - 1, STEPS)),  # one of the six steps was skipped because of an overflow
+        (0, {"initial_epoch": 1}, (STEPS, STEPS)),
+    ],
+    ids=["the dataset", "the optimizer", "the first epoch"],
+)
+def test_what_knows_where_it_goes_on(training: Training, updates: int, given: Any, reached: tuple[int, int]) -> None:
+    counted(training, updates)
+    training.train(register(), **given)
+    assert training.reached == reached
 
 
 def test_the_program_may_say_it(training: Training) -> None:
     training.train(TrainFaultTolerance("d", initial_step=1215))
     assert training.reached == (1215 + STEPS, 1215 + STEPS)
-
-
-def test_the_first_epoch_is_enough(training: Training) -> None:
-    training.train(register(), initial_epoch=1)
-    assert training.reached == (STEPS, STEPS)
 
 
 def test_a_second_training_of_a_process_goes_on_from_the_first(training: Training) -> None:
@@ -145,7 +137,7 @@ def test_who_restores_before_ttp_is_on_is_heard_when_it_is(training: Training) -
     """``restore`` may come before the callback, which knows the controller's address."""
     adapter = MindSporeAdapter(training.model.train_network, training.optimizer)
     adapter.begin(Version(6), callbacks._place(6, STEPS_PER_EPOCH))
-    processor: Any = Processor(training.directory / "checkpoints")
+    processor: Any = StubProcessor(training.directory / "checkpoints")
     adapter.attach(processor)
     assert processor.gate.version == 6
 
@@ -199,13 +191,17 @@ def test_a_first_step_that_was_skipped_is_no_update(training: Training, monkeypa
 # ------------------------------------------------------------------------------------------- the program's own loading
 
 
+def loaded(training: Training, **numbers: Any) -> dict[str, Any]:
+    """Return what ``ckpt_load_fn`` loads: the network's parameters, and these numbers."""
+    state = {p.name: ms.Parameter(p.value(), name=p.name) for p in training.model.train_network.get_parameters()}
+    return state | {n: ms.Parameter(ms.Tensor(value, ms.int32), name=n) for n, value in numbers.items()}
+
+
 @pytest.mark.parametrize("shaped", [int, lambda value: [value]], ids=["scalars", "of one element"])
 def test_what_ckpt_load_fn_has_loaded_can_be_saved_at_once(training: Training, shaped: Callable[[int], Any]) -> None:
     """The page exists before the first update, in which a rank may die."""
-    state = {p.name: ms.Parameter(p.value(), name=p.name) for p in training.model.train_network.get_parameters()}
-    state["global_step"] = ms.Parameter(ms.Tensor([6], ms.int32), name="global_step")
     numbers = {"epoch_num": 2, "step_num": 6, "batch_num": STEPS_PER_EPOCH}
-    state |= {name: ms.Parameter(ms.Tensor(shaped(value), ms.int32), name=name) for name, value in numbers.items()}
+    state = loaded(training, global_step=[6], **{name: shaped(value) for name, value in numbers.items()})
     resumed = resuming.restore(training.model, rows_from(0), ckpt_load_fn=lambda: (state, False))
     assert (resumed.version, resumed.step, resumed.initial_epoch) == (6, 6, 1)
     saved = save(training.joined[0], training.processor, 6)
@@ -215,18 +211,15 @@ def test_what_ckpt_load_fn_has_loaded_can_be_saved_at_once(training: Training, s
 @pytest.mark.parametrize("step", [6, 2 * STEPS_PER_EPOCH])
 def test_without_the_dataset_a_finished_epoch_is_not_trained_again(training: Training, step: int) -> None:
     """Its last step belongs to it, but training continues with the next one."""
-    state = {p.name: ms.Parameter(p.value(), name=p.name) for p in training.model.train_network.get_parameters()}
     epoch = callbacks._place(step, STEPS_PER_EPOCH).epoch
-    numbers = {"epoch_num": epoch, "step_num": step, "batch_num": STEPS_PER_EPOCH, "global_step": [step]}
-    state |= {name: ms.Parameter(ms.Tensor(value, ms.int32), name=name) for name, value in numbers.items()}
+    state = loaded(training, epoch_num=epoch, step_num=step, batch_num=STEPS_PER_EPOCH, global_step=[step])
     resumed = resuming.restore(training.model, ckpt_load_fn=lambda: (state, False))
     assert (resumed.version, resumed.step, resumed.initial_epoch) == (step, step, step // STEPS_PER_EPOCH)
 
 
 def test_a_state_of_ckpt_load_fn_that_lacks_parameters_is_refused(training: Training) -> None:
     """The parameters that it lacks would keep the values of a new network."""
-    state = {p.name: ms.Parameter(p.value(), name=p.name) for p in training.model.train_network.get_parameters()}
-    state["step_num"] = ms.Parameter(ms.Tensor(6, ms.int32), name="step_num")
+    state = loaded(training, step_num=6)
     lost = next(p.name for p in training.model.train_network.trainable_params())
     del state[lost]
     with pytest.raises(UsageError, match=lost):
@@ -295,8 +288,6 @@ def test_the_controller_is_where_the_program_says(
 def test_a_controller_that_nobody_could_start_is_refused(
     rank: int, address: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ttp.errors import ConfigError
-
     in_job(monkeypatch, 2)
     with pytest.raises(ConfigError, match=why):
         joining.meet_at(address, 30051, rank)
@@ -326,8 +317,6 @@ def refuses(_dataset: Any) -> Any:
 
 
 def test_a_network_is_compiled_before_slices_are_restored_into_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ttp.errors import ConfigError
-
     monkeypatch.setattr(resuming, "parallel_mode", lambda: "semi_auto_parallel")
     rows = object()
     given: list[Any] = []
@@ -368,8 +357,6 @@ def test_restore_compiles_the_network_before_it_joins(monkeypatch: pytest.Monkey
 def test_a_slice_and_a_whole_parameter_are_told_from_another_network(
     mode: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ttp.errors import CheckpointError
-
     monkeypatch.setattr(read, "parallel_mode", lambda: mode)
     memory: Any = SimpleNamespace(held={"w": SimpleNamespace(dtype="Float32", shape=(8, 4))})
     with pytest.raises(CheckpointError, match=said):

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.adapters.mindspore.layouts import S8, S8_SHARDED, Layout, write_json, write_strategy
-from tests.adapters.mindspore.reshard_worlds import STRATEGIES
+from tests.adapters.mindspore.reshard_worlds import S8, S8O, STRATEGIES, Cut, write_strategy
 from ttp.errors import CheckpointError, UsageError
 from ttp.mindspore_files.group_info import GroupInfo, parse_group_info, read_group_info, write_group_info
 from ttp.mindspore_files.redundancy import groups_of_stages, parameter_groups, replicas_of, whole_groups
@@ -90,8 +89,8 @@ def test_thousands_of_damaged_files_are_read_or_refused(tmp_path: Path) -> None:
     write_group_info(tmp_path / "g.pb", [0, 4], {"näme": [0, 4]})
     whole: list[tuple[bytes, Callable[[bytes], Any]]] = [
         ((tmp_path / "g.pb").read_bytes(), parse_group_info),
-        (write_strategy(tmp_path / "s.ckpt", S8_SHARDED).read_bytes(), parse_strategy),
-        (write_json(tmp_path / "s.json", S8).read_bytes(), parse_strategy),
+        (write_strategy(tmp_path / "s.ckpt", S8O).read_bytes(), parse_strategy),
+        ((STRATEGIES / "s8.json").read_bytes(), parse_strategy),
     ]
     refused = 0
     for seed in range(6000):
@@ -122,12 +121,12 @@ def ours(stage: Stage) -> dict[str, set[tuple[int, ...]]]:
 
 CASES = {
     "s8": (S8, 0),
-    "s8 with optimizer shards": (S8_SHARDED, 0),
+    "s8 with optimizer shards": (S8O, 0),
     "second stage": (S8, 1),
-    "fourth stage, sharded": (S8_SHARDED, 3),
-    "one axis": ({"w": Layout((4,), (0, -1)), "b": Layout((4,), (-1,))}, 1),
-    "three axes": ({"w": Layout((2, 3, 4), (0, 2)), "v": Layout((2, 3, 4), (1, -1)), "b": Layout((2, 3, 4), (-1,))}, 2),
-    "all that is left": ({"w": Layout((4, 2), (-1, 0), -1, 2)}, 0),
+    "fourth stage, sharded": (S8O, 3),
+    "one axis": ({"w": Cut((4,), [0, -1]), "b": Cut((4,), [-1])}, 1),
+    "three axes": ({"w": Cut((2, 3, 4), [0, 2]), "v": Cut((2, 3, 4), [1, -1]), "b": Cut((2, 3, 4), [-1])}, 2),
+    "all that is left": ({"w": Cut((4, 2), [-1, 0], -1, 2)}, 0),
 }
 
 
@@ -149,7 +148,7 @@ def test_the_same_groups_as_mindspore_for_any_cut(data: st.DataObject) -> None:
     free = data.draw(st.permutations(range(len(devices))))
     axes = [axis if data.draw(st.booleans()) else -1 for axis in free[: data.draw(st.integers(1, len(devices)))]]
     with tempfile.TemporaryDirectory() as folder:
-        path = write_strategy(Path(folder) / "s.ckpt", {"w": Layout(devices, axes)}, data.draw(st.integers(0, 3)))
+        path = write_strategy(Path(folder) / "s.ckpt", {"w": Cut(tuple(devices), axes)}, data.draw(st.integers(0, 3)))
         (found,) = read_stages(path)
         assert ours(found) == mindspores(path, found.first_rank)
 
@@ -157,18 +156,18 @@ def test_the_same_groups_as_mindspore_for_any_cut(data: st.DataObject) -> None:
 def test_whole_checkpoints_that_can_stand_for_each_other(tmp_path: Path) -> None:
     (s8,) = read_stages(write_strategy(tmp_path / "a.ckpt", S8))
     assert whole_groups(parameter_groups(s8)) == ((0, 4), (1, 5), (2, 6), (3, 7))
-    assert [stage.first_rank for stage in read_stages(write_json(tmp_path / "a.json", S8))] == [0]
-    (sharded,) = read_stages(write_strategy(tmp_path / "b.ckpt", S8_SHARDED))
+    assert [stage.first_rank for stage in read_stages(STRATEGIES / "s8.json")] == [0]
+    (sharded,) = read_stages(write_strategy(tmp_path / "b.ckpt", S8O))
     assert whole_groups(parameter_groups(sharded)) == tuple((rank,) for rank in range(8))
 
 
 def test_stages_of_a_pipeline_in_a_directory(tmp_path: Path) -> None:
     for stage in (0, 1):
-        write_strategy(tmp_path / f"strategy_{4 * stage}.ckpt", {f"l{stage}": Layout((2, 2), (-1, 0))}, stage)
+        write_strategy(tmp_path / f"strategy_{4 * stage}.ckpt", {f"l{stage}": Cut((2, 2), [-1, 0])}, stage)
     whole, parameters = groups_of_stages(read_stages(tmp_path))
     assert whole == ((0, 2), (1, 3), (4, 6), (5, 7))
     assert parameters["l1"] == ((4, 6), (5, 7))
-    write_strategy(tmp_path / "strategy_5.ckpt", {"l1": Layout((4,), (0,))}, 1)
+    write_strategy(tmp_path / "strategy_5.ckpt", {"l1": Cut((4,), [0])}, 1)
     with pytest.raises(CheckpointError, match="stage 1 differently"):
         read_stages(tmp_path)
 
@@ -184,12 +183,12 @@ def test_merged_stages_are_the_stages_of_the_directory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "layout",
     [
-        Layout((2, 4), (-1, 0), 3, 4),  # two ranks cannot share in three parts
-        Layout((2, 4), (-1, 0), 2, 1),  # neighbours of a step hold other slices
-        Layout((2, 2), (-1, -1), 2, 2),
+        Cut((2, 4), [-1, 0], 3, 4),  # two ranks cannot share in three parts
+        Cut((2, 4), [-1, 0], 2, 1),  # neighbours of a step hold other slices
+        Cut((2, 2), [-1, -1], 2, 2),
     ],
 )
-def test_a_strategy_that_contradicts_itself_is_refused(layout: Layout, tmp_path: Path) -> None:
+def test_a_strategy_that_contradicts_itself_is_refused(layout: Cut, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="contradicts itself"):
         read_stages(write_strategy(tmp_path / "s.ckpt", {"w": layout}))
 

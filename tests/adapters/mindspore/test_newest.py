@@ -10,15 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.adapters.mindspore.jobs import flip, make_job
+from tests.adapters.mindspore.jobs import add_manifest, flip, make_job, saved_by_ttp
 from ttp.adapters.mindspore import load_newest
-from ttp.core.layout import Rank, Shard, Version
-from ttp.core.messages import Piece
+from ttp.core.layout import Version
 from ttp.errors import CheckpointError, UsageError
 from ttp.mindspore_files import newest_whole
 from ttp.store.catalog import CatalogEntry, look
-from ttp.store.digest import digest_file
-from ttp.store.manifest import Manifest
 from ttp.store.names import draft_name
 
 pytestmark = pytest.mark.xdist_group("mindspore-files")
@@ -48,6 +45,13 @@ def damage(path: Path) -> None:
     os.utime(path, (kept.st_atime, kept.st_mtime))
 
 
+def found_in(*given: Any, **how: Any) -> Any:
+    """Return what ``load_newest`` finds."""
+    found = load_newest(*given, **how)
+    assert found is not None
+    return found
+
+
 def weight(found: Any) -> float:
     return float(found.parameters["w"].asnumpy()[0])
 
@@ -58,15 +62,15 @@ def test_resnets_layout_newest_first_and_damaged_ones_said(tmp_path: Path, caplo
     newest = save(root.with_name("ckpt_0") / "resnet50-3_5004.ckpt", 3, age=0, epoch_num=3, step_num=15012)
     middle = save(root.with_name("ckpt_0") / "resnet50-2_5004.ckpt", 2, age=9, epoch_num=2, step_num=10008)
     save(root.with_name("ckpt_1") / "resnet50-9_5004.ckpt", 1, age=20, epoch_num=1, step_num=5004)
-    found = load_newest(f"{root}*/*.ckpt")
-    assert found is not None and (found.path, weight(found), found.skipped) == (newest, 3, ())
+    found = found_in(f"{root}*/*.ckpt")
+    assert (found.path, weight(found), found.skipped) == (newest, 3, ())
     assert (found.epoch_num, found.step_num) == (3, 15012)
     damage(newest)
     middle.write_bytes(b"")
     os.utime(middle, (1_699_999_991,) * 2)
     with caplog.at_level(logging.WARNING, logger="ttp"):
-        found = load_newest(f"{root}*/*.ckpt")
-    assert found is not None and weight(found) == 1 and len(found.skipped) == 2
+        found = found_in(f"{root}*/*.ckpt")
+    assert weight(found) == 1 and len(found.skipped) == 2
     assert "its CRC" in found.skipped[0] and "it is empty" in found.skipped[1]
     assert all(reason in caplog.text for reason in found.skipped)
 
@@ -76,11 +80,11 @@ def test_pangus_layout_breakpoints_last(tmp_path: Path) -> None:
     save(folder / "pangu3-1_40_breakpoint.ckpt", 9, age=0)
     normal = save(folder / "pangu3-1_20.ckpt", 2, age=50, epoch_num=1, step_num=20)
     for pattern in (f"{folder}/pangu*.ckpt", folder, tmp_path / "8p"):
-        found = load_newest(pattern, rank=3)
-        assert found is not None and weight(found) == 2 and found.step_num == 20
+        found = found_in(pattern, rank=3)
+        assert weight(found) == 2 and found.step_num == 20
     damage(normal)
-    found = load_newest(folder)
-    assert found is not None and weight(found) == 9 and found.step_num is None
+    found = found_in(folder)
+    assert weight(found) == 9 and found.step_num is None
 
 
 def test_five_attempts_and_no_silent_start_from_nothing(tmp_path: Path) -> None:
@@ -90,8 +94,8 @@ def test_five_attempts_and_no_silent_start_from_nothing(tmp_path: Path) -> None:
             damage(path)
     with pytest.raises(CheckpointError, match=r"2 older ones were not tried.*a-1_0.*a-1_4"):
         load_newest(tmp_path)
-    found = load_newest(tmp_path, attempts=6)
-    assert found is not None and weight(found) == 5 and len(found.skipped) == 5
+    found = found_in(tmp_path, attempts=6)
+    assert weight(found) == 5 and len(found.skipped) == 5
 
 
 def test_nothing_there_is_a_fresh_start(tmp_path: Path) -> None:
@@ -110,63 +114,42 @@ def test_what_mindspore_itself_refuses_is_skipped(tmp_path: Path) -> None:
     odd = save(tmp_path / "a-1_2.ckpt", 2, age=0, crc=False)
     odd.write_bytes(odd.read_bytes().replace(b"Float32", b"Float99"))
     os.utime(odd, (1_700_000_000,) * 2)
-    found = load_newest(tmp_path)
-    assert found is not None and found.path == good and "cannot be loaded" in found.skipped[0]
+    found = found_in(tmp_path)
+    assert found.path == good and "cannot be loaded" in found.skipped[0]
 
 
 def test_arguments_of_load_checkpoint_are_passed_on(tmp_path: Path) -> None:
     save(tmp_path / "a-1_1.ckpt", 1, age=0, epoch_num=1)
-    found = load_newest(tmp_path, choice_func=lambda name: name == "w")
-    assert found is not None and set(found.parameters) == {"w"}
-
-
-def saved_by_ttp(save_dir: Path, version: int) -> Path:
-    """Return a checkpoint of two groups of two ranks, which ranks 0 and 3 have written."""
-    step = save_dir / f"tft_saved_checkpoints-step_{version}"
-    make_job(step, [(0,), (3,)], lambda rank: f"ttp_rank_{rank}-1_{version}.ckpt", step=version)
-    pieces = []
-    for rank, shard in ((0, "even"), (3, "odd")):
-        file = f"rank_{rank}/ttp_rank_{rank}-1_{version}.ckpt"
-        pieces.append(Piece(file, *digest_file(step / file), "shard", shard, Rank(rank)))
-    groups = {Shard("even"): (Rank(0), Rank(2)), Shard("odd"): (Rank(1), Rank(3))}
-    manifest = Manifest(Version(version), "r", 0, "i", "c", "w", 4, groups, "mindspore", 0.0, tuple(pieces))
-    (step / "manifest.json").write_text(manifest.to_json())
-    return step
+    assert set(found_in(tmp_path, choice_func=lambda name: name == "w").parameters) == {"w"}
 
 
 def test_checkpoints_of_ttp_by_their_step_for_each_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     newer = saved_by_ttp(tmp_path, 12)
     saved_by_ttp(tmp_path, 9)  # written later, but of an older step
     for rank, writer in ((0, 0), (1, 3), (2, 0), (3, 3)):
-        found = load_newest(tmp_path, rank=rank)
-        assert found is not None and found.step_num == 12 and found.path.parent.name == f"rank_{writer}"
+        found = found_in(tmp_path, rank=rank)
+        assert found.step_num == 12 and found.path.parent.name == f"rank_{writer}"
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("MASTER_ADDR", "h")
-    found = load_newest(str(tmp_path))
-    assert found is not None and found.path == newer / "rank_3" / "ttp_rank_3-1_12.ckpt"
-    one = found.path
+    one = found_in(str(tmp_path)).path
+    assert one == newer / "rank_3" / "ttp_rank_3-1_12.ckpt"
     other = make_job(tmp_path / "else", [(3,)], lambda rank: one.name, step=13) / "rank_3" / one.name
     one.write_bytes(other.read_bytes())  # sound, but another one
-    found = load_newest(tmp_path)
-    assert found is not None and found.step_num == 9 and f"{one.name} is damaged" in found.skipped[0]
-    found = load_newest(tmp_path, rank=0)
-    assert found is not None and found.step_num == 9, "rank 0's own file is whole, but all ranks take one step"
+    found = found_in(tmp_path)
+    assert found.step_num == 9 and f"{one.name} is damaged" in found.skipped[0]
+    assert found_in(tmp_path, rank=0).step_num == 9, "rank 0's own file is whole, but all ranks take one step"
     (newer / "manifest.json").write_text("{")
-    found = load_newest(tmp_path)
-    assert found is not None and found.step_num == 9 and "manifest.json is damaged" in found.skipped[0]
-    found = load_newest(tmp_path / "tft_saved_checkpoints-step_*" / "rank_0" / "*.ckpt", rank=0)
-    assert found is not None and found.step_num == 9 and len(found.skipped) == 1
+    found = found_in(tmp_path)
+    assert found.step_num == 9 and "manifest.json is damaged" in found.skipped[0]
+    found = found_in(tmp_path / "tft_saved_checkpoints-step_*" / "rank_0" / "*.ckpt", rank=0)
+    assert found.step_num == 9 and len(found.skipped) == 1
 
 
 def saved_by_two_replicas(save_dir: Path, version: int) -> Path:
     """Return a checkpoint of a data-parallel job of two ranks, which rank 1 has written."""
     step = make_job(save_dir / f"tft_saved_checkpoints-step_{version}", [(1,)], lambda _rank: "a.ckpt", step=version)
-    piece = Piece("rank_1/a.ckpt", *digest_file(step / "rank_1/a.ckpt"), "shard", "model", Rank(1))
-    groups = {Shard("model"): (Rank(0), Rank(1))}
-    manifest = Manifest(Version(version), "r", 0, "i", "c", "w", 2, groups, "mindspore", 0.0, (piece,))
-    (step / "manifest.json").write_text(manifest.to_json())
-    return step
+    return add_manifest(step, {"model": (0, 1)}, version)
 
 
 def test_a_rank_that_the_saving_job_did_not_have_takes_the_same_step(tmp_path: Path) -> None:
@@ -174,8 +157,7 @@ def test_a_rank_that_the_saving_job_did_not_have_takes_the_same_step(tmp_path: P
     saved_by_two_replicas(tmp_path, 12)
     saved_by_ttp(tmp_path, 9)
     for rank in range(4):
-        found = load_newest(tmp_path, rank=rank)
-        assert found is not None and found.step_num == 12
+        assert found_in(tmp_path, rank=rank).step_num == 12
 
 
 def test_a_rank_without_a_slice_loads_no_older_step(tmp_path: Path) -> None:
@@ -191,15 +173,15 @@ def test_a_checkpoint_is_one_attempt_however_many_of_its_files_match(tmp_path: P
     saved_by_ttp(tmp_path, 9)
     everything = tmp_path / "*" / "rank_*" / "*.ckpt"
     for rank, writer in ((0, 0), (1, 3), (2, 0), (3, 3)):
-        found = load_newest(everything, rank=rank)
-        assert found is not None and (found.step_num, found.path.parent.name) == (12, f"rank_{writer}")
+        found = found_in(everything, rank=rank)
+        assert (found.step_num, found.path.parent.name) == (12, f"rank_{writer}")
     flip(newer / "rank_0" / "ttp_rank_0-1_12.ckpt")
-    found = load_newest(everything, rank=3, attempts=2)
-    assert found is not None and found.step_num == 9 and len(found.skipped) == 1
+    found = found_in(everything, rank=3, attempts=2)
+    assert found.step_num == 9 and len(found.skipped) == 1
     for version in (9, 12):
         (tmp_path / f"tft_saved_checkpoints-step_{version}" / "manifest.json").unlink()
-    found = load_newest(everything, rank=3)
-    assert found is not None and (found.step_num, found.path.parent.name) == (12, "rank_3")
+    found = found_in(everything, rank=3)
+    assert (found.step_num, found.path.parent.name) == (12, "rank_3")
 
 
 def test_what_cannot_be_looked_at_is_no_fresh_start(tmp_path: Path) -> None:
@@ -212,8 +194,7 @@ def test_damage_that_only_reading_finds_and_drafts(tmp_path: Path) -> None:
     newer = saved_by_ttp(tmp_path, 12)
     saved_by_ttp(tmp_path, 9)
     newer.rename(tmp_path / draft_name(Version(12), "i"))
-    found = load_newest(tmp_path, rank=0)
-    assert found is not None and found.step_num == 9
+    assert found_in(tmp_path, rank=0).step_num == 9
 
 
 def test_a_checkpoint_is_looked_at_once_however_many_of_its_files_match(
@@ -228,8 +209,7 @@ def test_a_checkpoint_is_looked_at_once_however_many_of_its_files_match(
         return look(path)
 
     monkeypatch.setattr(newest_whole, "look", look_and_note)
-    found = load_newest(step / "rank_*" / "*.ckpt")
-    assert found is not None and found.step_num == 12
+    assert found_in(step / "rank_*" / "*.ckpt").step_num == 12
     assert seen == [step]
 
 
@@ -237,10 +217,10 @@ def test_checkpoints_of_the_original_have_no_manifest(tmp_path: Path) -> None:
     """Its directories have the same names: steps count, and each rank has its own file or none."""
     for version in (12, 9):
         (saved_by_ttp(tmp_path, version) / "manifest.json").unlink()
-    found = load_newest(tmp_path, rank=3)
-    assert found is not None and (found.step_num, found.path.parent.name) == (12, "rank_3")
+    found = found_in(tmp_path, rank=3)
+    assert (found.step_num, found.path.parent.name) == (12, "rank_3")
     flip(found.path)
-    found = load_newest(tmp_path, rank=3)
-    assert found is not None and found.step_num == 9 and "its CRC" in found.skipped[0]
+    found = found_in(tmp_path, rank=3)
+    assert found.step_num == 9 and "its CRC" in found.skipped[0]
     with pytest.raises(CheckpointError, match="has no file of rank 1, and no manifest that lists replicas"):
         load_newest(tmp_path, rank=1, attempts=1)

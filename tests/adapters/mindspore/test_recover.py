@@ -13,16 +13,12 @@ from typing import Any
 
 import pytest
 
-from tests.adapters.mindspore.jobs import S8_GROUPS, flip, group_of, make_job
-from tests.adapters.mindspore.layouts import S8, S8_SHARDED, write_json, write_strategy
+from tests.adapters.mindspore.jobs import S8_GROUPS, add_manifest, flip, group_of, make_job, saved_by_ttp
+from tests.adapters.mindspore.reshard_worlds import S8, S8O, STRATEGIES, write_strategy
 from ttp.adapters.mindspore import get_ckpt_path_with_strategy, write_group_info
 from ttp.cli.main import main
-from ttp.core.layout import Rank, Shard, Version
-from ttp.core.messages import Piece
 from ttp.errors import CheckpointError, ConfigError
 from ttp.mindspore_files.redundancy_plan import by_template, newest_first
-from ttp.store.digest import digest_file
-from ttp.store.manifest import Manifest
 
 pytestmark = pytest.mark.xdist_group("mindspore-files")
 
@@ -117,7 +113,7 @@ def test_what_cannot_be_rebuilt_is_said(ttp: Ttp, job: Path, strategy: Path, tmp
 
 
 def test_without_replicas_nothing_stands_for_a_rank(ttp: Ttp, job: Path, tmp_path: Path) -> None:
-    sharded = write_strategy(tmp_path / "s.ckpt", S8_SHARDED)
+    sharded = write_strategy(tmp_path / "s.ckpt", S8O)
     shutil.rmtree(job / "rank_2")
     code, said, _ = ttp("recover", job, "--strategy", sharded)
     assert code == 1 and "no other rank holds the same" in said
@@ -168,24 +164,15 @@ def test_group_info_in_the_folders_of_the_ranks(ttp: Ttp, job: Path) -> None:
 
 def test_a_power_off_checkpoint_has_one_file_for_each_group(ttp: Ttp, tmp_path: Path) -> None:
     save_dir = tmp_path / "saved"
-    step = save_dir / "tft_saved_checkpoints-step_12"
-    make_job(step, [(0,), (3,)], lambda rank: f"ttp_rank_{rank}-2_4.ckpt")
-    pieces = []
-    for rank, shard in ((0, "even"), (3, "odd")):
-        path = f"rank_{rank}/ttp_rank_{rank}-2_4.ckpt"
-        size, digest = digest_file(step / path)
-        pieces.append(Piece(path, size, digest, "shard", shard, Rank(rank)))
-    groups = {Shard("even"): (Rank(0), Rank(2)), Shard("odd"): (Rank(1), Rank(3))}
-    manifest = Manifest(Version(12), "r", 0, "i", "c", "w", 4, groups, "mindspore", 0.0, tuple(pieces))
-    (step / "manifest.json").write_text(manifest.to_json())
+    step = saved_by_ttp(save_dir, 12)
     code, said, _ = ttp("recover", save_dir, "--by", "copy", "--out", tmp_path / "out")
     assert code == 0, said
     names = sorted(str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("*.ckpt"))
-    assert names == [f"rank_{rank}/ttp_rank_{rank}-2_4.ckpt" for rank in range(4)]
+    assert names == [f"rank_{rank}/ttp_rank_{rank}-1_12.ckpt" for rank in range(4)]
     told = answer(ttp("redundancy", step, "--json"))
     assert (told["kind"], told["groups"], told["parameters"]["odd"]) == ("manifest", [[0, 2], [1, 3]], [[1, 3]])
     assert answer(ttp("redundancy", step / "manifest.json", "--json"))["groups"] == told["groups"]
-    whole = step / "rank_3" / "ttp_rank_3-2_4.ckpt"
+    whole = step / "rank_3" / "ttp_rank_3-1_12.ckpt"
     whole.write_bytes(make_and_read(tmp_path / "again"))
     assert "does not have the digest" in ttp("recover", save_dir)[1]
 
@@ -235,11 +222,7 @@ def test_a_save_dir_in_which_not_everything_is_of_ttp(ttp: Ttp, job: Path, tmp_p
     step = save_dir / "tft_saved_checkpoints-step_10"
     step.mkdir()
     file(job, 0).parent.rename(step / "rank_0")
-    kept = step / "rank_0" / "checkpoint-2_1875.ckpt"
-    piece = Piece(f"rank_0/{kept.name}", *digest_file(kept), "shard", Shard("m"), Rank(0))
-    groups = {Shard("m"): (Rank(0),)}
-    manifest = Manifest(Version(10), "r", 0, "i", "c", "w", 1, groups, "mindspore", 0.0, (piece,))
-    (step / "manifest.json").write_text(manifest.to_json())
+    add_manifest(step, {"m": (0,)}, 10)
     found = answer(ttp("recover", save_dir, "--json"))
     assert found["source"] == str(step) and "step_12" in found["skipped"][0] and "step_11" in found["skipped"][1]
     code, _, said = ttp("recover", save_dir, "--step", "7_7")
@@ -270,9 +253,8 @@ REFUSED: dict[str, tuple[list[str], str, int]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused(name: str, ttp: Ttp, job: Path, strategy: Path, tmp_path: Path) -> None:
-    small = write_json(tmp_path / "s4.json", {"w": S8["l1.w"].__class__((4,), (0,))})
     words, text, expected = REFUSED[name]
-    named = {"S": str(strategy), "S4": str(small)}
+    named = {"S": str(strategy), "S4": str(STRATEGIES / "s4.ckpt")}
     before = tree(job)
     code, _, said = ttp("recover", job, *(named.get(word, word).replace("JOB", str(job)) for word in words))
     assert (code, text in said) == (expected, True), said
@@ -354,7 +336,7 @@ def test_the_same_path_as_mindspore(rank: int, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(os, "environ", {**os.environ, "RANK": str(rank), "WORLD_SIZE": "16", "MASTER_ADDR": "h"})
     monkeypatch.setattr(serialization, "get_rank", lambda: rank)
     monkeypatch.setattr(_utils, "get_rank", lambda: rank)
-    for layouts in (S8, S8_SHARDED):
+    for layouts in (S8, S8O):
         strategy = str(write_strategy(tmp_path / "s.ckpt", layouts, rank // 8))
         for there in ([], [4, 12], [1, 7, 13], list(range(16))):
             folder = tmp_path / f"{len(there)}-{layouts is S8}"

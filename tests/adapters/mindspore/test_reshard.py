@@ -44,27 +44,14 @@ PP = [{name: cut for name, cut in S4.items() if ("l3" in name) == last} for last
 
 
 @pytest.fixture(scope="module")
-def s8(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("s8"), TENSORS, S8, range(8))
-
-
-@pytest.fixture(scope="module")
-def s8o(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("s8o"), TENSORS, S8O, range(8))
-
-
-@pytest.fixture(scope="module")
-def s4(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("s4"), TENSORS, S4, range(4))
-
-
-@pytest.fixture(scope="module")
-def pp(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("pp")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return checkpoints of eight ranks, of eight with optimizer parallelism, of four, and of a pipeline."""
+    made = {name: tmp_path_factory.mktemp(name) for name in ("s8", "s8o", "s4", "pp")}
+    for name, cuts, ranks in (("s8", S8, 8), ("s8o", S8O, 8), ("s4", S4, 4)):
+        save(made[name], TENSORS, cuts, range(ranks))
     for stage, cuts in enumerate(PP):
-        kept = {name: TENSORS[name] for name in cuts}
-        save(path, kept, cuts, range(4 * stage, 4 * stage + 4), first=4 * stage)
-    return path
+        save(made["pp"], {n: TENSORS[n] for n in cuts}, cuts, range(4 * stage, 4 * stage + 4), first=4 * stage)
+    return made
 
 
 # ------------------------------------------------------------------------------------- strategies that MindSpore wrote
@@ -83,10 +70,10 @@ def pp(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_real_strategies_give_what_plain_slicing_gives(
-    source: str, src: str, dst: str | None, cuts: Cuts | None, world_size: int, tmp_path: Path, request: Any
+    source: str, src: str, dst: str | None, cuts: Cuts | None, world_size: int, tmp_path: Path, files: dict[str, Path]
 ) -> None:
     target = tmp_path / "made"
-    done = run(request.getfixturevalue(source), target, STRATEGIES / src, STRATEGIES / dst if dst else None)
+    done = run(files[source], target, STRATEGIES / src, STRATEGIES / dst if dst else None)
     assert done.world_size == world_size and done.version == 12
     assert_cut(target, TENSORS, cuts, range(world_size))
     assert verify_checkpoint(target) == []
@@ -95,8 +82,8 @@ def test_real_strategies_give_what_plain_slicing_gives(
     assert (last["epoch_num"], last["step_num"], last["loss_scale"]) == (3, 12, 8.0)
 
 
-def test_into_a_pipeline(s8: Path, tmp_path: Path) -> None:
-    assert run(s8, tmp_path / "made", STRATEGIES / "s8.ckpt", STRATEGIES / "pp").world_size == 8
+def test_into_a_pipeline(files: dict[str, Path], tmp_path: Path) -> None:
+    assert run(files["s8"], tmp_path / "made", STRATEGIES / "s8.ckpt", STRATEGIES / "pp").world_size == 8
     for stage, cuts in enumerate(PP):
         assert_cut(tmp_path / "made", TENSORS, cuts, range(4 * stage, 4 * stage + 4), first=4 * stage)
     assert not {"l3.w", "moments.l3.w"} & set(load(tmp_path / "made", 0))
@@ -123,10 +110,10 @@ def stock_strategy(name: str | None, path: Path) -> str | None:
 
 @pytest.mark.parametrize(("source", "src", "dst"), STOCK)
 def test_stock_transform_checkpoints_makes_the_same(
-    source: str, src: str, dst: str | None, tmp_path: Path, request: Any
+    source: str, src: str, dst: str | None, tmp_path: Path, files: dict[str, Path]
 ) -> None:
     plain = tmp_path / "plain"  # texts make the stock function fail
-    saved: Path = request.getfixturevalue(source)
+    saved = files[source]
     for rank in range(len(list(saved.iterdir()))):
         kept = {name: value for name, value in load(saved, rank).items() if name in TENSORS}
         (plain / f"rank_{rank}").mkdir(parents=True)
@@ -141,11 +128,10 @@ def test_stock_transform_checkpoints_makes_the_same(
 
 @pytest.mark.parametrize(("source", "src", "dst"), STOCK)
 def test_what_a_rank_needs_is_on_the_ranks_that_mindspore_lists(
-    source: str, src: str, dst: str | None, tmp_path: Path, request: Any
+    source: str, src: str, dst: str | None, tmp_path: Path, files: dict[str, Path]
 ) -> None:
     read = [None if name is None else read_strategy(STRATEGIES / name) for name in (src, dst)]
-    files = request.getfixturevalue(source)
-    plan = open_newest(files, quiet, lambda found: make_plan(found, *read, inference=False))
+    plan = open_newest(files[source], quiet, lambda found: make_plan(found, *read, inference=False))
     for rank in range(plan.world_size):
         listed = set(ms.rank_list_for_transform(rank, stock_strategy(src, tmp_path), stock_strategy(dst, tmp_path)))
         for name, entry in plan.of_rank(rank).items():
@@ -167,21 +153,21 @@ def needed_cells(entry: TargetTensor, rank: int) -> set[Cell]:
     return {tuple(cell) for cell in np.unique(owner[mine].reshape(-1, len(entry.full)), axis=0).tolist()}
 
 
-def test_a_full_file_is_cut_again(s8: Path, tmp_path: Path) -> None:
+def test_a_full_file_is_cut_again(files: dict[str, Path], tmp_path: Path) -> None:
     full, again = tmp_path / "full", tmp_path / "again"
-    run(s8, full, STRATEGIES / "s8.ckpt", None)
+    run(files["s8"], full, STRATEGIES / "s8.ckpt", None)
     run(full, again, None, STRATEGIES / "s8o.ckpt")
     assert_cut(again, TENSORS, S8O, range(8))
 
 
-def test_for_inference_only_weights_are_kept(s8: Path, tmp_path: Path) -> None:
+def test_for_inference_only_weights_are_kept(files: dict[str, Path], tmp_path: Path) -> None:
     weights = {name: cut for name, cut in S4.items() if not name.startswith("moments.")}
     strategy = write_strategy(tmp_path / "infer.ckpt", weights)
-    run(s8, tmp_path / "made", STRATEGIES / "s8.ckpt", strategy, inference=True)
+    run(files["s8"], tmp_path / "made", STRATEGIES / "s8.ckpt", strategy, inference=True)
     assert set(load(tmp_path / "made", 0)) == {*weights, "note"}
     assert_cut(tmp_path / "made", TENSORS, weights, range(4))
     with pytest.raises(CheckpointError, match=r"moments.l1.w is in the files but not in .* --inference"):
-        run(s8, tmp_path / "training", STRATEGIES / "s8.ckpt", strategy)
+        run(files["s8"], tmp_path / "training", STRATEGIES / "s8.ckpt", strategy)
 
 
 # -------------------------------------------------------------------------------------------- what MindSpore cannot do

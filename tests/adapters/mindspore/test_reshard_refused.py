@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.adapters.mindspore.jobs import add_manifest
 from tests.adapters.mindspore.reshard_worlds import (
     S4,
     S8,
@@ -27,8 +28,6 @@ from tests.adapters.mindspore.reshard_worlds import (
     write_strategy,
 )
 from tests.damage import flip
-from ttp.core.layout import Rank, Shard, Version
-from ttp.core.messages import Piece
 from ttp.errors import CheckpointError, UsageError
 from ttp.mindspore_files import reshard_rank
 from ttp.mindspore_files.ckpt_writer import CkptWriter
@@ -36,13 +35,16 @@ from ttp.mindspore_files.reshard import JOB_BYTES
 from ttp.mindspore_files.reshard_fit import TargetTensor
 from ttp.mindspore_files.reshard_rank import blocks
 from ttp.store.digest import HashingFile, digest_file
-from ttp.store.manifest import MANIFEST, Manifest
+from ttp.store.manifest import MANIFEST
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what importing MindSpore warns of is not ours
     import mindspore as ms
 
 pytestmark = pytest.mark.xdist_group("mindspore-files")
+
+WHOLE = {"model": range(8)}
+NEWER = {name: full + 1 for name, full in TENSORS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -69,17 +71,6 @@ def file_of(directory: Path, rank: int) -> Path:
     return file
 
 
-def add_manifest(directory: Path, world_size: int = 8, version: int = 12) -> Path:
-    """Add a manifest, as a power-off checkpoint has one."""
-    pieces = []
-    for file in sorted(directory.rglob("*.ckpt")):
-        pieces.append(Piece(file.relative_to(directory).as_posix(), *digest_file(file), "shard", "model", Rank(0)))
-    groups = {Shard("model"): tuple(Rank(rank) for rank in range(world_size))}
-    manifest = Manifest(Version(version), "job", 0, "lost", "", "", world_size, groups, "mindspore", 0.0, tuple(pieces))
-    (directory / MANIFEST).write_text(manifest.to_json())
-    return directory
-
-
 def refused(source: Path, src: Path | None, dst: Path | None, why: str, **more: Any) -> None:
     """Check that the error says why, and that no file was made."""
     target = source.parent / "made"
@@ -95,7 +86,7 @@ def refused(source: Path, src: Path | None, dst: Path | None, why: str, **more: 
 def test_one_replica_of_each_group_is_enough(s8: Path) -> None:
     for rank in (0, 1, 6, 7):
         shutil.rmtree(s8 / f"rank_{rank}")
-    done = run(add_manifest(s8), s8.parent / "made", STRATEGIES / "s8.ckpt", STRATEGIES / "s4.ckpt")
+    done = run(add_manifest(s8, WHOLE), s8.parent / "made", STRATEGIES / "s8.ckpt", STRATEGIES / "s4.ckpt")
     assert any("each part is on disk once" in note for note in done.notes)
     assert_cut(s8.parent / "made", TENSORS, S4, range(4))
     refused_too = s8.parent / "lost"
@@ -107,7 +98,7 @@ def test_one_replica_of_each_group_is_enough(s8: Path) -> None:
 
 
 def test_a_damaged_piece_is_replaced_by_its_replica_or_named(s8: Path) -> None:
-    flip(file_of(add_manifest(s8), 5))
+    flip(file_of(add_manifest(s8, WHOLE), 5))
     done = run(s8, s8.parent / "first", STRATEGIES / "s8.ckpt", STRATEGIES / "s4.ckpt")
     assert any("rank_5/net-3_12.ckpt is damaged" in note for note in done.notes)
     assert_cut(s8.parent / "first", TENSORS, S4, range(4))
@@ -212,16 +203,14 @@ def test_files_of_different_steps_are_refused(s8: Path) -> None:
 
 
 def test_the_newest_step_that_all_ranks_have_is_taken(s8: Path) -> None:
-    newer = {name: full + 1 for name, full in TENSORS.items()}
-    save(s8, newer, S8, [0, 1], step=20)
+    save(s8, NEWER, S8, [0, 1], step=20)
     done = run(s8, s8.parent / "made", STRATEGIES / "s8.ckpt", None)
     assert done.version == 12 and "passed over 3_20: not every rank has it" in done.notes
     assert_cut(s8.parent / "made", TENSORS, None, [0])
 
 
 def test_an_older_step_is_taken_when_damage_leaves_a_hole_in_the_newest(s8: Path) -> None:
-    newer = {name: full + 1 for name, full in TENSORS.items()}
-    save(s8, newer, S8, range(8), step=20)
+    save(s8, NEWER, S8, range(8), step=20)
     for rank in (1, 5):
         (s8 / f"rank_{rank}" / "net-3_20.ckpt").write_bytes(b"")
     done = run(s8, s8.parent / "made", STRATEGIES / "s8.ckpt", STRATEGIES / "s4.ckpt")
@@ -240,8 +229,7 @@ def test_after_five_damaged_steps_it_says_that_there_are_more(s8: Path) -> None:
 
 
 def test_a_strategy_that_does_not_fit_is_no_reason_to_go_back(s8: Path) -> None:
-    newer = {name: full + 1 for name, full in TENSORS.items()}
-    save(s8, newer, S8, range(8), step=20)
+    save(s8, NEWER, S8, range(8), step=20)
     with pytest.raises(CheckpointError, match=r"^nothing was written: [^;]*is for 4 ranks") as refused:
         run(s8, s8.parent / "made", STRATEGIES / "s4.ckpt", None)
     assert str(refused.value).count("nothing was written") == 1
@@ -271,12 +259,13 @@ def test_what_is_no_checkpoint_is_refused(s8: Path) -> None:
     for rank in range(8):
         file_of(s8, rank).write_bytes(b"PK\x03\x04 something else")
     refused(s8, strategy, None, "no file in .* is whole: .* is damaged at byte")
-    add_manifest(s8, world_size=4)
+    add_manifest(s8, {"model": range(4)})
     refused(s8, strategy, None, "no file in .* is whole")
 
 
 def test_the_manifest_knows_the_number_of_ranks(s8: Path) -> None:
-    refused(add_manifest(s8, world_size=16), STRATEGIES / "s8.ckpt", None, "the checkpoint has 16 ranks, but .* for 8")
+    add_manifest(s8, {"model": range(16)})
+    refused(s8, STRATEGIES / "s8.ckpt", None, "the checkpoint has 16 ranks, but .* for 8")
 
 
 # -------------------------------------------------------------------------------------------------- where it is written

@@ -21,21 +21,19 @@ EPOCHS = 5
 def launch(directory: Path, workers: int, kills: list[Kill], *arguments: str) -> Job:
     """Start the program as a user does who knows only the launcher of ttp."""
     job = Job(directory, workers, kills, list(arguments), 0, HERE / "seed_job.py", ["--mindio"])
-    return job.run(RUN_S)
+    return job.run(RUN_S, ends=75 if kills else 0)
 
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Job:
     """The job without kills, of two workers in PyNative mode: graph mode differs in the last bits."""
     job = launch(tmp_path_factory.mktemp("unbroken"), 2, [], "--mode=pynative")
-    assert job.code == 0, job.output[-6000:]
     assert sorted(job.steps[0]) == list(range(1, EPOCH * EPOCHS + 1))
     return job
 
 
 def saved_by(job: Job, newest: int, dead: int) -> tuple[int, list[str]]:
     """Return the step that a launch has saved, ``newest`` or the one before, and the next launch's arguments for it."""
-    assert job.code == 75, job.output[-6000:]
     step = max(int(path.name.rpartition("_")[2]) for path in job.checkpoints)
     assert step in (newest - 1, newest), job.output[-6000:]
     epoch, in_epoch = (step - 1) // EPOCH + 1, (step - 1) % EPOCH + 1
@@ -55,7 +53,6 @@ def tour(directory: Path, reference: Job, workers: int, mode: str, kills: list[K
         check_steps(job, reference, begun)
         begun, told = saved_by(job, kill[1], kill[0])
     last = launch(directory, workers, [], f"--mode={mode}", *told)
-    assert last.code == 0, last.output[-6000:]
     check_steps(last, reference, begun)
     assert max(last.steps[0]) == EPOCH * EPOCHS
 
@@ -79,6 +76,5 @@ def test_the_power_off_program_is_resumed_by_hand(tmp_path: Path, unbroken: Job)
 @pytest.mark.parametrize("mode", ["graph", "pynative"])
 def test_four_cards_killed_twice(mode: str, tmp_path: Path) -> None:
     reference = launch(tmp_path / "unbroken", 4, [], f"--mode={mode}")
-    assert reference.code == 0, reference.output[-6000:]
     # in mid-epoch, also if the step before is saved: the program's own init_epoch cannot go on from an epoch's end
     tour(tmp_path / "job", reference, 4, mode, [(0, EPOCH + 3, "gate"), (2, 3 * EPOCH + 3, "update")])

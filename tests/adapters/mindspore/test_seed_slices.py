@@ -67,11 +67,6 @@ def create_dataset() -> Any:
     return ds.NumpySlicesDataset({"image": images, "label": labels}, shuffle=False).batch(BATCH)
 
 
-class Processor(StubProcessor):
-    def set_base_version(self, version: Version) -> None:
-        self.gate.set_version(version)
-
-
 class Job:
     """Eight ranks, of which this process is rank 0, without a controller."""
 
@@ -84,7 +79,7 @@ class Job:
         return self.processor is not None
 
     def start(self, _env: Any, layout: Layout, source: Any, save_dir: Path, **_: Any) -> Any:
-        self.processor = Processor(save_dir, layout=layout)
+        self.processor = StubProcessor(save_dir, layout=layout)
         source.on_welcome(Rank(0), INCARNATION, self.directory / "pages")
         return self.processor
 
