@@ -10,44 +10,41 @@ from typing import Any
 import pytest
 
 from tests.adapters.megatron.gpt import MICROBATCHES
+from tests.adapters.megatron.jobs import KILLED_AT, STEPS, Job
 from tests.adapters.megatron.nursery import Nursery
 from tests.ports import free_port
 
-STEPS, KILLED_AT = 5, 3
 
-
-class Gpt3:
+class Gpt3(Job):
     def __init__(self, nursery: Nursery, directory: Path, ranks: int, **shape: Any) -> None:
-        self.nursery, self.directory, self.ranks, self.shape = nursery, directory, ranks, shape
+        super().__init__(nursery, directory, shape)
+        self.ranks = ranks
 
-    def live(self, life: int, fault: dict[str, Any] | None = None, steps: int = STEPS) -> list[int]:
+    def run(self, life: int, fault: dict[str, Any] | None = None) -> list[int]:
         env = {"TTP_PORT": str(free_port()), "MASTER_ADDR": "127.0.0.1", "XDL_IP": "127.0.0.1", "TTP_OT": "60"}
-        env |= {"TTP_RUN_DIR": str(self.directory / f"run{life}"), "TTP_SAVE_DIR": str(self.directory / "checkpoints")}
+        env |= {"TTP_RUN_DIR": str(self.directory / f"run{life}"), "TTP_SAVE_DIR": str(self.save_dir)}
         env |= {"TORCHELASTIC_RESTART_COUNT": str(life)}
-        arguments: dict[str, Any] = {"shape": self.shape, "steps": steps, "life": life, "fault": fault}
+        arguments: dict[str, Any] = {"shape": self.shape, "steps": STEPS, "life": life, "fault": fault}
         return self.nursery.run(self.directory, "seed_gpt3.gpt3", ranks=self.ranks, env=env, **arguments)
 
     def results(self, life: int) -> list[dict[str, Any]]:
         return [json.loads((self.directory / f"result.{life}.{rank}.json").read_text()) for rank in range(self.ranks)]
 
     def saved(self) -> list[str]:
-        return sorted(path.name for path in (self.directory / "checkpoints").glob("iter_*"))
-
-    def story(self) -> str:
-        return "\n".join(f"--- {p.name}\n{p.read_text()[-2500:]}" for p in sorted(self.directory.glob("rank*.out")))
+        return sorted(path.name for path in self.save_dir.glob("iter_*"))
 
 
 def _killed_and_resumed(
     nursery: Nursery, path: Path, ranks: int, rank: int, at: str, may_be_saved: set[int], **shape: Any
 ) -> None:
     unhurt = Gpt3(nursery, path / "unhurt", ranks, **shape)
-    assert unhurt.live(0) == [0] * ranks, unhurt.story()
+    assert unhurt.run(0) == [0] * ranks, unhurt.story()
     job = Gpt3(nursery, path / "job", ranks, **shape)
-    codes = job.live(0, {"rank": rank, "step": KILLED_AT, "at": at})
+    codes = job.run(0, {"rank": rank, "step": KILLED_AT, "at": at})
     assert codes == [-9 if r == rank else 75 for r in range(ranks)], job.story()
-    saved = int((job.directory / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
+    saved = int((job.save_dir / "latest_checkpointed_iteration.txt").read_text())
     assert saved in may_be_saved and job.saved() == [f"iter_{saved:07d}"], job.story()
-    assert job.live(1) == [0] * ranks, job.story()
+    assert job.run(1) == [0] * ranks, job.story()
     for resumed, never_hurt in zip(job.results(1), unhurt.results(0), strict=True):
         assert resumed["start"] == saved
         assert resumed["losses"] == never_hurt["losses"][saved * MICROBATCHES :]
@@ -76,7 +73,7 @@ def test_two_tensor_parallel_halves(nursery: Nursery, tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5])
 def test_losses_and_weights_are_those_of_the_plain_optimizer(nursery: Nursery, tmp_path: Path, ranks: int) -> None:
     job = Gpt3(nursery, tmp_path, ranks)
-    assert job.live(0) == [0] * ranks, job.story()
+    assert job.run(0) == [0] * ranks, job.story()
     assert nursery.run(tmp_path, "seed_gpt3.plain", ranks=ranks, shape={}, steps=STEPS) == [0] * ranks, job.story()
     for ours, plain in zip(job.results(0), job.results(9), strict=True):
         assert (ours["losses"], ours["weights"]) == (plain["losses"], plain["weights"])
@@ -85,18 +82,29 @@ def test_losses_and_weights_are_those_of_the_plain_optimizer(nursery: Nursery, t
 imports_megatron = pytest.mark.filterwarnings("ignore")  # Megatron's import has several
 
 
-@imports_megatron
-def test_a_step_that_was_saved_before_is_saved_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A restarted job that loses a rank before its first update saves the step that it has loaded."""
-    from ttp.adapters.megatron import replicated_checkpoint as saved
+@pytest.fixture
+def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return the module that makes checkpoints, for a save directory and a model that is not cut."""
+    from ttp.adapters.megatron import replicated_checkpoint
 
-    monkeypatch.setattr(saved, "save_directory", lambda: tmp_path)
-    monkeypatch.setattr(saved, "_model_places", lambda: 1)
+    monkeypatch.setattr(replicated_checkpoint, "save_directory", lambda: tmp_path)
+    monkeypatch.setattr(replicated_checkpoint, "_model_places", lambda: 1)
+    return replicated_checkpoint
+
+
+def draft(saved: Any, *names: str, value: int = 0) -> Path:
+    place: Path = saved.save_directory() / "iter_0000012_tmp" / "mp_rank_00"
+    place.mkdir(parents=True)
+    for name in names or ("common.pt", "shard_0_of_1.pt"):
+        saved._write(place / name, {"value": value})
+    return place
+
+
+@imports_megatron
+def test_a_step_that_was_saved_before_is_saved_again(saved: Any, tmp_path: Path) -> None:
+    """A restarted job that loses a rank before its first update saves the step that it has loaded."""
     for value in (1, 2, 3):
-        place = tmp_path / "iter_0000012_tmp" / "mp_rank_00"
-        place.mkdir(parents=True)
-        for name in ("common.pt", "shard_0_of_1.pt"):
-            saved._write(place / name, {"value": value})
+        draft(saved, value=value)
         assert saved.rename_save_result(12) == 0
         assert saved._newest_whole(tmp_path, 100) == 12
         assert saved._read(tmp_path / "iter_0000012" / "mp_rank_00" / "common.pt") == {"value": value}
@@ -106,18 +114,10 @@ def test_a_step_that_was_saved_before_is_saved_again(tmp_path: Path, monkeypatch
 
 @imports_megatron
 @pytest.mark.parametrize("at", ["between", "after"])
-def test_a_crash_in_the_renames_loses_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
+def test_a_crash_in_the_renames_loses_no_checkpoint(
+    saved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
     """Between them the step's checkpoint has no name of its own; after them Megatron's file names the one before."""
-    from ttp.adapters.megatron import replicated_checkpoint as saved
-
-    monkeypatch.setattr(saved, "save_directory", lambda: tmp_path)
-    monkeypatch.setattr(saved, "_model_places", lambda: 1)
-
-    def draft() -> None:
-        place = tmp_path / "iter_0000012_tmp" / "mp_rank_00"
-        place.mkdir(parents=True)
-        for name in ("common.pt", "shard_0_of_1.pt"):
-            saved._write(place / name, {})
 
     class Crash(BaseException):
         pass
@@ -125,9 +125,9 @@ def test_a_crash_in_the_renames_loses_no_checkpoint(tmp_path: Path, monkeypatch:
     def crash(*_: Any) -> None:
         raise Crash
 
-    draft()
+    draft(saved)
     assert saved.rename_save_result(12) == 0
-    draft()
+    draft(saved)
     (tmp_path / saved.LATEST).unlink()
     set_aside = saved._set_aside
     with monkeypatch.context() as broken:
@@ -144,19 +144,13 @@ def test_a_crash_in_the_renames_loses_no_checkpoint(tmp_path: Path, monkeypatch:
 
 @imports_megatron
 def test_shards_of_a_failed_attempt_with_another_number_of_ranks_are_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    saved: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the draft of that step would never become a checkpoint."""
-    from ttp.adapters.megatron import replicated_checkpoint as saved
-
     own = SimpleNamespace(current_step=12, shard=1, placement=SimpleNamespace(shards=3), optimizer=None, held={})
-    monkeypatch.setattr(saved, "save_directory", lambda: tmp_path)
     monkeypatch.setattr(saved, "replicated", lambda _: own)
     monkeypatch.setattr(saved, "_place", lambda directory: directory / "mp_rank_00")
-    place = tmp_path / "iter_0000012_tmp" / "mp_rank_00"
-    place.mkdir(parents=True)
-    for name in ("shard_0_of_2.pt", "shard_0_of_3.pt"):
-        saved._write(place / name, {})
+    place = draft(saved, "shard_0_of_2.pt", "shard_0_of_3.pt")
     (place / ".shard_1_of_3.pt.77").write_bytes(b"a rank died while it wrote this")
     assert saved.SaveHandler()(1, [0, 1, 2], (12, None, None, None)) == 0
     left = {f"shard_{number}_of_3.{kind}" for number in (0, 1) for kind in ("pt", "json")}
