@@ -65,28 +65,21 @@ def test_a_backend_whose_partners_do_not_come_is_given_up(server: Any) -> None:
         Gloo().connect(Place(server, 0, 2, "some", [0, 1], timedelta(seconds=0.2)))
 
 
-def test_groups_that_nobody_has_seen_being_made_are_not_exchanged() -> None:
-    helper = regroup._c10d._new_process_group_helper
-    dist.init_process_group("gloo", store=_dist.HashStore(), rank=0, world_size=1)
-    try:
-        groups = regroup.Groups(seat=False)
-        groups.enter()
-        assert groups.why_not() == "process groups were made before @ttp_to_persist was applied"
-    finally:
-        dist.destroy_process_group()
-        regroup._c10d._new_process_group_helper = helper
-
-
 @pytest.fixture
-def made() -> Iterator[Callable[..., regroup.Groups]]:
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., regroup.Groups]]:
     """Return a function that makes groups. Torch's state is restored at the end."""
-    names = "_new_process_group_helper", "_store_based_barrier", "_rank_not_in_group"
-    stock = {name: getattr(regroup._c10d, name) for name in names}
+    for name in ("_new_process_group_helper", "_store_based_barrier", "_rank_not_in_group"):
+        monkeypatch.setattr(regroup._c10d, name, getattr(regroup._c10d, name))
     yield regroup.Groups
     if dist.is_initialized():
         dist.destroy_process_group()
-    for name, function in stock.items():
-        setattr(regroup._c10d, name, function)
+
+
+def test_groups_that_nobody_has_seen_being_made_are_not_exchanged(made: Callable[..., regroup.Groups]) -> None:
+    dist.init_process_group("gloo", store=_dist.HashStore(), rank=0, world_size=1)
+    groups = made(seat=False)
+    groups.enter()
+    assert groups.why_not() == "process groups were made before @ttp_to_persist was applied"
 
 
 def test_a_seat_makes_its_groups_alone_until_they_are_exchanged(made: Callable[..., regroup.Groups]) -> None:

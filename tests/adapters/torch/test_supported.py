@@ -10,6 +10,7 @@ import copy
 import functools
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -126,14 +127,7 @@ def test_compiled(tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) ->
         stepped = plainly(model, optimizer)
         if what == "optimizer":
             compiled = torch.compile(optimizer.step, backend="eager")
-
-            def stepped(_number: int) -> Any:
-                optimizer.zero_grad()
-                loss = model(data()).square().mean()
-                loss.backward()
-                compiled()
-                return loss
-
+            stepped = plainly(model, SimpleNamespace(zero_grad=optimizer.zero_grad, step=compiled))
         return Program(model, optimizer, stepped)
 
     assert_goes_on_with_its_bits(tmp_path, make)
@@ -281,14 +275,7 @@ def test_a_loader_that_knows_its_place(tmp_path: Path) -> None:
     def make() -> Program:
         model = net()
         loader, optimizer = make_loader(), adamw(model)
-
-        def step(_number: int) -> Any:
-            optimizer.zero_grad()
-            loss = model(next(loader)).square().mean()
-            loss.backward()
-            optimizer.step()
-            return loss
-
+        step = plainly(lambda _: model(next(loader)), optimizer)
         return Program(model, optimizer, step, extra_state={"loader": loader})
 
     with making(StatefulLoader, StatefulLoader.end) as make_loader:

@@ -64,28 +64,24 @@ class Job(Loop):
             self.gate.open()
 
 
-def copied(job: Job) -> Callable[[], None]:
-    kept = [p.detach().clone() for p in job.parameters]
+def swap(job: Job, keep: Callable[[Any], Tensor], put: Callable[[Any, Tensor], object]) -> Callable[[], None]:
+    kept = [keep(p) for p in job.parameters]
     for parameter, average in zip(job.parameters, job.averages, strict=True):
-        parameter.data.copy_(average)
+        put(parameter, average)
 
     def back() -> None:
         for parameter, old in zip(job.parameters, kept, strict=True):
-            parameter.data.copy_(old)
+            put(parameter, old)
 
     return back
+
+
+def copied(job: Job) -> Callable[[], None]:
+    return swap(job, lambda p: p.detach().clone(), lambda p, value: p.data.copy_(value))
 
 
 def pointed(job: Job) -> Callable[[], None]:
-    kept = [p.data for p in job.parameters]
-    for parameter, average in zip(job.parameters, job.averages, strict=True):
-        parameter.data = average
-
-    def back() -> None:
-        for parameter, old in zip(job.parameters, kept, strict=True):
-            parameter.data = old
-
-    return back
+    return swap(job, lambda p: p.data, lambda p, value: setattr(p, "data", value))
 
 
 def loaded(job: Job) -> Callable[[], None]:
@@ -96,15 +92,15 @@ def loaded(job: Job) -> Callable[[], None]:
 
 
 @pytest.mark.supports("EMA")
-@pytest.mark.parametrize("swap", [copied, pointed, loaded])
+@pytest.mark.parametrize("put", [copied, pointed, loaded])
 @pytest.mark.parametrize("networks", [1, 2])
-def test_other_weights_are_not_saved(swap: Any, networks: int, tmp_path: Path) -> None:
+def test_other_weights_are_not_saved(put: Any, networks: int, tmp_path: Path) -> None:
     """With two networks the average is of the first, whose optimizer is not the last one."""
     job = Job(tmp_path, networks=networks)
     for number in range(8):
         job.step()
         assert not job.swapped
-        back = swap(job)
+        back = put(job)
         assert job.swapped, f"after update {number + 1}"
         with pytest.raises(MovedError, match="has put other weights into the model, such as averages"):
             job.save_and_go_on()
@@ -113,15 +109,15 @@ def test_other_weights_are_not_saved(swap: Any, networks: int, tmp_path: Path) -
     job.save_and_go_on()
 
 
-@pytest.mark.parametrize("swap", [copied, pointed])
-def test_an_evaluation_while_the_state_is_written_is_noticed_when_it_is_over(swap: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("put", [copied, pointed])
+def test_an_evaluation_while_the_state_is_written_is_noticed_when_it_is_over(put: Any, tmp_path: Path) -> None:
     job = Job(tmp_path)
     job.step()
     source = job.source
     bring = source._to_host
 
     def meanwhile(tensor: Tensor) -> Tensor:
-        back = swap(job)
+        back = put(job)
         with torch.no_grad():
             job.model(INPUT)
         back()
