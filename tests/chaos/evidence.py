@@ -30,7 +30,7 @@ def life(rank: int, start: int, finished: int, begun: int | None = None) -> Rank
 
 def seen(kind: str, at_s: float = AT_S + 0.01, **facts: Any) -> Seen:
     """Return an event of the controller."""
-    return Seen(kind, at_s, 1e9 + at_s, "incident", facts)
+    return Seen(kind, at_s, "incident", facts)
 
 
 @dataclass

@@ -126,7 +126,7 @@ class Driver:
         match entry:
             case RankStarted(rank_process):
                 self._rank_started(rank_process)
-            case RankWaits(rank_process, step, phase, _):
+            case RankWaits(rank_process, step, phase):
                 rank_process.waiting_at = (step, phase)
                 self._rank_waits(rank_process, step, phase)
             case RankEnded(rank_process):
@@ -184,7 +184,7 @@ class Driver:
             rank_process.reply({"do": "go"})
 
     def _heard(self, kind: str, entry: dict[str, Any]) -> None:
-        seen = Seen(kind, entry["monotonic_s"], entry["unix_s"], entry["incident"], entry["facts"])
+        seen = Seen(kind, entry["monotonic_s"], entry["incident"], entry["facts"])
         if kind == "incarnation":
             self._standbys.clear()
         elif kind == "standby":
@@ -257,13 +257,10 @@ class Driver:
 
         Ranks that continue in their processes are in the next life before other ranks.
         """
+        assert self._record is not None
         there = self._job.rank_processes
         hurt = [there[rank] for rank in fault.who.numbers if rank in there] if fault.who.kind == "ranks" else []
-        return max((rank_process.life for rank_process in hurt or there.values()), default=self._record_life())
-
-    def _record_life(self) -> LifeKey:
-        assert self._record is not None
-        return self._record.lives[-1]
+        return max((rank_process.life for rank_process in hurt or there.values()), default=self._record.lives[-1])
 
     # ------------------------------------------------------------------------------------------------------------- runs
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +17,6 @@ class Hosts(Protocol):
     """The hosts on which a job runs."""
 
     addresses: list[str]
-    names: list[str]
 
     def start(self, host: int, command: Sequence[str], env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
         """Start ``command`` on a host; its output is appended to ``log``."""
@@ -82,7 +80,6 @@ class ThisMachine:
 
     def __init__(self, tag: str) -> None:
         self.addresses = ["127.0.0.1"]
-        self.names = [socket.gethostname()]
         self._tag = tag
         end_orphans()
 

@@ -107,7 +107,7 @@ def ranks(*numbers: int) -> Target:
     return Target("ranks", numbers)
 
 
-CONTROLLER, LAUNCHER, DISK, ALL = Target("controller"), Target("launcher"), Target("disk"), Target("all")
+CONTROLLER, LAUNCHER, DISK = Target("controller"), Target("launcher"), Target("disk")
 SAVER, COMMITTER, BYSTANDER = Target("saver"), Target("committer"), Target("bystander")
 
 

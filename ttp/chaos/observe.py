@@ -49,8 +49,7 @@ def watch(address: str, port: int, token: str) -> None:
                     if (e.sequence, e.unix_s) in seen:
                         continue
                     seen.add((e.sequence, e.unix_s))
-                    times = {"monotonic_s": e.monotonic_s, "unix_s": e.unix_s}
-                    say(event=e.kind, incident=e.incident, facts=json.loads(e.json), **times)
+                    say(event=e.kind, incident=e.incident, facts=json.loads(e.json), monotonic_s=e.monotonic_s)
         except grpc.RpcError:
             time.sleep(LOOK_S / 2)
 

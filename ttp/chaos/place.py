@@ -77,13 +77,7 @@ def _this_machine(script: Script) -> ThisMachine:
     return ThisMachine(new_tag())
 
 
-@contextlib.contextmanager
-def _disk(script: Script, folder: Path) -> Iterator[Disk | None]:
+def _disk(script: Script, folder: Path) -> contextlib.AbstractContextManager[Disk | None]:
     if "mount" not in script.needs:
-        yield None
-        return
-    disk = Disk(folder / "disk", SPARE_BYTES + CHECKPOINTS * BYTES_PER_WIDTH * script.width)
-    try:
-        yield disk
-    finally:
-        disk.close()
+        return contextlib.nullcontext()
+    return contextlib.closing(Disk(folder / "disk", SPARE_BYTES + CHECKPOINTS * BYTES_PER_WIDTH * script.width))

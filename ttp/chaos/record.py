@@ -16,7 +16,6 @@ class Seen:
 
     kind: str
     at_s: float
-    unix_s: float
     incident: str
     facts: Mapping[str, Any]
 

@@ -10,7 +10,6 @@ import socket
 import struct
 import tempfile
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,12 +52,11 @@ class RankStarted:
 
 @dataclass(frozen=True, slots=True)
 class RankWaits:
-    """A rank has reached a phase of a step, and waits for an answer. ``at_s``: seconds of the monotonic clock."""
+    """A rank has reached a phase of a step, and waits for an answer."""
 
     rank_process: RankProcess
     step: int
     phase: str
-    at_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,13 +145,13 @@ class RankSwitchboard:
                     connection.sendall((json.dumps(words) + "\n").encode())
 
             for line in file:
-                said, now = json.loads(line), time.monotonic()
+                said = json.loads(line)
                 if rank_process is None:
                     rank_process = RankProcess(
                         said["rank"], (said["life"][0], said["life"][1]), pid, said["forked"], reply
                     )
                     self.inbox.put(RankStarted(rank_process))
                 else:
-                    self.inbox.put(RankWaits(rank_process, said["step"], said["phase"], now))
+                    self.inbox.put(RankWaits(rank_process, said["step"], said["phase"]))
         if rank_process is not None:
             self.inbox.put(RankEnded(rank_process))

@@ -5,17 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-STEP_PHASES = (
-    "data",
-    "forward",
-    "loss",
-    "backward",
-    "allreduced",
-    "in_step",
-    "stepped",
-    "scheduler",
-    "scheduled",
-)
+STEP_PHASES = ("data", "forward", "loss", "backward", "allreduced", "in_step", "stepped", "scheduler", "scheduled")
 """Phases of a step, in their order; ``in_step`` is half-way through ``optimizer.step()``."""
 
 CALLED_PHASES = ("extra_state", "evaluation")
@@ -31,46 +21,11 @@ three are for every rank: ``entered`` (in ``train()``), ``joined`` (after ``wrap
 """
 
 EVENTS = (
-    "abdicated",
-    "acknowledged",
-    "answer",
-    "awaited",
-    "closed",
-    "commit",
-    "commit_failed",
-    "committed",
-    "done",
-    "drained",
-    "evidence",
-    "fallback",
-    "finished",
-    "formed",
-    "gone",
-    "held",
-    "incarnation",
-    "joined",
-    "left",
-    "not_held",
-    "nothing_new",
-    "opened",
-    "plan",
-    "reconnected",
-    "refused",
-    "released",
-    "replan",
-    "misfit",
-    "restore",
-    "restored",
-    "retracted",
-    "retry",
-    "save_failed",
-    "saved",
-    "stack",
-    "standby",
-    "thawed",
-    "waits",
-    "witness_asked",
-)
+    "abdicated", "acknowledged", "answer", "awaited", "closed", "commit", "commit_failed", "committed", "done",
+    "drained", "evidence", "fallback", "finished", "formed", "gone", "held", "incarnation", "joined", "left",
+    "not_held", "nothing_new", "opened", "plan", "reconnected", "refused", "released", "replan", "misfit", "restore",
+    "restored", "retracted", "retry", "save_failed", "saved", "stack", "standby", "thawed", "waits", "witness_asked",
+)  # fmt: skip
 """Kinds of events that a controller sends to its watchers; see ``WatchEvents``."""
 
 LAUNCHERS = ("ttp", "torchrun")
