@@ -32,6 +32,7 @@ from ttp.errors import ConfigError
 from ttp.wire import tls
 from ttp.wire.address import resolve
 from ttp.wire.sock_diag import owner_of_connection
+from ttp.wire.sockets import parse
 
 log = logging.getLogger("ttp.access")
 
@@ -136,23 +137,16 @@ def owner_of(peer: str) -> int | None:
         The user id; ``UNKNOWN`` if no process of this host has the connection open; None if the system cannot tell
         (``/proc/net`` is missing).
     """
-    kind, _, where = peer.partition(":")
-    host, _, port = where.rpartition(":")
-    try:
-        address = ipaddress.ip_address(host.strip("[]").replace("%5B", "").replace("%5D", ""))
-        if address.version == 6 and address.ipv4_mapped is not None:
-            address = address.ipv4_mapped
-        names = _as_in_proc(address, int(port))
-    except ValueError:
+    known = parse(peer)
+    if known is None or not (address := ipaddress.ip_address(known[0])).is_loopback:
         return UNKNOWN
-    if kind not in ("ipv4", "ipv6") or not address.is_loopback:
-        return UNKNOWN
+    port = known[1]
     for served_at, served in tuple(tls.SERVED):
         with contextlib.suppress(ValueError):  # it is a name
-            owner = owner_of_connection((address, int(port)), (ipaddress.ip_address(served_at), served))
+            owner = owner_of_connection((address, port), (ipaddress.ip_address(served_at), served))
             if owner is not None:
                 return owner
-    told = False
+    told, names = False, _as_in_proc(address, port)
     for name in ("tcp", "tcp6"):  # the kernel takes some milliseconds for each table
         lines = _connections(f"/proc/net/{name}", names)
         told |= lines is not None

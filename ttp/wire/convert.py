@@ -23,22 +23,8 @@ from ttp.core import messages as m
 from ttp.core import restore_messages as sm
 from ttp.mindio.protocol import messages as rm
 from ttp.wire import limits
-from ttp.wire.limits import WireError
+from ttp.wire.limits import WireError as WireError  # noqa: PLC0414 - callers catch it, and import it from here
 from ttp.wire.v1 import controller_pb2 as pb
-
-__all__ = [
-    "ORDERS",
-    "REPORTS",
-    "WireError",
-    "enum_from_wire",
-    "enum_to_wire",
-    "order_from_wire",
-    "order_to_wire",
-    "pages_from_wire",
-    "parse_report",
-    "report_from_wire",
-    "report_to_wire",
-]
 
 
 def _kinds(base: type) -> tuple[type, ...]:
