@@ -32,7 +32,7 @@ from ttp.store.held import PREFIX, Held, Order, State
 from ttp.store.manifest import Manifest
 from ttp.store.mounts import Mounts
 from ttp.store.piece_file import piece_file
-from ttp.store.plain_file import open_plain
+from ttp.store.plain_file import chunks
 from ttp.store.verify import verify_checkpoint
 
 log = logging.getLogger("ttp.launch")
@@ -46,7 +46,6 @@ START_S = 10.0
 AGAIN_S = 1.0
 """Seconds between two checks of a launcher whether the writer runs."""
 THREADS = 4
-CHUNK = 1 << 20
 FOLDER = "held"
 """Folder in the run directory with one file for each directory in memory; the file contains that directory's path."""
 
@@ -161,12 +160,12 @@ class Bringer:
             self._held.note_speed(manifest.size, time.monotonic() - began)
 
     def _copy(self, held: Path, draft: Path, piece: m.Piece) -> None:
-        target, buffer = draft / piece.file, memoryview(bytearray(CHUNK))
+        target = draft / piece.file
         if target.parent != draft:
             Disk().make_directory(target.parent)
-        with open_plain(held / piece.file) as source, piece_file(target, self._wrote) as out:
-            while count := source.readinto(buffer):
-                out.write(buffer[:count])
+        with piece_file(target, self._wrote) as out:
+            for chunk in chunks(held / piece.file):
+                out.write(chunk)
             if (found := out.sync_and_close()) != (piece.size, piece.digest):
                 raise CheckpointError(f"{held / piece.file} is damaged in memory: {found}")
 

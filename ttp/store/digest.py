@@ -17,15 +17,13 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from ttp.store.durable import naming
-from ttp.store.plain_file import open_plain
+from ttp.store.plain_file import CHUNK, chunks
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 ALGORITHM = "xxh3_128"
 
-_CHUNK = 1 << 20
-"""Bytes that are hashed and then written or read at once; they stay in the CPU's cache between the two steps."""
 
 _DIRECT = 1 << 16
 """Writes of at least this many bytes are not copied into the buffer."""
@@ -56,7 +54,7 @@ class HashingFile(io.BufferedIOBase):
 
     def __init__(self, path: Path, progress: Progress | None = None) -> None:
         self.path = Path(path)
-        self._progress = progress or _ignore
+        self._progress = progress or ignore
         self._fd = -1  # close() runs even if the open below fails
         self.path.unlink(missing_ok=True)
         self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -96,7 +94,7 @@ class HashingFile(io.BufferedIOBase):
             self._write_through(view.cast("B"))
         elif size:
             self._buffer += view.cast("B")
-            if len(self._buffer) >= _CHUNK:
+            if len(self._buffer) >= CHUNK:
                 self._drain()
         return size
 
@@ -156,8 +154,8 @@ class HashingFile(io.BufferedIOBase):
             raise
 
     def _write_chunks(self, view: memoryview) -> None:
-        for start in range(0, len(view), _CHUNK):
-            chunk = view[start : start + _CHUNK]
+        for start in range(0, len(view), CHUNK):
+            chunk = view[start : start + CHUNK]
             self._hash.update(chunk)
             while chunk:
                 count = os.write(self._fd, chunk)
@@ -183,13 +181,11 @@ def digest_file(path: Path, progress: Progress | None = None) -> tuple[int, str]
         OSError: the file cannot be read.
     """
     hashed, size = xxhash.xxh3_128(), 0
-    buffer = memoryview(bytearray(_CHUNK))
-    with open_plain(path) as file:
-        while count := file.readinto(buffer):
-            hashed.update(buffer[:count])
-            size += count
-            if progress is not None:
-                progress(count)
+    for chunk in chunks(path):
+        hashed.update(chunk)
+        size += len(chunk)
+        if progress is not None:
+            progress(len(chunk))
     return size, _text(hashed)
 
 
@@ -211,7 +207,7 @@ def _find_sync_file_range() -> Callable[..., int] | None:
     return found
 
 
-def _ignore(_: int) -> None:
+def ignore(_: int) -> None:
     """Do nothing; stands for a missing progress callback."""
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ttp.store import durable
-from ttp.store.digest import HashingFile, Progress
+from ttp.store.digest import HashingFile, Progress, ignore
 
 UNSUPPORTED = frozenset(
     {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.EMLINK, errno.EXDEV}
@@ -21,10 +21,6 @@ OCCUPIED = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR})
 """Errors with which file systems refuse to rename a directory to a name that is taken."""
 
 
-def _ignore(_: int) -> None:
-    """Do nothing; stands for a missing progress callback."""
-
-
 class Disk:
     """The real disk. Every method raises OSError if the disk refuses.
 
@@ -33,7 +29,7 @@ class Disk:
             that a slow disk does not hang.
     """
 
-    _progress: Progress = staticmethod(_ignore)
+    _progress: Progress = staticmethod(ignore)
 
     def __init__(self, progress: Progress | None = None) -> None:
         if progress is not None:

@@ -182,7 +182,7 @@ class Held:
             return kind(**json.loads((self.root / name).read_text()))
         return None
 
-    def _write(self, name: str, facts: dict[str, object]) -> None:
+    def _write(self, name: str, facts: object) -> None:
         draft = self.root / f".{name}.{os.getpid()}"
         draft.write_text(json.dumps(facts))
         draft.replace(self.root / name)
@@ -199,9 +199,7 @@ class Held:
         """Note the speed of the storage: it made ``size`` bytes durable in ``seconds``. Never raises."""
         with contextlib.suppress(OSError):
             self.make()
-            draft = self.root / f".speed.{os.getpid()}"
-            draft.write_text(repr(size / max(seconds, 1e-6)))
-            draft.replace(self.root / "speed")
+            self._write("speed", size / max(seconds, 1e-6))
 
     def measure(self, save_dir: Path) -> None:
         """Measure the speed of the storage with a file of ``PROBE_BYTES``, which is removed again. Never raises."""

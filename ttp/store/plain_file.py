@@ -6,8 +6,11 @@ import errno
 import io
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
+CHUNK = 1 << 20
+"""Bytes that are read at once; they stay in the CPU's cache until they are hashed and written."""
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
@@ -31,6 +34,18 @@ def open_plain(path: Path) -> io.FileIO:
     except BaseException:
         os.close(handle)
         raise
+
+
+def chunks(path: Path) -> Iterator[memoryview]:
+    """Yield the bytes of a regular file in chunks. All chunks use one buffer: use each before the next.
+
+    Raises:
+        OSError: as ``open_plain``, or reading failed.
+    """
+    buffer = memoryview(bytearray(CHUNK))
+    with open_plain(path) as file:
+        while count := file.readinto(buffer):
+            yield buffer[:count]
 
 
 def read_plain(path: Path, size_max: int | None = None) -> bytes:

@@ -13,20 +13,19 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from ttp.core.layout import Rank, Version
 from ttp.core.messages import KeptCopy, Piece
 from ttp.errors import CheckpointError
-from ttp.store.digest import HashingFile, Progress
+from ttp.store.digest import Progress
 from ttp.store.encoding import EncodingError, decode, encode
-from ttp.store.plain_file import open_plain, read_plain
+from ttp.store.piece_file import piece_file
+from ttp.store.plain_file import chunks, read_plain
 
 INDEX = "index"
-CHUNK = 1 << 20
-"""Bytes that are copied, or sent, at once."""
 RESERVE = 0.1
 """Share of the shared memory that stays free: other programs need it too, and get a SIGBUS when it is full."""
 
@@ -100,7 +99,7 @@ class CopyStore:
         Raises:
             CheckpointError: the index does not describe what is there.
         """
-        copy = Copy(draft, _pieces(draft, rank, version))
+        copy = Copy(draft, pieces_of(draft, rank, version))
         wrong = [piece.file for piece in copy.pieces if _size(draft / piece.file) != piece.size]
         if wrong:
             raise CheckpointError(
@@ -126,16 +125,7 @@ class CopyStore:
             CheckpointError: there is none, or its index cannot be read.
         """
         path = self._root / f"{rank}-{version}"
-        return Copy(path, _pieces(path, rank, version))
-
-    @staticmethod
-    def described(draft: Path, rank: Rank, version: Version) -> tuple[Piece, ...]:
-        """Read the index in ``draft``.
-
-        Raises:
-            CheckpointError: it cannot be read, or describes something else.
-        """
-        return _pieces(draft, rank, version)
+        return Copy(path, pieces_of(path, rank, version))
 
     def drop(self, rank: Rank, version: Version) -> None:
         """Remove a copy. Readers see all of it or nothing."""
@@ -180,31 +170,12 @@ def bring(copy: Copy, piece: Piece, target: Path, cancelled: Callable[[], None],
         CheckpointError: the bytes are not those that were kept.
         OSError: the disk refused.
     """
-    writer = HashingFile(target, progress)
-    try:
+    with piece_file(target, progress) as writer:
         for chunk in chunks(copy.path / piece.file):
             cancelled()
             writer.write(chunk)
-        found = writer.sync_and_close()
-    except BaseException:
-        writer.close()
-        target.unlink(missing_ok=True)
-        raise
-    if found != (piece.size, piece.digest):
-        target.unlink(missing_ok=True)
-        raise CheckpointError(f"the kept copy {copy.path / piece.file} is damaged: {found}")
-
-
-def chunks(path: Path) -> Iterator[memoryview]:
-    """Yield the bytes of a file in chunks. All chunks use one buffer: use each before the next.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    buffer = memoryview(bytearray(CHUNK))
-    with open_plain(path) as file:
-        while count := file.readinto(buffer):
-            yield buffer[:count]
+        if (found := writer.sync_and_close()) != (piece.size, piece.digest):
+            raise CheckpointError(f"the kept copy {copy.path / piece.file} is damaged: {found}")
 
 
 def plain_name(name: str) -> bool:
@@ -212,7 +183,12 @@ def plain_name(name: str) -> bool:
     return _FILE.fullmatch(name) is not None
 
 
-def _pieces(path: Path, rank: Rank, version: Version) -> tuple[Piece, ...]:
+def pieces_of(path: Path, rank: Rank, version: Version) -> tuple[Piece, ...]:
+    """Read the index of a copy, or of a draft of one.
+
+    Raises:
+        CheckpointError: it cannot be read, or describes something else.
+    """
     names = {field.name for field in fields(Piece)}
     try:
         found = decode(read_plain(path / INDEX))

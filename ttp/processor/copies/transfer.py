@@ -22,9 +22,10 @@ from ttp.core.copy_messages import Keep
 from ttp.core.layout import Rank, Version
 from ttp.core.replication import NOBODY
 from ttp.errors import CheckpointError
-from ttp.processor.copies.store import INDEX, Copy, CopyStore, NoRoomError, chunks, plain_name
+from ttp.processor.copies.store import INDEX, Copy, CopyStore, NoRoomError, pieces_of, plain_name
 from ttp.processor.local_state.mirror import PAGE_BYTES_MAX
 from ttp.store.digest import HashingFile
+from ttp.store.plain_file import chunks
 from ttp.wire import access, tls
 from ttp.wire.address import target
 from ttp.wire.channel import CLIENT_OPTIONS, SERVER_OPTIONS, metadata
@@ -209,7 +210,7 @@ class Receiver(rpc.BuddyServicer):
         draft = store.begin(rank, version)
         try:
             found = self._receive(requests, draft, begin.size)
-            _verify(store, draft, rank, version, found)
+            _verify(draft, rank, version, found)
             self._check_frozen()
             store.publish(draft, rank, version)
         finally:
@@ -250,8 +251,8 @@ def _open(draft: Path, name: str, count: int) -> HashingFile:
     return HashingFile(draft / name)
 
 
-def _verify(store: CopyStore, draft: Path, rank: Rank, version: Version, found: dict[str, tuple[int, str]]) -> None:
-    promised = {piece.file: (piece.size, piece.digest) for piece in store.described(draft, rank, version)}
+def _verify(draft: Path, rank: Rank, version: Version, found: dict[str, tuple[int, str]]) -> None:
+    promised = {piece.file: (piece.size, piece.digest) for piece in pieces_of(draft, rank, version)}
     arrived = {name: what for name, what in found.items() if name != INDEX}
     if promised != arrived:
         wrong = sorted(promised.items() ^ arrived.items())
