@@ -60,7 +60,7 @@ class TtpAgent(LocalElasticAgent):
         spec = self._worker_group.spec
         self._look_s, spec.monitor_interval = spec.monitor_interval, 0.0  # torch would sleep when one dies
         give_fresh_stores(spec)
-        wait_s = host.reschedule_s
+        wait_s = host.config.reschedule_s
         self._moved = MovedRanks(spec, host) if stand_by and may_move() else None
         if stand_by:
             spec.rdzv_handler = StandBy(spec.rdzv_handler, wait_s, self._prepare)

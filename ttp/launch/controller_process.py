@@ -132,9 +132,14 @@ def log_size(run_dir: Path) -> int:
 
 def log_tail(run_dir: Path, since: int = 0, lines: int = TAIL_LINES) -> str:
     """Return the last lines of the controller's log after its first ``since`` bytes; empty when there are none."""
+    return tail(run_dir / LOG_FILE, since, lines)
+
+
+def tail(path: Path, since: int = 0, lines: int = TAIL_LINES) -> str:
+    """Return the last lines of a file after its first ``since`` bytes; empty when there are none."""
     try:
-        with (run_dir / LOG_FILE).open("rb") as log:
-            log.seek(max(since, log_size(run_dir) - TAIL_BYTES))
+        with path.open("rb") as log:
+            log.seek(max(since, os.fstat(log.fileno()).st_size - TAIL_BYTES))
             text = log.read(TAIL_BYTES).decode(errors="replace")
     except OSError:
         return ""

@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ttp.core.copy_messages import Mirror
@@ -110,13 +110,7 @@ class FaultReporter:
         request = wire.ReportFaultRequest(ranks=[rank], pids=[pid], reason=reason, kind=wire.FAULT_KIND_EXITED)
         request.exit_code, request.seat = code, self._seat()
         for page in self._pages_after(rank, pid):
-            request.pages.add(
-                rank=page.rank,
-                version=page.version,
-                final=page.final,
-                incarnation=page.incarnation,
-                data=page.data,
-            )
+            request.pages.add(**asdict(page))
         with self._lock:
             self._unheard += 1
         report = _Report(rank, request, time.monotonic() + PATIENCE_S)

@@ -291,11 +291,6 @@ class Host:
         return settled_code(code, answer)
 
     @property
-    def reschedule_s(self) -> float:
-        """Seconds for which a restart waits for another host to take the place of a lost one."""
-        return self.config.reschedule_s
-
-    @property
     def _name(self) -> str:
         return self.config.host or socket.gethostname()
 

@@ -18,7 +18,6 @@ from subprocess import Popen
 from typing import Any
 
 import grpc
-import torch.distributed
 from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.utils.api import macros
 
@@ -26,6 +25,7 @@ from ttp.config import MINDIO_SWITCH, Config
 from ttp.errors import ConfigError
 from ttp.launch.host import GRACE_S, Host
 from ttp.launch.presence import channel_options
+from ttp.launch.rendezvous import serve_store
 from ttp.launch.standby import own_address
 from ttp.launch.warm.torch_workers import forking
 from ttp.wire.address import target
@@ -36,8 +36,6 @@ logger = logging.getLogger("ttp.launch")
 ANSWER_S = 1.0
 """Seconds that the controller may take to answer an offer; also the seconds between two offers."""
 LOOK_S = 0.5
-
-_TCPStore: Any = torch.distributed.TCPStore  # type: ignore[attr-defined,unused-ignore]
 
 
 class MovedRanks:
@@ -86,7 +84,7 @@ class MovedRanks:
         from ttp.wire.v1.rounds_pb2_grpc import ManagerStub
 
         if self._store is None:
-            self._store = _TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            self._store = serve_store("127.0.0.1")
         own = target(own_address(job, address), self._store.port)
         offered = PlaceOffered(host=job.host or socket.gethostname(), store=own)
         try:

@@ -54,6 +54,7 @@ TO_GO_ON = {
     "NCCL_NVLS_ENABLE": "communicators that use NVLink SHARP cannot be aborted",
 }
 """Names of settings that have to be 0 if survivors go on in their processes, each with the reason."""
+_OFF = ("0", "f", "false", "n", "no")
 _OFF_BY_DEFAULT = ("TORCH_NCCL_PROPAGATE_ERROR",)
 
 _HANDLING_OF_TORCH = 3
@@ -109,13 +110,7 @@ def why_not_go_on(environ: Mapping[str, str], config: Config, launcher: Mapping[
     """
     found = [objection.text for objection in objections(environ, config, launcher)]
     for name, why in TO_GO_ON.items():
-        if environ.get(name, "0" if name in _OFF_BY_DEFAULT else "").strip().lower() not in (
-            "0",
-            "f",
-            "false",
-            "n",
-            "no",
-        ):
+        if environ.get(name, "0" if name in _OFF_BY_DEFAULT else "").strip().lower() not in _OFF:
             found.append(f"{f'with {name}={environ[name]}' if name in environ else f'without {name}=0'} {why}")
     if _first_switch(environ, BLOCKING):
         name = next(name for name in BLOCKING if name in environ)

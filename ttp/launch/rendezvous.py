@@ -8,6 +8,12 @@ import torch.distributed
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 
+def serve_store(address: str) -> Any:
+    """Serve a new store on a free port of this host. The server ends with the last reference to the store."""
+    store: Any = torch.distributed.TCPStore  # type: ignore[attr-defined,unused-ignore]
+    return store(address, 0, is_master=True, wait_for_workers=False)
+
+
 class WrappedRendezvous(RendezvousHandler):
     """Passes every call on to the rendezvous inside.
 
@@ -61,9 +67,6 @@ class WrappedRendezvous(RendezvousHandler):
 # hangs or fails. So from the second attempt on the first node's agent serves a new store on a free port, and announces
 # the port in the old store. The new store outlives rank 0, as torch's own does. The first attempt uses torch's store.
 
-
-_TCPStore: Any = torch.distributed.TCPStore  # type: ignore[attr-defined,unused-ignore]
-
 KEY = "ttp/workers_store_port"
 
 
@@ -94,7 +97,7 @@ class FreshStoreRendezvous(WrappedRendezvous):
     def _agree_on_port(self, info: RendezvousInfo, key: str) -> int:
         """Return the port of the new store. All nodes use the same key: each of them restarts after each release."""
         if info.rank == 0:
-            self._store = _TCPStore(self._master_addr, 0, is_master=True, wait_for_workers=False)
+            self._store = serve_store(self._master_addr)
             info.store.set(key, str(self._store.port))
         return int(info.store.get(key))
 

@@ -58,25 +58,16 @@ STAND_BY_HELP = (
 class Launch(Protocol):
     """One job, as the command line describes it."""
 
-    @property
-    def several_nodes(self) -> bool:
-        """True if other hosts take part."""
-
-    @property
-    def mindio(self) -> bool:
-        """True if programs written for mindio_ttp are to run on ttp."""
-
-    @property
-    def continuity(self) -> str | None:
-        """How the job goes on after a failure; None: as ``TTP_CONTINUITY`` says."""
-
-    @property
-    def elastic(self) -> bool:
-        """True if the job goes on with fewer hosts, and with more again."""
-
-    @property
-    def saved_exit_code(self) -> int | None:
-        """Exit code to use instead of 75; None: as ``TTP_SAVED_EXIT_CODE`` says."""
+    several_nodes: bool
+    """True if other hosts take part."""
+    mindio: bool
+    """True if programs written for mindio_ttp are to run on ttp."""
+    continuity: str | None
+    """How the job goes on after a failure; None: as ``TTP_CONTINUITY`` says."""
+    elastic: bool
+    """True if the job goes on with fewer hosts, and with more again."""
+    saved_exit_code: int | None
+    """Exit code to use instead of 75; None: as ``TTP_SAVED_EXIT_CODE`` says."""
 
     def run(self, config: Config) -> int:
         """Launch the job with these settings and return the exit code."""

@@ -18,7 +18,6 @@ from dataclasses import replace
 from subprocess import Popen
 from typing import TYPE_CHECKING, Any, cast
 
-import torch.distributed
 from torch.distributed.elastic.multiprocessing import SignalException, api
 
 from ttp.config import KEEP, Config
@@ -26,6 +25,7 @@ from ttp.core.controller.continuing import SEAT_READY
 from ttp.launch.again import NextLaunch
 from ttp.launch.going_on import GoingOn
 from ttp.launch.host import Host
+from ttp.launch.rendezvous import serve_store
 from ttp.launch.warm.torch_workers import forking
 from ttp.launch.warm.worker import ForkedWorker
 
@@ -36,8 +36,6 @@ logger = logging.getLogger("ttp.launch")
 
 LATE_S = 2.0
 """Seconds that the launcher allows a worker beyond its deadline, which the worker itself watches."""
-
-_TCPStore: Any = torch.distributed.TCPStore  # type: ignore[attr-defined,unused-ignore]
 
 
 class Seats:
@@ -207,7 +205,7 @@ class Seats:
         """Announce the next launch: a new store where its ranks meet, and which ranks are started for it."""
         group: Any = self._agent._worker_group
         address = str(group.master_addr) if self._is_first else "127.0.0.1"
-        self._store = _TCPStore(address, 0, is_master=True, wait_for_workers=False)
+        self._store = serve_store(address)
         launch = group.spec.max_restarts - self._agent._remaining_restarts + 1
         self._next = NextLaunch(launch, tuple(ranks), address, self._store.port, released=False)
         self._host.again.announce(self._next)

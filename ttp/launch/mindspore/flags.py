@@ -149,14 +149,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--master-port", "--master_port", type=_port, metavar="P", help=f"of the scheduler [free; {MASTER_PORT}]")
     add("--cluster-time-out", "--cluster_time_out", type=int, default=600, metavar="S", help="seconds to meet in, and "
         "to wait for the rank table [600]")  # fmt: skip
-    add(
-        "--max-restarts",
-        "--max_restarts",
-        type=_restarts,
-        default=0,
-        metavar="N",
-        help="how often the job is started again [0]",
-    )
+    add("--max-restarts", "--max_restarts", type=_restarts, default=0, metavar="N", help="how often the job is started "
+        "again [0]")  # fmt: skip
     add("--monitor-interval", "--monitor_interval", type=_interval, default=LOOK_S, metavar="S", help="seconds between "
         "two looks at the workers; ranks see the death of others at once whatever it is [%(default)s]")  # fmt: skip
     add("--log-dir", "--log_dir", metavar="DIR", help="worker_RANK.log and scheduler.log go there [the terminal]")

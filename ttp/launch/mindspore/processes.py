@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from ttp.errors import ConfigError
+from ttp.launch.controller_process import tail
 from ttp.launch.host import GRACE_S
 from ttp.launch.mindspore.environment import scheduler_environ, worker_environ
 from ttp.launch.mindspore.flags import LOOK_S, Job
 from ttp.launch.warm.starter import WarmStarter
-
-TAIL_LINES = 15
-TAIL_BYTES = 1 << 15
 
 
 class Processes:
@@ -52,11 +50,11 @@ class Processes:
         title = f"--- start {launch} of the job, {time.strftime('%Y-%m-%d %H:%M:%S')}\n"
         if job.node_rank == 0:
             environ = {**self._environ, **scheduler_environ(job, scheduler)}
-            self.scheduler = self._spawn(environ, self.scheduler_log, title, self._warm)
+            self.scheduler = self._spawn(environ, self.scheduler_log, title)
         for rank in job.ranks:
             log = None if job.log_dir is None else self._log_dir / f"worker_{rank}.log"
             environ = {**self._environ, **worker_environ(job, scheduler, rank, run_id, launch)}
-            self.workers[rank] = self._spawn(environ, log, title, self._warm)
+            self.workers[rank] = self._spawn(environ, log, title)
 
     @property
     def scheduler_log(self) -> Path:
@@ -95,14 +93,9 @@ class Processes:
 
     def scheduler_tail(self) -> str:
         """Return the last lines that the scheduler wrote."""
-        try:
-            with self.scheduler_log.open("rb") as log:
-                log.seek(max(0, os.fstat(log.fileno()).st_size - TAIL_BYTES))
-                return "\n".join(log.read().decode(errors="replace").splitlines()[-TAIL_LINES:])
-        except OSError:
-            return ""
+        return tail(self.scheduler_log)
 
-    def _spawn(self, environ: dict[str, str], log: Path | None, title: str, warm: WarmStarter | None = None) -> Any:
+    def _spawn(self, environ: dict[str, str], log: Path | None, title: str) -> Any:
         """Start a process in a process group of its own, so that signals of a terminal go to the launcher only."""
         try:
             output: IO[bytes] | None = None
@@ -112,7 +105,7 @@ class Processes:
                 output.write(title.encode())
                 output.flush()
             try:
-                forked = None if warm is None else warm.worker(self._job.command, environ, output, output, stdin=False)
+                forked = self._warm.worker(self._job.command, environ, output, output, stdin=False)
                 return forked or subprocess.Popen(
                     self._job.command,
                     env=environ,
