@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ttp import api
+from ttp.adapters.torch.local_state.extra_state import by_name
 from ttp.adapters.versions import TORCHDATA, begins_once, numbers, require
 from ttp.errors import ConfigError
 
@@ -78,8 +79,7 @@ def protect(
     extra |= {f"loader {number}": _Place(each) for number, each in enumerate(loaders) if _keeps_its_place(each)}
     if accelerator.project_configuration.automatic_checkpoint_naming:
         extra["save_state"] = _Names(accelerator.project_configuration)
-    if extra_state is not None:
-        extra |= dict(extra_state) if isinstance(extra_state, dict) else {"extra_state": extra_state}
+    extra |= by_name(extra_state)
     api.wrap_optimizer(
         _each(optimizer, lambda each: getattr(each, "optimizer", each)),
         model=model,

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ttp import api
+from ttp.adapters.torch.local_state.extra_state import by_name
 from ttp.adapters.torch.sharding.fsdp1 import FlatPiece
 from ttp.adapters.versions import begins_once, require
 from ttp.errors import ConfigError
@@ -73,13 +74,12 @@ def protect(engine: Any, save_dir: str | Path = "checkpoints", *, extra_state: A
     model = engine.module if partitions is None else _Partitions(optimizer, engine.module)
     begins_once("DeepSpeed")
     counts = _Counts(engine)
-    extra = extra_state if isinstance(extra_state, dict) or extra_state is None else {"extra_state": extra_state}
     api.wrap_optimizer(
         inner,
         model=model,
         scheduler=engine.lr_scheduler,
         save_dir=save_dir,
-        extra_state={"deepspeed": counts, **(extra or {})},
+        extra_state={"deepspeed": counts, **by_name(extra_state)},
         **({"buddy": partitions is not None} | settings),
     )
     version = api.restore()

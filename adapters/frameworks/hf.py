@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ttp import api, session
 from ttp.adapters.frameworks.hf_directory import choose, complete, complete_shards, fsdp_plugin
+from ttp.adapters.torch.local_state.extra_state import by_name
 from ttp.adapters.torch.local_state.rng import RngState
 from ttp.adapters.torch.sharding.exchange import gather_bytes
 from ttp.adapters.versions import names_of, numbers, require
@@ -146,8 +147,7 @@ class TtpCallback(TrainerCallback):
                 "trainer.train(resume_from_checkpoint=ttp.hf.resume_directory(trainer))"
             )
         self._step = state.global_step
-        given = self._settings.get("extra_state")
-        extra = given if isinstance(given, dict) else {} if given is None else {"extra_state": given}
+        extra = by_name(self._settings.get("extra_state"))
         protect(
             trainer.accelerator,
             trainer.model_wrapped,

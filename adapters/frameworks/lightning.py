@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from ttp import api, session
 from ttp.adapters.torch.adapter import TorchAdapter
+from ttp.adapters.torch.local_state.extra_state import by_name
 from ttp.adapters.torch.sharding.exchange import gather_bytes
 from ttp.adapters.versions import begins_once, names_of, require
 from ttp.errors import ConfigError, RestoreError, UsageError
@@ -146,14 +147,13 @@ class TtpCallback(Callback):
         by_hand, copies = not pl_module.automatic_optimization, bool(self._settings.get("buddy"))
         self._ends_with_batch = copies or (by_hand and len(trainer.optimizers) > 1)  # buddies copy at its end
         self._state = state = LightningState(trainer)
-        extra = self._extra if isinstance(self._extra, dict) or self._extra is None else {"extra_state": self._extra}
         api.wrap_optimizer(
             list(trainer.optimizers),
             model=trainer.strategy.model,
             scheduler=[each.scheduler for each in trainer.lr_scheduler_configs],
             scaler=getattr(trainer.precision_plugin, "scaler", None),
             save_dir=self._save_dir,
-            extra_state={_OWN_NAME: state, **(extra or {})},
+            extra_state={_OWN_NAME: state, **by_name(self._extra)},
             **self._settings,
         )
         self._handler = signal.getsignal(signal.SIGTERM) if session.current().processor is not None else None

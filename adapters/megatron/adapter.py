@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from ttp.adapters.megatron.stock import JOB_KEY
 from ttp.adapters.torch.adapter import TorchAdapter
 from ttp.adapters.torch.device.cuda import devices_of
 from ttp.adapters.torch.local_state.capture import LocalCapture
-from ttp.adapters.torch.local_state.extra_state import ExtraState
+from ttp.adapters.torch.local_state.extra_state import ExtraState, by_name
 from ttp.adapters.torch.loop.barrier import UpdateBarrier
 from ttp.adapters.torch.loop.combined_optimizer import combined
 from ttp.adapters.torch.loop.hooks import Calls, attach
@@ -227,7 +227,7 @@ class MegatronAdapter(TorchAdapter):
 
 
 def _extra_state(given: Any, progress: Progress) -> dict[str, Any]:
-    named = {} if given is None else dict(given) if isinstance(given, Mapping) else {"extra_state": given}
+    named = by_name(given)
     ours = {PROGRESS: progress, STREAMS: TrackedStreams()}
     if taken := named.keys() & ours.keys():
         raise UsageError(f"extra_state may not be named {', '.join(sorted(taken))}")

@@ -140,10 +140,13 @@ def _own_statistics(module: nn.Module) -> str | None:
     return next((name for name, _ in own), None)
 
 
+def by_name(given: Any) -> dict[str, Any]:
+    """Return the objects that were given as ``extra_state``, by name."""
+    return {} if given is None else dict(given) if isinstance(given, Mapping) else {SINGLE: given}
+
+
 def _named(given: Any) -> dict[str, Any]:
-    if given is None:
-        return {}
-    named = dict(given) if isinstance(given, Mapping) else {SINGLE: given}
+    named = by_name(given)
     for name, value in named.items():
         if not isinstance(name, str):
             raise UsageError(f"extra_state has the key {name!r}; its keys are names, so use strings")

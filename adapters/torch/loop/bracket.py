@@ -100,35 +100,11 @@ class Bracket:
     """
 
     __slots__ = (
-        "_again",
-        "_begun",
-        "_between",
-        "_calls",
-        "_capture",
-        "_closures",
-        "_complained",
-        "_ended",
-        "_evaluating",
-        "_fence",
-        "_heard",
-        "_left",
-        "_mark",
-        "_no_sync",
-        "_number",
-        "_numbers",
-        "_opened",
-        "_post_step",
-        "_reporter",
-        "_said",
-        "_stands",
-        "_stepping",
-        "_turns",
-        "_untouched",
-        "_version",
-        "_way_back",
-        "redoable",
+        "_again", "_begun", "_between", "_calls", "_capture", "_closures", "_complained", "_ended", "_evaluating",
+        "_fence", "_heard", "_left", "_mark", "_no_sync", "_number", "_numbers", "_opened", "_post_step",
+        "_reporter", "_said", "_stands", "_stepping", "_turns", "_untouched", "_version", "_way_back", "redoable",
         "toggled",
-    )
+    )  # fmt: skip
 
     def __init__(
         self,
