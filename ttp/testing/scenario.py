@@ -9,34 +9,11 @@ from ttp.core.layout import Layout, Rank, Shard
 from ttp.core.stripes import AUTO, WHOLE
 
 POINTS = (
-    "in restore",
-    "in data wait",
-    "in forward",
-    "in backward",
-    "in barrier",
-    "before update",
-    "parked",
-    "update begun",
-    "in update",
-    "update ended",
-    "in scheduler",
-    "before Frozen",
-    "after Frozen",
-    "before save",
-    "in save",
-    "after save",
-    "before Saved",
-    "after Saved",
-    "before commit",
-    "in commit",
-    "after rename",
-    "before Committed",
-    "after Committed",
-    "before Goodbye",
-    "after Goodbye",
-    "before return",
-    "after Hello",
-)
+    "in restore", "in data wait", "in forward", "in backward", "in barrier", "before update", "parked", "update begun",
+    "in update", "update ended", "in scheduler", "before Frozen", "after Frozen", "before save", "in save",
+    "after save", "before Saved", "after Saved", "before commit", "in commit", "after rename", "before Committed",
+    "after Committed", "before Goodbye", "after Goodbye", "before return", "after Hello",
+)  # fmt: skip
 """Named points of a training step or of a rescue at which a fault can strike a rank."""
 TRANSFER_POINTS = ("verified", "said", "sending", "receiving", "received")
 """Further points, in jobs with transfers: while ranks that continue in their processes receive their state."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ttp.core.layout import Rank
@@ -17,15 +18,13 @@ Told = Callable[[int | None], None]
 """A callback that gets the result of the collective; None if the collective failed."""
 
 
+@dataclass(slots=True)
 class _Collective:
-    __slots__ = ("broken", "complete", "leaving", "parts", "told")
-
-    def __init__(self) -> None:
-        self.parts: dict[Rank, int] = {}
-        self.told: dict[Rank, Told] = {}
-        self.leaving: set[Rank] = set()
-        self.complete = False
-        self.broken = False
+    parts: dict[Rank, int] = field(default_factory=dict)
+    told: dict[Rank, Told] = field(default_factory=dict)
+    leaving: set[Rank] = field(default_factory=set)
+    complete: bool = False
+    broken: bool = False
 
 
 class Collectives:

@@ -27,8 +27,7 @@ from ttp.core.controller.events import (
 )
 from ttp.core.controller.machine import ControllerMachine
 from ttp.core.layout import Rank
-from ttp.testing.network import Stream
-from ttp.testing.sim_rank import SimRank
+from ttp.testing.network import RankEnd, Stream
 from ttp.testing.sim_relay import Line
 from ttp.testing.toy import InvariantBroken
 
@@ -67,15 +66,9 @@ class SimController:
         self._actions_left = 0
         self._plan_timer()
 
-    def accept(self, rank: SimRank, connection: ConnectionId) -> Stream:
-        """Accept the stream of a rank."""
+    def accept(self, rank: RankEnd, connection: ConnectionId) -> Stream:
+        """Accept a stream of a rank."""
         stream = self._world.stream(rank, self, connection)
-        self._streams[connection] = stream
-        return stream
-
-    def accept_aside(self, rank: SimRank, connection: ConnectionId) -> Stream:
-        """Accept the second stream of a rank."""
-        stream = self._world.stream(rank.aside, self, connection)
         self._streams[connection] = stream
         return stream
 
@@ -102,7 +95,7 @@ class SimController:
             for stream in self._streams.values():
                 learns_s = late_s + self._world.rng.choice((0.0, 0.001, 0.05))
                 stream.cut(rank_learns_s=learns_s, controller_learns_s=0.0)
-            self._world.controller_died(self)
+            self._world.roads.controller_died(self)
 
     @property
     def stopped(self) -> bool:

@@ -182,7 +182,7 @@ class Roads:
             self._world.after(KNOCK_S, self._knock_aside, rank, wanted, attempt, until)
         else:
             relay = self._relay(rank.host)
-            stream = relay.attach(rank.aside, there) if relay else there.accept_aside(rank, self.next_connection())
+            stream = relay.attach(rank.aside, there) if relay else there.accept(rank.aside, self.next_connection())
             self._world.after(self._world.delay(), rank.aside.attached, stream, attempt)
 
     def next_connection(self) -> ConnectionId:

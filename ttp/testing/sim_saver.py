@@ -68,11 +68,11 @@ class Saver:
             part, uneven = stripes.parse(shard), world.scenario.uneven == rank.rank
             world.storage.begin(_draft(order), file, rank.rank)
             first = rank.trainer.saved_state(order.version)[part.shard][0]
-            yield rank.takes(0.004 / part.count) + world.disk_extra_s(rank)
+            yield rank.takes(0.004 / part.count) + world.faults.extra_s("slow", rank)
             world.reached("in save", rank)
             if cancelled[0]:
                 return
-            if not order.directory and world.write_fails(rank):
+            if not order.directory and world.faults.refuses("write", rank):
                 rank.put(
                     ev.WriteFailed(order.incident, order.generation, "OSError: no space left on device", may_pass=True)
                 )
@@ -84,7 +84,7 @@ class Saver:
         for shard in order.order.kept:
             file = f"{shard}_kept_{order.generation}"
             world.storage.begin(_draft(order), file, rank.rank)
-            yield rank.takes(0.004) + world.disk_extra_s(rank)
+            yield rank.takes(0.004) + world.faults.extra_s("slow", rank)
             if cancelled[0]:
                 return
             copy = rank.copies.shard(shard, order.version)
@@ -96,7 +96,7 @@ class Saver:
         if order.order.pages:
             file = f"pages_{rank.rank}_{order.generation}"
             world.storage.begin(_draft(order), file, rank.rank)
-            yield rank.takes(0.001) + world.disk_extra_s(rank)
+            yield rank.takes(0.001) + world.faults.extra_s("slow", rank)
             pieces.append(self._durable(order, file, "rank_local", "", self._pages(order)))
         world.reached("after save", rank)
         if not cancelled[0]:
@@ -128,9 +128,9 @@ class Saver:
                 yield WAIT_S
             rank.put(ev.CommitDone(order.incident, order.generation, f"step_{order.version}", 8))
             return
-        yield rank.takes(0.001) + world.disk_extra_s(rank)
+        yield rank.takes(0.001) + world.faults.extra_s("slow", rank)
         world.reached("in commit", rank)
-        if not order.directory and world.commit_fails(rank):
+        if not order.directory and world.faults.refuses("commit", rank):
             rank.put(ev.CommitBroken(order.incident, order.generation, "OSError: input/output error", may_pass=True))
             return
         world.commit(order)

@@ -69,25 +69,8 @@ class Trainer:
     """
 
     __slots__ = (
-        "_barrier",
-        "_held",
-        "_live_random",
-        "_order",
-        "_parked",
-        "_polling",
-        "_rank",
-        "_redoing",
-        "_restored",
-        "_thread",
-        "_world",
-        "gate",
-        "hanging",
-        "image",
-        "mark",
-        "post_step_done",
-        "random",
-        "received",
-        "redos",
+        "_barrier", "_held", "_live_random", "_order", "_parked", "_polling", "_rank", "_redoing", "_restored",
+        "_thread", "_world", "gate", "hanging", "image", "mark", "post_step_done", "random", "received", "redos",
         "shards",
     )  # fmt: skip
 
@@ -224,7 +207,7 @@ class Trainer:
         world.reached("in data wait", rank)
         self.mark = 1
         yield rank.takes(0.004)
-        if world.raises(rank, "forward"):
+        if world.faults.raises(rank, "forward"):
             yield from self._raise("in forward")
         self._live_random = draw(self.random)
         world.reached("in forward", rank)
@@ -245,7 +228,7 @@ class Trainer:
         world, rank = self._world, self._rank
         if world.barrier:
             yield from self._pass_barrier()
-        if world.raises(rank, "refused"):
+        if world.faults.raises(rank, "refused"):
             yield from self._raise("an error that no restart repairs", wrong=True)
         self.mark = 5
         world.reached("before update", rank)
@@ -259,7 +242,7 @@ class Trainer:
                 self._write(shard, word, gradient)
                 yield rank.takes(0.001)
                 world.reached("in update", rank)
-            if word == 0 and world.raises(rank, "update"):
+            if word == 0 and world.faults.raises(rank, "update"):
                 yield from self._raise("in update")
         self.random = self._live_random
         self._write_page(Version(self.gate.version + 1))

@@ -136,7 +136,7 @@ class Transfers:
             world.reached(point, rank)
             place = giver.rank, taker.rank, number
             if self._open.pop(place, None) is not None:
-                takes_s = world.delay() + world.transfer_extra_s(rank) + world.transfer_extra_s(other)
+                takes_s = world.delay() + sum(world.faults.extra_s("transfer", end) for end in (rank, other))
                 if takes_s < float("inf"):  # else both ends hang
                     for end, peer in ((rank, other), (other, rank)):
                         world.after(takes_s * (1 + world.rng.random()), end.run, self._arrives, end, peer)

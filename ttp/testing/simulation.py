@@ -146,7 +146,7 @@ class Simulation(Clock):
         self.ranks: dict[Rank, SimRank] = {}
         self.collectives = Collectives(self)
         self.points: Counter[str] = Counter()
-        self._faults = Faults(self, ())
+        self.faults = Faults(self, ())
         self.parts = in_parts(self.layout)
         """The layout in parts, as ranks send it to a controller that asks for it."""
         self._early: dict[Rank, SimRank] = {}
@@ -213,7 +213,7 @@ class Simulation(Clock):
         if self.transfers is not None:
             self.transfers.begin(going_on=bool(early))
         faults = self.scenario.faults
-        self._faults = Faults(self, faults[launch] if launch < len(faults) else ())
+        self.faults = Faults(self, faults[launch] if launch < len(faults) else ())
 
     def goes_on(self, rank: SimRank) -> None:
         """Let a rank continue in its process. It may connect before other ranks have received their release."""
@@ -316,10 +316,6 @@ class Simulation(Clock):
         self._requests += 1
         return self._requests
 
-    def controller_died(self, controller: SimController) -> None:
-        """Handle the death of a controller."""
-        self.roads.controller_died(controller)
-
     # -------------------------------------------------------------------------------------------------- for the ranks
 
     def stream(self, rank: RankEnd, controller: SimController, connection: ConnectionId) -> Stream:
@@ -334,15 +330,11 @@ class Simulation(Clock):
     def reached(self, point: str, rank: SimRank) -> None:
         """Record that a rank is at a point of ``scenario.POINTS``. Raises ``Killed`` if the rank is dead then."""
         self.points[point] += 1
-        self._faults.reached(point, rank)
+        self.faults.reached(point, rank)
         if self.transfers is not None and rank.alive:
             self.transfers.reached(point, rank)
         if not rank.alive:
             raise Killed
-
-    def raises(self, rank: SimRank, where: str) -> bool:
-        """Return whether the training code raises here."""
-        return self._faults.raises(rank, where)
 
     # ---------------------------------------------------------------------------------------------------------- storage
 
@@ -370,22 +362,6 @@ class Simulation(Clock):
         if self.memory is not None:
             self.memory.committed(order)
         self.judge.committed(order.version)
-
-    def write_fails(self, rank: SimRank) -> bool:
-        """Return whether a save of this rank fails."""
-        return self._faults.refuses("write", rank)
-
-    def commit_fails(self, rank: SimRank) -> bool:
-        """Return whether a commit of this rank fails."""
-        return self._faults.refuses("commit", rank)
-
-    def disk_extra_s(self, rank: SimRank) -> float:
-        """Return the extra seconds that a file of this rank takes."""
-        return self._faults.extra_s("slow", rank)
-
-    def transfer_extra_s(self, rank: SimRank) -> float:
-        """Return the extra seconds of each message in a transfer that this rank sends or receives."""
-        return self._faults.extra_s("transfer", rank)
 
 
 def run_seed(seed: int, *, keep_trace: bool = False, shards: int | None = None, replicas: int | None = None) -> Result:
