@@ -123,10 +123,14 @@ class Membership:
     def abdicate(self) -> None:
         """Forget the job, because another controller has led it meanwhile."""
         self.layout, self.run_id = None, ""
+        self._forget_ranks()
+        self.ended = True
+
+    def _forget_ranks(self) -> None:
         self.members, self.by_connection, self.gone = {}, {}, {}
         self.suspects, self.suspects_on = OrderedDict(), Counter()
         self.live, self.silent, self.broken, self.done = set(), set(), set(), set()
-        self.formed, self.ended, self.gather_until, self.seats = False, True, None, set()
+        self.formed, self.gather_until, self.seats = False, None, set()
         self.moving, self.guests = set(), {}
 
     def learn(self, layout: Layout) -> None:
@@ -145,11 +149,8 @@ class Membership:
         self.incarnation = hello.incarnation or max(self.incarnation, hello.launch) + 1
         self.run_id = hello.run_id
         self.layout = self.layouts[hello.layout_digest]
-        self.members, self.by_connection, self.gone = {}, {}, {}
-        self.suspects, self.suspects_on = OrderedDict(), Counter()
-        self.live, self.silent, self.broken, self.done = set(), set(), set(), set()
-        self.formed, self.ended, self.gather_until, self.seats = False, False, None, set()
-        self.moving, self.guests = set(), {}
+        self._forget_ranks()
+        self.ended = False
 
     def join(self, connection: ConnectionId, hello: m.Hello, now: float) -> Member:
         """Add or reconnect a rank."""
