@@ -171,7 +171,7 @@ class Model(Invariants):
         while events:
             r, event = events.popleft()
             for action in ranks[r].on_event(event, 0.0):
-                if isinstance(action, act.StartStandby):
+                if isinstance(action, act.Serve) and isinstance(action.order, m.StandBy):
                     events.append((r, ev.StandbyStarted(RIVAL)))
                 if isinstance(action, act.Send):
                     for answer in apart(controller.on_event(Received(ConnectionId(2 * r + 2), action.report), 0.0)):

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from ttp.config import Config, RankEnv
 from ttp.core import messages as m
-from ttp.core.rank import actions as act
 from ttp.core.rank import events as ev
 from ttp.launch.standby import own_address, reachable, start_standby
 from ttp.processor.liveness import stacks
@@ -18,8 +17,6 @@ log = logging.getLogger("ttp.processor")
 
 STACK_S = 3.0
 """Seconds that a process that hangs may take to report its stacks."""
-
-Errand = act.ProbeHost | act.StartStandby | act.TakeStack
 
 
 def aside(name: str, job: Callable[[], None]) -> None:
@@ -44,15 +41,15 @@ class Errands:
         self._config, self._env, self._run_dir, self._save_dir = config, env, run_dir, save_dir
         self._put = put
 
-    def run(self, errand: Errand) -> None:
+    def run(self, order: m.TakeStack | m.Probe | m.StandBy) -> None:
         """Begin to carry out a request."""
-        match errand:
-            case act.ProbeHost(order):
+        match order:
+            case m.Probe():
                 aside("ttp-probe", lambda: self._probe(order))
-            case act.StartStandby():
+            case m.StandBy():
                 aside("ttp-standby", self._start_standby)
-            case act.TakeStack(wanted):
-                aside("ttp-stack", lambda: self._take_stack(wanted))
+            case m.TakeStack():
+                aside("ttp-stack", lambda: self._take_stack(order))
 
     def _probe(self, order: m.Probe) -> None:
         found, text = reachable(order.address, self._config.port or 0)

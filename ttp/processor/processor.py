@@ -19,6 +19,7 @@ from pathlib import Path
 from ttp.config import Config, RankEnv
 from ttp.core import messages as m
 from ttp.core.controller.layout_exchange import in_parts
+from ttp.core.copy_messages import CopyTo, Keep, MirrorTo
 from ttp.core.layout import Layout, Rank, Version
 from ttp.core.rank import actions as act
 from ttp.core.rank import events as ev
@@ -292,7 +293,7 @@ class Processor:
         try:
             self._perform(action)
         except Exception as problem:
-            log.exception("the processor could not carry out %s; training is not affected", type(action).__name__)
+            log.exception("the processor could not carry out %s; training is not affected", act.name_of(action))
             if (failed := act.not_done(action, repr(problem))) is not None:
                 self._inbox.put(failed)
 
@@ -343,14 +344,14 @@ class Processor:
                 self._let_go.set()
             case act.Exit() | act.GoOn():
                 self._exit(action)
-            case act.ProbeHost() | act.StartStandby() | act.TakeStack():
-                self._errands.run(action)
-            case act.KeepPage(keep):
+            case act.Serve(m.Probe() | m.StandBy() | m.TakeStack() as order):
+                self._errands.run(order)
+            case act.Serve(Keep() as keep):
                 self.host.store(keep)
-            case act.NameKeeper(order):
-                self.host.mirror_to(order)
-            case act.NameBuddy(order) if self.copying is not None:
-                self.copying.named(order)
+            case act.Serve(MirrorTo() as keeper):
+                self.host.mirror_to(keeper)
+            case act.Serve(CopyTo() as buddy) if self.copying is not None:
+                self.copying.named(buddy)
             case act.SettleCopy() if self.copying is not None:
                 self.copying.settle(action)
             case act.ProgramAction():

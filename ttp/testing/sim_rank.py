@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ttp.core import messages as m
+from ttp.core.copy_messages import CopyTo, Keep, MirrorTo
 from ttp.core.layout import Rank, Version
 from ttp.core.rank import actions as act
 from ttp.core.rank import events as ev
@@ -194,7 +195,7 @@ class SimRank:
     def _perform(self, action: act.Action) -> None:
         match action:
             case act.Send(report):
-                self._send(report)
+                self.said(report, self.stream)
             case act.Connect():
                 self.world.roads.connect(self, action)
             case act.LookAtController() | act.ConnectAside() | act.SendAside() | act.CloseAside():
@@ -229,28 +230,28 @@ class SimRank:
                 self.world.trace(self.name, f"goes on: {text}")
                 self.exit(EXIT_SAVED)
                 self.world.goes_on(self)
-            case act.ProbeHost() | act.StartStandby() | act.TakeStack() | act.KeepPage():
-                self._serve(action)
-            case act.NameKeeper(order):
-                self.keeper = order.keeper
-            case act.NameBuddy(order):
-                self.copies.named(order)
+            case act.Serve(MirrorTo() as keeper):
+                self.keeper = keeper.keeper
+            case act.Serve(CopyTo() as buddy):
+                self.copies.named(buddy)
+            case act.Serve(order):
+                self._serve(order)
             case act.SettleCopy():
                 self.copies.settle(action)
             case _:
                 pass  # the simulation does without leases; it handles pages elsewhere
 
-    def _serve(self, action: act.ProbeHost | act.StartStandby | act.TakeStack | act.KeepPage) -> None:
+    def _serve(self, order: act.Service) -> None:
         world, soon = self.world, self._rng.random() * 0.01
-        match action:
-            case act.ProbeHost(order):
+        match order:
+            case m.Probe():
                 reachable = world.roads.reaches(self, order.address)
                 world.after(soon, self.run, self.put, ev.HostProbed(order.subject, reachable, "looked"))
-            case act.StartStandby():
+            case m.StandBy():
                 world.after(soon, self.run, self._start_standby)
-            case act.TakeStack(order):
+            case m.TakeStack():
                 world.after(soon, self.run, self.put, ev.StackSeen(order.incident, order.subject, "a stack"))
-            case act.KeepPage(order):
+            case Keep():
                 page = (order.version, int.from_bytes(order.data, "big"))
                 world.pages(self.host)[order.of, order.version % SLOTS] = page
 
@@ -266,9 +267,6 @@ class SimRank:
 
     def _start_standby(self) -> None:
         self.put(ev.StandbyStarted(self.world.roads.start_standby(self.host)))
-
-    def _send(self, report: m.Report) -> None:
-        self.said(report, self.stream)
 
     def said(self, report: m.Report, stream: Stream | None) -> None:
         """Send a report on a stream of this rank; faults may strike just before and just after it."""

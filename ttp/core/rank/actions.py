@@ -10,6 +10,9 @@ from ttp.core.layout import Version
 from ttp.core.rank import events as ev
 from ttp.core.restore_messages import RestoreDecision
 
+Service = m.TakeStack | m.Probe | m.StandBy | Keep | CopyTo | MirrorTo
+"""Orders that serve other ranks or hosts."""
+
 
 @dataclass(frozen=True, slots=True)
 class Action:
@@ -170,22 +173,10 @@ class GoOn(Action):
 
 
 @dataclass(frozen=True, slots=True)
-class TakeStack(Action):
-    """Take the stacks of the threads of a process of this host."""
+class Serve(Action):
+    """Carry out an order that serves other ranks or hosts."""
 
-    order: m.TakeStack
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeHost(Action):
-    """Find out whether another host answers."""
-
-    order: m.Probe
-
-
-@dataclass(frozen=True, slots=True)
-class StartStandby(Action):
-    """Start a standby controller on this host."""
+    order: Service
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,27 +195,6 @@ class NoteRing(Action):
 
 
 @dataclass(frozen=True, slots=True)
-class KeepPage(Action):
-    """Keep the page of a rank of another host."""
-
-    order: Keep
-
-
-@dataclass(frozen=True, slots=True)
-class NameBuddy(Action):
-    """Send copies of this rank's shards to the named buddy from now on."""
-
-    order: CopyTo
-
-
-@dataclass(frozen=True, slots=True)
-class NameKeeper(Action):
-    """Send copies of this rank's page to the named keeper from now on."""
-
-    order: MirrorTo
-
-
-@dataclass(frozen=True, slots=True)
 class SettleCopy(Action):
     """Note whether every rank has stored its copy of ``version``, and drop the copy that is no longer needed."""
 
@@ -235,6 +205,11 @@ class SettleCopy(Action):
 @dataclass(frozen=True, slots=True)
 class ProgramAction(Action):
     """Base of actions of ``program``, carried out by the part that makes ``ProgramEvent``."""
+
+
+def name_of(action: Action) -> str:
+    """Return what a log line calls an action."""
+    return type(action.order if isinstance(action, Serve) else action).__name__
 
 
 def not_done(action: Action, text: str) -> ev.Event | None:
@@ -261,8 +236,8 @@ def not_done(action: Action, text: str) -> ev.Event | None:
             event = ev.NotRedone(f"the update cannot be made: {text}")
         case StartCommit(order):
             event = ev.CommitBroken(order.incident, order.generation, text)
-        case StartStandby():
+        case Serve(m.StandBy()):
             event = ev.StandbyStarted("")
-        case ProbeHost(order):
+        case Serve(m.Probe() as order):
             event = ev.HostProbed(order.subject, False, text)
     return event

@@ -198,7 +198,7 @@ class StackSeen(Event):
 
 @dataclass(frozen=True, slots=True)
 class HostProbed(Event):
-    """The answer to ``ProbeHost``."""
+    """The answer to ``Probe``."""
 
     subject: Rank
     reachable: bool
@@ -207,7 +207,7 @@ class HostProbed(Event):
 
 @dataclass(frozen=True, slots=True)
 class StandbyStarted(Event):
-    """The answer to ``StartStandby``; an empty address: the controller could not be started."""
+    """The answer to ``StandBy``; an empty address: the controller could not be started."""
 
     address: str
 

@@ -281,8 +281,11 @@ class ProcessorMachine:
             case m.Finished():
                 self._outbox.do(act.LetGo(rescued=True))
                 self.gone = True
-            case m.TakeStack() | m.Probe() | m.StandBy() | m.Standbys() | Keep() | CopyTo() | MirrorTo():
-                self._serve(order)
+            case m.TakeStack() | m.Probe() | m.StandBy() | Keep() | CopyTo() | MirrorTo():
+                self._outbox.do(act.Serve(order))
+            case m.Standbys(_, _, addresses):
+                self._route.announced(addresses)
+                self._note_ring()
             case Settled():
                 self._copies.settled(order)
             case m.ProgramOrder():
@@ -305,25 +308,6 @@ class ProcessorMachine:
         if digest == self._state.hello.layout_digest:
             for index, groups in enumerate(self._layout):
                 self._outbox.do(send(LayoutPart(self._state.rank, digest, index, len(self._layout), groups)))
-
-    def _serve(self, order: m.TakeStack | m.Probe | m.StandBy | m.Standbys | Keep | CopyTo | MirrorTo) -> None:
-        """Carry out an order that serves other ranks or hosts."""
-        match order:
-            case m.TakeStack():
-                self._outbox.do(act.TakeStack(order))
-            case m.Probe():
-                self._outbox.do(act.ProbeHost(order))
-            case m.StandBy():
-                self._outbox.do(act.StartStandby())
-            case m.Standbys(_, _, addresses):
-                self._route.announced(addresses)
-                self._note_ring()
-            case Keep():
-                self._outbox.do(act.KeepPage(order))
-            case CopyTo():
-                self._outbox.do(act.NameBuddy(order))
-            case MirrorTo():
-                self._outbox.do(act.NameKeeper(order))
 
     def _note_ring(self, standby: str = "") -> None:
         """Add a standby controller, if one is given, and have the ring of controllers recorded if it has changed."""
