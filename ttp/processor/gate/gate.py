@@ -57,24 +57,9 @@ class Gate:
     """
 
     __slots__ = (
-        "_admitted",
-        "_between",
-        "_closed",
-        "_closure",
-        "_done",
-        "_halted",
-        "_left",
-        "_lock",
-        "_near",
-        "_on_quiet",
-        "_opened",
-        "_parked",
-        "_torn",
-        "_updating",
-        "_wake",
-        "redone",
-        "version",
-    )
+        "_admitted", "_between", "_closed", "_closure", "_done", "_halted", "_left", "_lock", "_near", "_on_quiet",
+        "_opened", "_parked", "_torn", "_updating", "_wake", "redone", "version",
+    )  # fmt: skip
 
     def __init__(self, on_quiet: Callable[[], None] = lambda: None) -> None:
         self.version = Version(0)
