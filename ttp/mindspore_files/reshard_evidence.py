@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from ttp.core.layout import ranks_text
 from ttp.errors import CheckpointError
 from ttp.mindspore_files.ckpt_reader import FileTensor
-from ttp.mindspore_files.reshard_fit import OPTIMIZER_SCALARS, Plan, TargetTensor, undecided
+from ttp.mindspore_files.optimizer_state import OPTIMIZER_SCALARS
+from ttp.mindspore_files.reshard_fit import Plan, TargetTensor, undecided
 from ttp.mindspore_files.tensor_bytes import digest, read_bytes
 from ttp.mindspore_files.tensor_layout import Cell
 from ttp.store.digest import Progress

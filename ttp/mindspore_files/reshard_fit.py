@@ -3,37 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ttp.core.layout import ranks_text
 from ttp.errors import CheckpointError
 from ttp.mindspore_files.ckpt_reader import FileTensor
+from ttp.mindspore_files.optimizer_state import OPTIMIZER_SCALARS, is_optimizer_state, owner_of
 from ttp.mindspore_files.reshard_source import DamagedError, Source
 from ttp.mindspore_files.reshard_strategy import Strategy
 from ttp.mindspore_files.tensor_layout import Cell, Shape, TensorLayout, uncut
-
-OPTIMIZER_PREFIXES = frozenset({
-    "accu_grads", "accum", "accum_update", "adam_m", "adam_v", "ax_", "exp_avg", "exp_avg_sq", "lamb_m", "lamb_v",
-    "linear", "mean_grad", "mean_square", "moment", "moment1", "moment2", "moments", "prev", "stat", "step_size",
-    "vhat",
-})  # fmt: skip
-"""Prefixes that optimizers of ``mindspore.nn`` put before a parameter's name to name their state of the parameter."""
-
-OPTIMIZER_SCALARS = frozenset({
-    "afactor_step", "batch_num", "beta1_power", "beta2_power", "cov_step", "cur_rank", "cur_step_num",
-    "current_iterator_step", "epoch_num", "global_step", "last_overflow_iterator_step", "learning_rate", "loss_scale",
-    "momentum", "scale_sense", "step_num", "weight_decay",
-})  # fmt: skip
-"""Entries of the training as a whole, which belong to no parameter."""
 
 _ACCUMULATED = "accu_grads."
 """Prefix of the gradients of a pipeline's micro batches, which are not needed between two steps."""
 
 _NAMED_MAX = 5
 
-_Parts = tuple[int, TensorLayout, "dict[Cell, dict[int, FileTensor]]"]
-"""The first rank of a stage, the layout of the tensor there, and cell -> rank -> the file that holds the cell."""
+_Copies = dict[Cell, dict[int, FileTensor]]
+"""Cell -> rank -> the file that holds the cell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +34,6 @@ class TargetTensor:
         target: layout in the target.
         parts: cell of the source -> one file that holds the cell.
         copies: cell of the source -> rank -> its file, for all ranks whose files hold the cell.
-        first: the first rank of the source stage from which the parts come.
     """
 
     name: str
@@ -56,7 +42,6 @@ class TargetTensor:
     target: TensorLayout
     parts: Mapping[Cell, FileTensor]
     copies: Mapping[Cell, Mapping[int, FileTensor]]
-    first: int
 
     @property
     def sample(self) -> FileTensor:
@@ -132,20 +117,21 @@ class _Fit:
         self._source, self._src, self._dst, self._inference = source, src, dst, inference
         self._problems: list[str] = []
         self._notes: list[str] = []
-        self._names = list(dict.fromkeys(name for entries in source.held.values() for name in entries))
+        self._names = dict.fromkeys(name for entries in source.held.values() for name in entries)  # in their order
+        self._src_names = set() if src is None else src.names
+        self._dst_names = set() if dst is None else dst.names
 
     def plan(self) -> Plan:
         self._check_world()
         self._refuse()
         wanted = [name for name in self._names if self._wanted(name)]
-        if self._src is not None:
-            self._check_missing(self._src.names)
-        if self._dst is not None:
-            self._check_missing(self._dst.names)
+        self._check_missing(self._src_names)
+        self._check_missing(self._dst_names)
         cut = {name: self._entry(name) for name in wanted if self._is_cut(name)}
         entries = {name: entry for name, entry in cut.items() if entry is not None}
         self._check_twins(entries)
         passed = {name: self._passed(name) for name in wanted if name not in cut}
+        self._note_whole(passed)
         self._refuse()
         return Plan(
             self._stages(entries),
@@ -169,14 +155,19 @@ class _Fit:
     def _wanted(self, name: str) -> bool:
         if self._inference and is_optimizer_state(name, self._names):
             return False
-        if self._dst is None or name in self._dst.names or not (self._is_cut(name) or self._twin_is_cut(name)):
+        if self._dst is None or name in self._dst_names or not (self._is_cut(name) or self._twin_is_cut(name)):
             return True
-        if self._inference or name.startswith(_ACCUMULATED):
+        _, _, owner = name.partition(".")
+        if name.startswith(_ACCUMULATED) or (self._inference and owner in self._dst_names):
             self._notes.append(f"{name} is not in the target's strategy: left out")
             return False
+        way = (
+            "all stages of a pipeline. To leave it out, convert to one full file first (without --dst-strategy)"
+            if self._inference
+            else "a network that is compiled for training, or drop the optimizer's state with --inference"
+        )
         self._problems.append(
-            f"{name} is in the files but not in the target's strategy {self._dst.origin}: give the strategy of a "
-            "network that is compiled for training, or drop the optimizer's state with --inference"
+            f"{name} is in the files but not in the target's strategy {self._dst.origin}: give the strategy of {way}"
         )
         return False
 
@@ -184,17 +175,16 @@ class _Fit:
         """Return whether a strategy describes this entry; without any strategy, whether it is a tensor."""
         if self._src is None and self._dst is None:
             return self._tensor(name).dtype != "str" and name not in OPTIMIZER_SCALARS
-        return any(side is not None and name in side.names for side in (self._src, self._dst))
+        return name in self._src_names or name in self._dst_names
 
     def _twin_is_cut(self, name: str) -> bool:
         """Return whether this is optimizer state of a parameter that the target's strategy describes."""
-        assert self._dst is not None, name
-        prefix, _, owner = name.partition(".")
-        return prefix in OPTIMIZER_PREFIXES and owner in self._dst.names
+        return owner_of(name) in self._dst_names
 
     def _check_world(self) -> None:
         manifest, src, ranks = self._source.manifest, self._src, self._source.files
         if src is None:
+            self._check_slices()
             return
         if manifest is not None and manifest.world_size != src.world_size:
             self._problems.append(
@@ -207,10 +197,20 @@ class _Fit:
                 "strategy of another job, or of one stage of a pipeline (then give the directory of all stages)"
             )
 
-    def _check_missing(self, names: Iterable[str]) -> None:
+    def _check_slices(self) -> None:
+        """Check that each slice of the manifest is there, else one of them could be taken for the whole model."""
+        groups = {} if self._source.manifest is None else self._source.manifest.groups
+        for shard, ranks in groups.items():
+            if not any(rank in self._source.held for rank in ranks):
+                self._problems.append(
+                    f"there is no whole file of {shard} ({ranks_text(ranks)}), one of the {len(groups)} slices of the "
+                    "checkpoint: give --src-strategy, which tells what the other files hold"
+                )
+
+    def _check_missing(self, names: set[str]) -> None:
         lacking = [
             name
-            for name in sorted(set(names) - set(self._names))
+            for name in sorted(names - self._names.keys())
             if not name.startswith(_ACCUMULATED) and not (self._inference and is_optimizer_state(name, names))
         ]
         if lacking:
@@ -241,7 +241,7 @@ class _Fit:
         if isinstance(found, str):
             self._problems.append(found)
             return None
-        first, layout, copies = found
+        layout, copies = found
         full = layout.full_shape(sample.dims)
         targets = self._targets(name, len(full))
         problem = next(self._misfits(name, full, targets), None)
@@ -249,41 +249,47 @@ class _Fit:
             self._problems.append(problem)
             return None
         parts = {cell: next(iter(held.values())) for cell, held in copies.items()}
-        return TargetTensor(name, full, layout, targets[0], parts, copies, first)
+        return TargetTensor(name, full, layout, targets[0], parts, copies)
 
-    def _parts(self, name: str, sample: FileTensor) -> _Parts | str:
-        """Return the parts in the first stage that holds the whole tensor, or a text why there is no such stage."""
+    def _parts(self, name: str, sample: FileTensor) -> tuple[TensorLayout, _Copies] | str:
+        """Return the first layout of which the files hold all parts, with the parts, or a text why there is none."""
         problem = f"{name} is cut by the target's strategy, but is not in the source's strategy"
-        for first, layout in self._source_layouts(name, sample):
+        layouts = self._source_layouts(name, sample)
+        if len(layouts) > 1:
+            self._notes.append(
+                f"{name} is cut in {len(layouts)} ways by the stages of the source: taken from one stage, and not "
+                "compared with the others"
+            )
+        for layout, firsts in layouts.items():
             if len(layout.axes) != len(sample.dims):
                 cuts = len(layout.axes)
                 problem = f"{name} has the shape {sample.dims} in the files, but the strategy describes {cuts} axes"
                 continue
-            copies = self._copies(name, sample, first, layout)
+            copies = self._copies(name, sample, firsts, layout)
             if not isinstance(copies, str):
-                return first, layout, copies
+                return layout, copies
             problem = copies
         return problem
 
-    def _source_layouts(self, name: str, sample: FileTensor) -> Iterator[tuple[int, TensorLayout]]:
-        """Yield the first rank, and the layout of the tensor, for each stage of the source that has the tensor."""
+    def _source_layouts(self, name: str, sample: FileTensor) -> dict[TensorLayout, list[int]]:
+        """Return the layouts of the tensor in the source, each with the first ranks of the stages that have it."""
         if self._src is None:
-            yield 0, uncut(len(sample.dims), max(self._source.files) + 1)
-            return
+            return {uncut(len(sample.dims), max(self._source.files) + 1): [0]}
+        found: dict[TensorLayout, list[int]] = {}
         for number, stage in enumerate(self._src.stages):
             if name in stage:
-                yield number * self._src.devices, stage[name]
-        if name not in self._src.names and all(math.prod(one.grid) == 1 for one in self._targets(name, 0)):
-            yield 0, uncut(len(sample.dims), self._src.world_size)
+                found.setdefault(stage[name], []).append(number * self._src.devices)
+        if not found and all(math.prod(one.grid) == 1 for one in self._targets(name, 0)):
+            return {uncut(len(sample.dims), self._src.world_size): [0]}
+        return found
 
-    def _copies(
-        self, name: str, sample: FileTensor, first: int, layout: TensorLayout
-    ) -> dict[Cell, dict[int, FileTensor]] | str:
+    def _copies(self, name: str, sample: FileTensor, firsts: Sequence[int], layout: TensorLayout) -> _Copies | str:
         """Return the files that hold each cell, or a text why they cannot be used."""
-        found: dict[Cell, dict[int, FileTensor]] = {}
+        found: _Copies = {}
         absent: list[list[int]] = []
-        for cell, ranks in layout.holders().items():
-            held = {first + rank: tensor for rank in ranks if (tensor := self._held(first + rank, name)) is not None}
+        for cell, within in layout.holders().items():
+            ranks = [first + rank for first in firsts for rank in within]
+            held = {rank: tensor for rank in ranks if (tensor := self._held(rank, name)) is not None}
             odd = [rank for rank, one in held.items() if (one.dtype, one.dims) != (sample.dtype, sample.dims)]
             if odd:
                 return (
@@ -291,7 +297,7 @@ class _Fit:
                     f"{sample.dims} on other ranks, but by the strategy all parts have one type and shape"
                 )
             if not held:
-                absent.append([first + rank for rank in ranks])
+                absent.append(ranks)
             found[cell] = held
         if not absent:
             return found
@@ -328,8 +334,8 @@ class _Fit:
     def _check_twins(self, entries: Mapping[str, TargetTensor]) -> None:
         """Check that the optimizer state of a parameter has the shape of the parameter."""
         for name, entry in entries.items():
-            prefix, _, owner = name.partition(".")
-            twin = entries.get(owner) if prefix in OPTIMIZER_PREFIXES else None
+            owner = owner_of(name)
+            twin = None if owner is None else entries.get(owner)
             if twin is not None and len(twin.full) == len(entry.full) and twin.full != entry.full:
                 self._problems.append(
                     f"{name} would have the shape {entry.full}, but {owner} {twin.full}: the source's strategy is not "
@@ -343,20 +349,16 @@ class _Fit:
             self._problems.append(f"{name} has different shapes on different ranks, but is in no strategy")
         return held
 
-
-def is_optimizer_state(name: str, names: Iterable[str]) -> bool:
-    """Return whether inference can do without the entry ``name``: optimizer state of a parameter, or a step counter.
-
-    Args:
-        name: the entry.
-        names: the names of all parameters.
-    """
-    prefix, _, owner = name.partition(".")
-    return name in OPTIMIZER_SCALARS or (prefix in OPTIMIZER_PREFIXES and owner in _as_set(names))
-
-
-def _as_set(names: Iterable[str]) -> frozenset[str] | set[str]:
-    return names if isinstance(names, (set, frozenset)) else frozenset(names)
+    def _note_whole(self, passed: Mapping[str, Mapping[int, FileTensor]]) -> None:
+        """Note what is copied whole from a full file: the target's strategy may be that of another network."""
+        if self._src is not None or self._dst is None:
+            return
+        whole = [name for name in passed if name not in OPTIMIZER_SCALARS and math.prod(self._tensor(name).dims) > 1]
+        if whole:
+            self._notes.append(
+                f"no strategy describes {len(whole)} tensors ({', '.join(whole[:3])}{', ...' if whole[3:] else ''}): "
+                "every rank gets them whole"
+            )
 
 
 def undecided(plan: Plan) -> Iterator[str]:

@@ -40,10 +40,6 @@ class Strategy:
         """The names of all parameters."""
         return {name for stage in self.stages for name in stage}
 
-    def layout(self, name: str) -> TensorLayout:
-        """Return the layout of the parameter ``name`` in the first stage that has it."""
-        return next(stage[name] for stage in self.stages if name in stage)
-
 
 def read_strategy(path: Path) -> Strategy:
     """Read a strategy file, or a directory that holds one per stage of a pipeline.
