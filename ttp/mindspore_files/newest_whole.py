@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,23 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from ttp.config import RankEnv
+from ttp.core.layout import ranks_text
 from ttp.errors import CheckpointError, ConfigError, UsageError
 from ttp.mindspore_files.ckpt_reader import read_contents
-from ttp.mindspore_files.rank_folders import groups_of_manifest
-from ttp.mindspore_files.redundancy_plan import step_of
+from ttp.mindspore_files.rank_folders import groups_of_manifest, rank_folders
+from ttp.mindspore_files.redundancy_plan import BREAKPOINT, step_of
 from ttp.store import names
 from ttp.store.catalog import CatalogEntry, look, restorable, scan, sound
-from ttp.store.manifest import Manifest
+from ttp.store.manifest import MANIFEST, Manifest
 from ttp.store.walk import ATTEMPTS, NotTriedError, walk_back
 
 log = logging.getLogger("ttp")
 
 SUFFIXES = (".ckpt", ".safetensors")
-BREAKPOINT = "_breakpoint.ckpt"
-"""Suffix of the files that MindSpore writes after an exception.
-
-Such a file may be of a step that was not finished, so it is tried last.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +68,18 @@ def load_newest(
 
     Raises:
         CheckpointError: there are checkpoints, but the newest ``attempts`` of them are damaged, so training must not
-            silently begin from scratch. Or a directory cannot be listed.
-        UsageError: ``attempts`` is less than 1, or the newest checkpoint is cut into slices for fewer ranks.
+            silently begin from scratch. Or only other ranks have checkpoints, or a directory cannot be listed.
+        UsageError: ``attempts`` is less than 1, or the newest checkpoint is cut into slices for another number of ranks.
     """
     if attempts < 1:
         raise UsageError(f"attempts={attempts}: it has to be at least 1")
     patterns = [pattern] if isinstance(pattern, (str, Path)) else list(pattern)
-    place = _rank() if rank is None else rank
+    rank, world_size = _place(rank)
     try:
-        candidates = newest_first(patterns, place)
+        candidates = newest_first(patterns, rank)
     except OSError as problem:
         raise CheckpointError(f"cannot read {problem.filename}: {problem.strerror or problem}") from None
-    opened, skipped = walk_back(candidates, lambda one: _open(one, place, load), attempts=attempts)
+    opened, skipped = walk_back(candidates, lambda one: _open(one, rank, world_size, load), attempts=attempts)
     for reason in skipped:
         log.warning("load_newest skipped %s", reason)
     if opened:
@@ -119,7 +114,7 @@ def newest_first(patterns: Iterable[str | Path], rank: int) -> list[Found]:
         for found in _matching(Path(pattern), rank):
             if isinstance(found, CatalogEntry):
                 saved[found.path] = Found(found, ())
-            elif found.suffix not in SUFFIXES:
+            elif not _is_file(found):
                 continue
             elif names.parse_checkpoint_name(found.parent.parent.name) is not None:
                 checkpoint = found.parent.parent
@@ -129,8 +124,7 @@ def newest_first(patterns: Iterable[str | Path], rank: int) -> list[Found]:
                 elif known.files:  # one attempt for all files: the checkpoint is whole or not
                     saved[checkpoint] = replace(known, files=(*known.files, found))
             else:
-                with contextlib.suppress(OSError):  # the file was removed just now
-                    others[found] = _age(found)
+                others[found] = _age(found)
     in_order = sorted(saved.values(), key=_version, reverse=True)
     return in_order + [Found(None, (path,)) for path in sorted(others, key=lambda path: others[path], reverse=True)]
 
@@ -141,12 +135,19 @@ def _version(found: Found) -> int:
 
 
 def _age(path: Path) -> tuple[bool, int, tuple[int, int], str]:
-    written = path.stat().st_mtime_ns
+    try:
+        written = path.stat().st_mtime_ns
+    except OSError:  # it was removed just now
+        written = -1
     return not path.name.endswith(BREAKPOINT), written, step_of(path.name) or (-1, -1), path.name
 
 
 def _matching(given: Path, rank: int) -> Iterator[Path | CatalogEntry]:
-    """Yield the files that match, and the matching directories with the name of a checkpoint of ttp."""
+    """Yield the files that match, and the matching directories that are checkpoints of ttp.
+
+    Raises:
+        CheckpointError: a directory has checkpoints of other ranks, and none of ``rank``.
+    """
     if not given.is_dir():
         for found in glob(os.fspath(given)):  # noqa: PTH207 - Path.glob matches hidden files, which are drafts
             if Path(found).is_dir():
@@ -157,24 +158,47 @@ def _matching(given: Path, rank: int) -> Iterator[Path | CatalogEntry]:
     if names.parse_checkpoint_name(given.name) is not None:
         yield look(given)
         return
+    if (given / MANIFEST).exists():
+        yield _made_by_reshard(given)
+        return
     entries = scan(given)
-    yield from restorable(entries)
-    own = given / f"rank_{rank}"
-    inside = [*(entry.path for entry in entries), *(sorted(own.iterdir()) if own.is_dir() else ())]
-    yield from (path for path in inside if _is_file(path))
+    saved = list(restorable(entries))
+    folders = rank_folders(given)
+    own = sorted(folders[rank].iterdir()) if rank in folders else []
+    files = [path for path in (*(entry.path for entry in entries), *own) if _is_file(path)]
+    others = [] if saved or files else [r for r, folder in folders.items() if any(map(_is_file, folder.iterdir()))]
+    if others:
+        raise CheckpointError(
+            f"{given} has checkpoints of {ranks_text(sorted(others))}, but none of rank {rank}, which would begin anew "
+            "beside ranks that go on: make one with `ttp recover`, or with `ttp reshard` if the number of ranks changed"
+        )
+    yield from saved
+    yield from files
+
+
+def _made_by_reshard(directory: Path) -> CatalogEntry:
+    """Return a checkpoint whose directory does not have the name of one."""
+    try:
+        manifest = Manifest.load(directory)
+    except CheckpointError as problem:
+        return CatalogEntry(directory, None, "checkpoint", problem=str(problem))
+    return CatalogEntry(directory, manifest.version, "checkpoint", manifest)
 
 
 def _is_file(path: Path) -> bool:
     return path.suffix in SUFFIXES and not path.name.startswith(".") and path.is_file()
 
 
-def _open(found: Found, rank: int, load: Mapping[str, Any]) -> Loaded:
+def _open(found: Found, rank: int, world_size: int | None, load: Mapping[str, Any]) -> Loaded:
     """Verify and load one checkpoint.
 
     Raises:
         CheckpointError: the checkpoint is not whole, or holds no file for the rank.
+        UsageError: see ``file_of``.
     """
-    path, vouched = _file_in(found.checkpoint, found.files, rank) if found.checkpoint else (found.files[0], False)
+    path, vouched = found.files[0] if found.files else Path(), False
+    if found.checkpoint:
+        path, vouched = _file_in(found.checkpoint, found.files, rank, world_size)
     if not vouched and path.suffix == ".ckpt" and load.get("dec_key") is None:
         read_contents(path)
     loaded = _load(path, load)
@@ -182,7 +206,9 @@ def _open(found: Found, rank: int, load: Mapping[str, Any]) -> Loaded:
     return Loaded(path, loaded, epoch, step)
 
 
-def _file_in(checkpoint: CatalogEntry, files: Sequence[Path], rank: int) -> tuple[Path, bool]:
+def _file_in(
+    checkpoint: CatalogEntry, files: Sequence[Path], rank: int, world_size: int | None
+) -> tuple[Path, bool]:
     """Return the file to load, one of ``files`` if these are given, and whether a manifest has verified it."""
     if checkpoint.kind == "foreign":  # written by the original MindIO, which writes no manifest
         folder = checkpoint.path / f"rank_{rank}"
@@ -196,24 +222,31 @@ def _file_in(checkpoint: CatalogEntry, files: Sequence[Path], rank: int) -> tupl
         raise CheckpointError(f"{files[0]} is not in the manifest of its checkpoint")
     if len(files) == 1:
         return files[0], True
-    meant = checkpoint.path / file_of(manifest, rank)
+    meant = checkpoint.path / file_of(manifest, rank, world_size)
     return meant if meant in files or not files else next(path for path in files if path in listed), True
 
 
-def file_of(manifest: Manifest, rank: int) -> str:
+def file_of(manifest: Manifest, rank: int, world_size: int | None = None) -> str:
     """Return the file of a checkpoint that ``rank`` has to load, as a path below the checkpoint.
 
     If all ranks hold the same, any rank can load it, also one that the job did not have when it saved.
 
+    Args:
+        manifest: the checkpoint.
+        rank: the rank that loads.
+        world_size: number of ranks of its job; None: not known.
+
     Raises:
-        UsageError: the checkpoint is cut into slices, and ``rank`` is beyond the ranks that saved it.
+        UsageError: the checkpoint is cut into slices for another number of ranks.
         CheckpointError: the checkpoint holds no file for the rank.
     """
     groups = groups_of_manifest(manifest)
-    if len(groups) > 1 and rank >= manifest.world_size:  # a CheckpointError would make this rank load an older step
+    other_size = world_size is not None and world_size != manifest.world_size
+    if len(groups) > 1 and (other_size or rank >= manifest.world_size):  # a CheckpointError would load an older step
+        of_job = f" of a job of {world_size} ranks" if other_size else ""
         raise UsageError(
             f"the checkpoint of step {manifest.version} was saved by {manifest.world_size} ranks in {len(groups)} "
-            f"slices, and holds none for rank {rank}: convert it with `ttp reshard`"
+            f"slices, and holds none for rank {rank}{of_job}: convert it with `ttp reshard`"
         )
     group = groups[0] if len(groups) == 1 else next((ranks for ranks in groups if rank in ranks), ())
     for replica in (rank, *group):
@@ -229,7 +262,7 @@ def _load(path: Path, load: Mapping[str, Any]) -> dict[str, Any]:
     settings = {"format": path.suffix[1:], **load} if path.suffix != ".ckpt" else dict(load)
     try:
         return dict(mindspore.load_checkpoint(str(path), **settings))
-    except (ValueError, RuntimeError, OSError, KeyError) as problem:
+    except (ValueError, RuntimeError, OSError, KeyError, TypeError, AttributeError) as problem:
         raise CheckpointError(f"{path} cannot be loaded: {' '.join(str(problem).split()):.300}") from None
 
 
@@ -243,8 +276,10 @@ def _counter(parameters: Mapping[str, Any], name: str) -> int | None:
         return None
 
 
-def _rank() -> int:
+def _place(rank: int | None) -> tuple[int, int | None]:
+    """Return the rank whose files to load, and the number of ranks of its job; None: not known."""
     try:
-        return RankEnv.from_env().rank
+        env = RankEnv.from_env()
     except ConfigError:
-        return 0  # started without a launcher: one process
+        return rank or 0, None  # started without a launcher: one process
+    return (env.rank, env.world_size) if rank in (None, env.rank) else (rank or 0, None)

@@ -16,6 +16,12 @@ OWN = frozenset({"cur_rank"})
 
 DIFFERING_SHOWN = 5
 
+BREAKPOINT = "_breakpoint.ckpt"
+"""Suffix of the files that MindSpore writes after an exception.
+
+Such a file may be of a step that was not finished, so it is tried last.
+"""
+
 _STEP = re.compile(r"-(\d{1,9})_(\d{1,12})(?:_breakpoint)?\.(?:ckpt|safetensors)$", re.ASCII)
 _RANK = re.compile(r"rank_\d+", re.ASCII)
 
@@ -107,7 +113,8 @@ def newest_first(
 ) -> list[str]:
     """Sort checkpoints by the order in which to try them, and return their templates.
 
-    First come those of which every group has a file, newest first; then the others, those of more groups first.
+    First come those of which every group has a file, newest first and breakpoints last; then the others,
+    those of more groups first.
 
     Args:
         together: the checkpoints, see ``by_template``.
@@ -118,10 +125,11 @@ def newest_first(
     def step_in(template: str) -> tuple[int, int] | None:
         return step_of(template.replace("*", "0"))
 
-    def value(template: str) -> tuple[bool, int, tuple[int, int], str]:
+    def value(template: str) -> tuple[bool, int, bool, tuple[int, int], str]:
         covered = sum(1 for group in groups if set(together[template]) & set(group))
         everywhere = covered == len(groups)
-        return everywhere, 0 if everywhere else covered, step_in(template) or (-1, -1), template
+        counted = 0 if everywhere else covered
+        return everywhere, counted, not template.endswith(BREAKPOINT), step_in(template) or (-1, -1), template
 
     wanted = [template for template in together if step is None or step_in(template) == step]
     return sorted(wanted, key=value, reverse=True)

@@ -168,6 +168,56 @@ def test_a_rank_without_a_slice_loads_no_older_step(tmp_path: Path) -> None:
         load_newest(tmp_path, rank=4)
 
 
+def test_slices_of_another_number_of_ranks_are_no_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a job of two ranks each would load one of the slices, and train on with it."""
+    step = saved_by_ttp(tmp_path, 12)
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "h")):
+        monkeypatch.setenv(name, value)
+    for rank in (None, 1):
+        with pytest.raises(UsageError, match="by 4 ranks in 2 slices, and holds none for rank 1 of a job of 2 ranks"):
+            load_newest(tmp_path, rank=rank)
+    found = load_newest(tmp_path, rank=3)  # not this process's rank: whoever asks knows which slice it is
+    assert found is not None and found.path.parent == step / "rank_3"
+
+
+def test_a_rank_without_a_folder_does_not_begin_anew_beside_others(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        save(tmp_path / f"rank_{rank}" / "a-1_1.ckpt", rank, age=0)
+    (tmp_path / "rank_2").mkdir()
+    for rank in (2, 5):
+        with pytest.raises(CheckpointError, match=rf"has checkpoints of ranks 0-1, but none of rank {rank}, .*recover"):
+            load_newest(tmp_path, rank=rank)
+    for rank in (0, 1):
+        (tmp_path / f"rank_{rank}" / "a-1_1.ckpt").unlink()
+    assert load_newest(tmp_path, rank=5) is None, "the others have made their folders, and begin anew as well"
+
+
+def test_what_reshard_makes_is_one_checkpoint_by_any_name(tmp_path: Path) -> None:
+    made = saved_by_ttp(tmp_path, 12).rename(tmp_path / "made")
+    found = load_newest(made, rank=2)
+    assert found is not None and found.path.parent.name == "rank_0"
+    flip(made / "rank_3" / "ttp_rank_3-1_12.ckpt")
+    with pytest.raises(CheckpointError, match=r"rank_3/ttp_rank_3-1_12.ckpt is damaged"):
+        load_newest(made, rank=0)
+    (made / "manifest.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"manifest.json is damaged"):
+        load_newest(made, rank=0)
+
+
+# MindSpore leaves such a file open, which Python warns of when it collects it.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_links_to_nothing_and_other_formats_are_skipped(tmp_path: Path) -> None:
+    good = save(tmp_path / "a-1_1.ckpt", 1, age=10)
+    (tmp_path / "a-1_2.safetensors").write_bytes(b"\x10" + bytes(7) + b'{"a":1}         ')
+    found = load_newest(tmp_path)
+    assert found is not None and found.path == good and "cannot be loaded" in found.skipped[0]
+    foreign = tmp_path / "tft_saved_checkpoints-step_3" / "rank_0"
+    kept = save(foreign / "x-1_3.ckpt", 3, age=0)
+    (foreign / "y-1_3.ckpt").symlink_to("/nowhere")
+    found = load_newest(foreign / "*.ckpt", rank=0)
+    assert found is not None and found.path == kept
+
+
 def test_a_checkpoint_is_one_attempt_however_many_of_its_files_match(tmp_path: Path) -> None:
     newer = saved_by_ttp(tmp_path, 12)
     saved_by_ttp(tmp_path, 9)
