@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from ttp.core.layout import ranks_text
 from ttp.errors import CheckpointError, UsageError
 from ttp.mindspore_files.ckpt_reader import FileTensor, crc_problem, index
 from ttp.mindspore_files.rank_folders import checkpoint_names, rank_folders
+from ttp.mindspore_files.redundancy_plan import BREAKPOINT, step_of
 from ttp.mindspore_files.tensor_bytes import read_bytes
 from ttp.store.catalog import newest_whole, scan
 from ttp.store.digest import Watch
@@ -27,7 +27,8 @@ Label = tuple[int, int]
 STEP_KEYS = ("global_step", "step_num", "epoch_num", "batch_num")
 """Entries that are equal on all ranks in the files of one step."""
 
-_LABEL = re.compile(r".*-(\d{1,18})_(\d{1,18})\.ckpt", re.DOTALL)
+_Key = tuple[bool, Label]
+"""What orders the steps: whether it is no breakpoint, then epoch and step; (-1, -1) if the name has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +52,6 @@ class Source:
     manifest: Manifest | None
     label: Label | None
     notes: tuple[str, ...]
-
-    @property
-    def size(self) -> int:
-        """Size of all tensors, in bytes."""
-        return sum(tensor.nbytes for entries in self.held.values() for tensor in entries.values())
 
     @property
     def version(self) -> int | None:
@@ -97,11 +93,12 @@ def open_newest(directory: Path, watch: Watch, use: Callable[[Source], T]) -> T:
     steps, passed = _steps(folders)
     reasons: list[str] = [*notes, *passed]
 
-    def open_one(step: tuple[Label | None, Mapping[int, Path]]) -> T:
+    def open_one(step: tuple[_Key, Mapping[int, Path]]) -> T:
+        key, files = step
         try:
-            return use(_read(directory, *step, reasons, watch))
+            return use(_read(directory, step_of(next(iter(files.values())).name), files, reasons, watch))
         except DamagedError as problem:
-            reasons.append(f"passed over {_label_text(step[0])}: {problem}")
+            reasons.append(f"passed over {_key_text(key)}: {problem}")
             raise
 
     opened, skipped = walk_back(steps, open_one, not_whole=DamagedError)
@@ -142,43 +139,42 @@ def _meant(directory: Path, watch: Watch) -> tuple[Path, list[str]]:
     return newest, [f"skipped {reason}" for reason in skipped]
 
 
-def _steps(folders: Mapping[int, Path]) -> tuple[list[tuple[Label | None, dict[int, Path]]], list[str]]:
-    """Return the steps of which every rank has a file, newest first, and notes on newer steps that were skipped."""
-    choice: dict[int, dict[Label | None, Path]] = {}
+def _steps(folders: Mapping[int, Path]) -> tuple[list[tuple[_Key, dict[int, Path]]], list[str]]:
+    """Return the steps of which every rank has a file, and notes on newer steps that were skipped.
+
+    The newest step comes first, and breakpoints, which may be of unfinished steps, last.
+    """
+    choice: dict[int, dict[_Key, Path]] = {}
     for rank, folder in folders.items():
         files = [folder / name for name in checkpoint_names(folder)]
         if not files and any(folder.glob("*.safetensors")):
             raise UsageError(f"{folder} holds safetensors: convert them with mindspore.safetensors_to_ckpt first")
-        labelled = {_label(path): path for path in files}
-        if len(labelled) != len(files):
+        keyed = {_key(path.name): path for path in files}
+        if len(keyed) != len(files):
             raise CheckpointError(
                 f"{folder} holds several files of one step ({', '.join(path.name for path in files[:4])}): keep one"
             )
-        if labelled:
-            choice[rank] = labelled
+        if keyed:
+            choice[rank] = keyed
     if not choice:
         raise UsageError(f"no rank_* folder in {next(iter(folders.values())).parent} holds a .ckpt file")
-    common = set.intersection(*(set(labelled) for labelled in choice.values()))
+    common = set.intersection(*(set(keyed) for keyed in choice.values()))
     if not common:
-        seen = {rank: sorted(map(_label_text, labelled)) for rank, labelled in sorted(choice.items())}
+        seen = {rank: [_key_text(key) for key in sorted(keyed)] for rank, keyed in sorted(choice.items())}
         raise CheckpointError(f"there is no step of which every rank has a file (epoch_step of each rank: {seen})")
-    labels = sorted(common, key=_age, reverse=True)
-    newer = {one for labelled in choice.values() for one in labelled if _age(one) > _age(labels[0])}
-    notes = [f"passed over {_label_text(one)}: not every rank has it" for one in sorted(newer, key=_label_text)]
-    return [(one, {rank: labelled[one] for rank, labelled in choice.items()}) for one in labels], notes
+    keys = sorted(common, reverse=True)
+    newer = sorted({one for keyed in choice.values() for one in keyed if one > keys[0]})
+    notes = [f"passed over {_key_text(one)}: not every rank has it" for one in newer]
+    return [(one, {rank: keyed[one] for rank, keyed in choice.items()}) for one in keys], notes
 
 
-def _age(label: Label | None) -> Label:
-    return label or (-1, -1)
+def _key(name: str) -> _Key:
+    return not name.endswith(BREAKPOINT), step_of(name) or (-1, -1)
 
 
-def _label(path: Path) -> Label | None:
-    match = _LABEL.fullmatch(path.name)
-    return (int(match[1]), int(match[2])) if match else None
-
-
-def _label_text(label: Label | None) -> str:
-    return "a file without a step" if label is None else f"{label[0]}_{label[1]}"
+def _key_text(key: _Key) -> str:
+    whole, (epoch, step) = key
+    return ("a file without a step" if epoch < 0 else f"{epoch}_{step}") + ("" if whole else " (a breakpoint)")
 
 
 def _damage(directory: Path, manifest: Manifest | None, files: Mapping[int, Path], watch: Watch) -> dict[int, str]:

@@ -235,6 +235,8 @@ def test_a_save_dir_in_which_not_everything_is_of_ttp(ttp: Ttp, job: Path, tmp_p
 def test_names_that_tell_the_rank() -> None:
     pangu = {rank: [f"pangu{rank}-1_20.ckpt", f"pangu{rank}-1_3.ckpt"] for rank in (1, 3, 11)}
     assert newest_first(by_template(pangu), ((1, 3), (11,)))[0] == "pangu*-1_20.ckpt"
+    unfinished = {rank: ["a-2_1875.ckpt", "a-2_1875_breakpoint.ckpt", "a-3_1_breakpoint.ckpt"] for rank in (0, 1)}
+    assert newest_first(by_template(unfinished), ((0, 1),))[0] == "a-2_1875.ckpt"
     resnet = {rank: ["resnet50-9_1.ckpt"] for rank in (0, 50)}
     assert by_template(resnet) == {"resnet50-9_1.ckpt": {0: "resnet50-9_1.ckpt", 50: "resnet50-9_1.ckpt"}}
 

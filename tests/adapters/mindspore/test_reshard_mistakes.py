@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import shutil
 import warnings
 from pathlib import Path
 
@@ -90,3 +92,15 @@ def test_what_every_rank_gets_whole_is_noted(s4: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["mu_l.w", "eta_l.w", "max_exp_avg_sq.l.w", "momentum_buf.l.w", "ax.l.w", "step_t"])
 def test_state_of_every_optimizer_is_known(name: str) -> None:
     assert is_optimizer_state(name, {"l.w"}) and not is_optimizer_state("mu_head.w", {"l.w"})
+
+
+def test_breakpoints_are_taken_last_and_keep_their_step(s4: Path, tmp_path: Path) -> None:
+    """MindSpore writes them after an exception; a folder may hold several beside a whole file."""
+    source = shutil.copytree(s4, tmp_path / "source")
+    for rank, number in itertools.product(range(4), (13, 14)):
+        shutil.copy(source / f"rank_{rank}/net-3_12.ckpt", source / f"rank_{rank}/net-3_{number}_breakpoint.ckpt")
+    for name in ("ttp_rank_0-3_12.ckpt", "ttp_rank_0-3_14.ckpt"):
+        run(source, tmp_path / name, STRATEGIES / "s4.ckpt", None)
+        assert [file.name for file in (tmp_path / name / "rank_0").iterdir()] == [name]
+        for rank in range(4):
+            (source / f"rank_{rank}/net-3_12.ckpt").unlink(missing_ok=True)
