@@ -91,14 +91,10 @@ class CkptContents:
     Args:
         entries: name -> tensor.
         counters: name -> value, for the names of ``COUNTERS`` that the file has.
-        checked: whether the file has a CRC, which was right.
-        size: size of the file in bytes.
     """
 
     entries: Mapping[str, StoredTensor]
     counters: Mapping[str, int]
-    checked: bool
-    size: int
 
 
 def index(path: Path) -> dict[str, FileTensor]:
@@ -139,7 +135,7 @@ def read_contents(path: Path, progress: Progress | None = None) -> CkptContents:
         source.check()
         entries = {name: StoredTensor(one.dtype, one.dims, hashes[name].hexdigest()) for name, one in tensors.items()}
         counters = {name: value for name in counted if (value := _count(tensors[name], counted[name])) is not None}
-        return CkptContents(entries, counters, source.expected is not None, source.size)
+        return CkptContents(entries, counters)
 
 
 def crc_problem(path: Path, progress: Progress | None = None) -> str | None:
@@ -174,13 +170,13 @@ class _Source:
     """Reads a file from its start up to its CRC, and computes the CRC of the bytes that were read."""
 
     def __init__(self, raw: io.FileIO, progress: Progress | None, window: int) -> None:
-        self.size = os.fstat(raw.fileno()).st_size
-        if not self.size:
+        size = os.fstat(raw.fileno()).st_size
+        if not size:
             raise ValueError("it is empty")
-        tail = os.pread(raw.fileno(), TRAILER, max(0, self.size - TRAILER))
+        tail = os.pread(raw.fileno(), TRAILER, max(0, size - TRAILER))
         marked = len(tail) == TRAILER and tail.startswith(CRC_MARK)
         self.expected = int.from_bytes(tail[len(CRC_MARK) :], "big") if marked else None
-        self.left = self.size - TRAILER if marked else self.size
+        self.left = size - TRAILER if marked else size
         self.at = 0
         self._file, self._progress, self._crc = io.BufferedReader(raw, window), progress, 0
 
