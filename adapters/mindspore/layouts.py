@@ -15,7 +15,7 @@ from ttp.adapters.mindspore.constraints import parallel_mode
 from ttp.core.layout import Layout, Rank, Shard
 from ttp.errors import CheckpointError, ConfigError
 from ttp.mindspore_files.group_info import read_group_info
-from ttp.mindspore_files.redundancy import groups_of_stages
+from ttp.mindspore_files.redundancy import groups_of_stages, is_saved
 from ttp.mindspore_files.strategy_file import read_stages
 
 RANK = "{rank}"
@@ -145,6 +145,8 @@ def of_redundancy(redundancy: Mapping[str, Iterable[Iterable[int]]], world_size:
     """
     held: dict[int, list[tuple[str, int]]] = {rank: [] for rank in range(world_size)}
     for name, groups in sorted(redundancy.items()):
+        if not is_saved(name):
+            continue
         for index, group in enumerate(groups):
             for rank in group:
                 if int(rank) not in held:

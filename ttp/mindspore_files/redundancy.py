@@ -10,9 +10,6 @@ from ttp.mindspore_files.tensor_layout import TensorLayout
 ReplicaGroups = tuple[tuple[int, ...], ...]
 """Groups of ranks that hold the same state; in each group the lowest rank is first."""
 
-NOT_SAVED = ("accu_grads", "inputs")
-"""Prefixes of names that are in strategies but not in checkpoints."""
-
 
 def parameter_groups(stage: Stage) -> dict[str, ReplicaGroups]:
     """Return for each parameter the groups of ranks that hold the same slice of it."""
@@ -28,12 +25,21 @@ def whole_groups(parameters: Mapping[str, ReplicaGroups]) -> ReplicaGroups:
     """Group the ranks that hold the same slice of every parameter: their checkpoints are interchangeable."""
     held: dict[int, list[int]] = {}
     for name in sorted(parameters):
-        if name.startswith(NOT_SAVED):
+        if not is_saved(name):
             continue
         for place, ranks in enumerate(parameters[name]):
             for rank in ranks:
                 held.setdefault(rank, []).append(place)
     return same(held)
+
+
+def is_saved(name: str) -> bool:
+    """Return whether a name in a strategy is in checkpoints: not gradients, nor the network's inputs (``inputs``...).
+
+    MindSpore leaves out every name that begins like these, and so takes ranks with different slices of a parameter
+    ``inputs_embed.weight`` for replicas.
+    """
+    return not (name.startswith("accu_grads.") or (name.startswith("inputs") and "." not in name))
 
 
 def same(held: Mapping[int, object]) -> ReplicaGroups:
@@ -60,9 +66,9 @@ def replicas_of(rank: int, parameters: Mapping[str, ReplicaGroups]) -> tuple[int
     """Return the ranks whose checkpoint ``rank`` may load, as MindSpore's ``get_ckpt_path_with_strategy`` chooses.
 
     These are the ranks of its smallest group for any parameter, if all its other groups contain that group; otherwise
-    only ``rank`` itself. For a rank that is in no parameter's group the result is empty.
+    only ``rank`` itself. For a rank that is in no parameter's group the result is empty. Only ``is_saved`` differs.
     """
-    mine = [ranks for name, groups in parameters.items() if not name.startswith(NOT_SAVED) for ranks in groups]
+    mine = [ranks for name, groups in parameters.items() if is_saved(name) for ranks in groups]
     mine = [ranks for ranks in mine if rank in ranks]
     if not mine:
         return ()

@@ -109,6 +109,7 @@ def test_a_strategy_file_is_a_layout_and_a_directory_is_that_of_a_pipeline(monke
 
 def test_ranks_that_hold_the_same_slices_of_everything_are_replicas() -> None:
     redundancy = {"w": ((0, 4), (1, 5), (2, 6), (3, 7)), "bias": (tuple(range(8)),), "v": ((0, 1, 4, 5), (2, 3, 6, 7))}
+    redundancy["accu_grads.w"] = tuple((rank,) for rank in range(8))  # empty between updates, and not saved
     groups = layouts.of_redundancy(redundancy, 8).groups
     assert dict(groups) == {f"slice_{r}": (r, r + 4) for r in range(4)}
 
