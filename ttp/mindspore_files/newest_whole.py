@@ -69,7 +69,7 @@ def load_newest(
     Raises:
         CheckpointError: there are checkpoints, but the newest ``attempts`` of them are damaged, so training must not
             silently begin from scratch. Or only other ranks have checkpoints, or a directory cannot be listed.
-        UsageError: ``attempts`` is less than 1, or the newest checkpoint is cut into slices for another number of ranks.
+        UsageError: ``attempts`` is less than 1, or the newest checkpoint is cut for another number of ranks.
     """
     if attempts < 1:
         raise UsageError(f"attempts={attempts}: it has to be at least 1")
@@ -206,9 +206,7 @@ def _open(found: Found, rank: int, world_size: int | None, load: Mapping[str, An
     return Loaded(path, loaded, epoch, step)
 
 
-def _file_in(
-    checkpoint: CatalogEntry, files: Sequence[Path], rank: int, world_size: int | None
-) -> tuple[Path, bool]:
+def _file_in(checkpoint: CatalogEntry, files: Sequence[Path], rank: int, world_size: int | None) -> tuple[Path, bool]:
     """Return the file to load, one of ``files`` if these are given, and whether a manifest has verified it."""
     if checkpoint.kind == "foreign":  # written by the original MindIO, which writes no manifest
         folder = checkpoint.path / f"rank_{rank}"

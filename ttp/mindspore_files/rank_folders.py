@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ttp.errors import CheckpointError, UsageError
-from ttp.mindspore_files.group_info import read_group_info
+from ttp.mindspore_files.group_info import NAME, read_group_info
 from ttp.mindspore_files.redundancy import ReplicaGroups, groups_of_stages, same
 from ttp.mindspore_files.strategy_file import read_stages
 from ttp.store.manifest import MANIFEST, Manifest
 
 _FOLDER = re.compile(r"rank_(0|[1-9]\d{0,6})", re.ASCII)
-GROUP_INFO = "group_info.pb"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +56,18 @@ def checkpoint_names(folder: Path) -> list[str]:
         raise CheckpointError(f"cannot list {folder}: {problem.strerror or problem}") from None
 
 
+Stamp = tuple[int, int, int] | None
+
+
+def stamp(file: Path) -> Stamp:
+    """Return inode, size and time of a file, which tell if it is replaced or written to; None: it cannot be read."""
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
 def known_replicas(
     directory: Path,
     *,
@@ -72,29 +83,49 @@ def known_replicas(
         strategy: a strategy file, or a directory with the strategy files of all stages.
         group_info: ``group_info.pb`` files.
         data_parallel: whether all ranks hold the same state.
-        ranks: number of ranks of the job; None for the highest rank with a folder plus one.
+        ranks: number of ranks of the job if there is no manifest; None for the highest rank with a folder plus one.
 
     Raises:
         UsageError: neither the arguments nor files tell it.
         CheckpointError: a file that tells it cannot be read, or two of them contradict each other.
     """
     folders = rank_folders(directory)
-    size = ranks or max(folders, default=-1) + 1
+    told = strategy is not None or bool(group_info) or data_parallel
+    manifest, unread = _manifest(directory, needed=not told)
+    size = manifest.world_size if manifest else ranks or max(folders, default=-1) + 1
     if strategy is not None:
-        groups, _ = groups_of_stages(read_stages(strategy))
-        return Known(groups, f"the strategy {strategy}")
-    if data_parallel:
-        return Known((tuple(range(size)),) if size else (), "data parallelism")
-    if not group_info and (directory / MANIFEST).exists():
-        manifest = Manifest.load(directory)
-        return Known(groups_of_manifest(manifest), "the manifest", manifest)
-    files = list(group_info) or sorted(path for f in folders.values() if (path := f / GROUP_INFO).is_file())
-    if not files:
-        raise UsageError(
-            f"it is not known which ranks of {directory} hold the same state: give --strategy, --group-info, or "
-            "--data-parallel if all of them do"
-        )
-    return Known(_complete(_joined(files), size), ", ".join(map(str, files[:3])) + (", ..." if files[3:] else ""))
+        groups, told_by = groups_of_stages(read_stages(strategy))[0], f"the strategy {strategy}"
+    elif data_parallel:
+        groups, told_by = (tuple(range(size)),) if size else (), "data parallelism"
+        if not (manifest or ranks):
+            told_by += f" (of {size} ranks, as the highest folder says; --ranks gives another number)"
+    elif manifest and not group_info:
+        groups, told_by = groups_of_manifest(manifest), "the manifest"
+    else:
+        files = list(group_info) or sorted(path for f in folders.values() if (path := f / NAME).is_file())
+        if not files:
+            raise UsageError(
+                f"it is not known which ranks of {directory} hold the same state: give --strategy, --group-info, or "
+                "--data-parallel if all of them do"
+            )
+        groups = _complete(_joined(files), size)
+        told_by = ", ".join(map(str, files[:3])) + (", ..." if files[3:] else "")
+    count = sum(map(len, groups))
+    if manifest and count != size:
+        raise CheckpointError(f"{told_by} is for {count} ranks, but by its manifest {directory} was saved by {size}")
+    return Known(groups, told_by + unread, manifest)
+
+
+def _manifest(directory: Path, *, needed: bool) -> tuple[Manifest | None, str]:
+    """Return the manifest, if there is one, and words for a damaged one that is not needed."""
+    if not (directory / MANIFEST).exists():
+        return None, ""
+    try:
+        return Manifest.load(directory), ""
+    except CheckpointError as problem:
+        if needed:
+            raise
+        return None, f"; digests were not checked, as {problem}"
 
 
 def groups_of_manifest(manifest: Manifest) -> ReplicaGroups:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from ttp.core.layout import ranks_text
 from ttp.mindspore_files.ckpt_reader import CkptContents
+from ttp.mindspore_files.rank_folders import Stamp
 from ttp.mindspore_files.redundancy import ReplicaGroups
 
 OWN = frozenset({"cur_rank"})
@@ -34,11 +35,13 @@ class Seen:
         file: path of the file below the directory; empty if there is none.
         contents: contents of the file; None if it cannot be used.
         problem: why it cannot be used, in words.
+        stamp: the stamp of the file before it was read, see ``rank_folders``.
     """
 
     file: str = ""
     contents: CkptContents | None = None
     problem: str = ""
+    stamp: Stamp = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +146,7 @@ def recover(seen: Mapping[int, Seen], groups: ReplicaGroups, why_alone: str) -> 
         groups: groups of ranks whose files have to be equal. Each rank is in one group.
         why_alone: the reason to state for a lost rank without replicas.
     """
-    seen = _of_one_step(seen)
+    seen = _of_one_step(seen, groups)
     fates: list[Fate] = []
     disagreements: list[str] = []
     for group in groups:
@@ -216,13 +219,14 @@ def _difference(name: str, a: Mapping[str, object], b: Mapping[str, object]) -> 
     return f"{name} ({list(shapes[0])} and {list(shapes[1])})" if shapes[0] != shapes[1] else name
 
 
-def _of_one_step(seen: Mapping[int, Seen]) -> dict[int, Seen]:
-    """Mark the files that are of another step than most files as unusable."""
+def _of_one_step(seen: Mapping[int, Seen], groups: ReplicaGroups) -> dict[int, Seen]:
+    """Choose the step of which most groups have a file, and mark the files of other steps as unusable."""
     steps = {rank: tuple(sorted(s.contents.counters.items())) for rank, s in seen.items() if s.contents is not None}
     told = Counter(step for step in steps.values() if step)
     if len(told) < 2:
         return dict(seen)
-    usual = max(told, key=lambda step: (told[step], step))
+    covered = Counter(step for group in groups for step in {steps[rank] for rank in group if rank in steps})
+    usual = max(told, key=lambda step: (covered[step], told[step], step))
     checked = dict(seen)
     for rank, step in steps.items():
         if step and step != usual:

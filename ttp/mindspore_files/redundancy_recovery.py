@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,15 +12,15 @@ from pathlib import Path
 from ttp.core.messages import Piece
 from ttp.errors import CheckpointError, UsageError
 from ttp.mindspore_files.ckpt_reader import read_contents
-from ttp.mindspore_files.rank_folders import Known, checkpoint_names, rank_folders
+from ttp.mindspore_files.rank_folders import Known, checkpoint_names, rank_folders, stamp
 from ttp.mindspore_files.redundancy_plan import Outcome, Seen, by_template, for_rank, newest_first, recover
+from ttp.mindspore_files.target import draft_in, is_inside
 from ttp.store.catalog import restorable, scan
 from ttp.store.digest import HashingFile, Progress, digest_file
 from ttp.store.durable import make_directory, sync_directory, write_durably
 from ttp.store.walk import NotTriedError, walk_back
 
 MAPPING = "recovered.json"
-WAYS = ("map", "link", "copy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +161,7 @@ def _examine(place: _Place, progress: Progress | None) -> Recovery:
 
 def _see(directory: Path, file: str, pieces: dict[str, Piece], progress: Progress | None) -> Seen:
     try:
+        before = stamp(directory / file)
         contents = read_contents(directory / file, progress)
         piece = pieces.get(file)
         if piece is not None and digest_file(directory / file) != (piece.size, piece.digest):
@@ -170,7 +170,7 @@ def _see(directory: Path, file: str, pieces: dict[str, Piece], progress: Progres
         return Seen(file, None, str(problem).replace(f"{directory}{os.sep}", ""))
     except OSError as problem:
         return Seen(file, None, f"{file} cannot be read: {problem.strerror or problem}")
-    return Seen(file, contents)
+    return Seen(file, contents, stamp=before)
 
 
 def write(recovery: Recovery, out: Path, way: str, progress: Callable[[int], None] | None = None) -> None:
@@ -189,40 +189,39 @@ def write(recovery: Recovery, out: Path, way: str, progress: Callable[[int], Non
         UsageError: ``out`` exists, or lies inside the source.
         CheckpointError: writing failed, or a copy differs from what was read.
     """
-    out, source = out.absolute(), recovery.directory.resolve()
+    out = out.absolute()
     if os.path.lexists(out):
         raise UsageError(f"{out} exists: give a path that does not exist")
-    if source in (out.parent.resolve() / out.name, *out.parent.resolve().parents, out.parent.resolve()):
+    if is_inside(out, recovery.directory):
         raise UsageError(f"{out} is inside {recovery.directory}, which is never changed: give a path outside of it")
-    draft = out.with_name(f".{out.name}.{os.getpid()}.making")
     try:
         make_directory(out.parent)
         if way == "map":
             write_durably(out, _document(recovery))
             return
-        draft.mkdir()
-        _fill(recovery, draft, way, progress)
-        sync_directory(draft)
-        draft.rename(out)
-        sync_directory(out.parent)
+        with draft_in(out.parent, out.name) as draft:
+            _fill(recovery, draft, way, progress)
+            sync_directory(draft)
+            draft.rename(out)
+            sync_directory(out.parent)
     except OSError as problem:
         raise CheckpointError(f"cannot create {out}: {_words(problem)}") from None
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
 
 
 def _fill(recovery: Recovery, draft: Path, way: str, progress: Callable[[int], None] | None) -> None:
     for fate in recovery.outcome.fates:
-        file = recovery.file_for(fate.rank)
-        if file is None:
+        if fate.source is None:
             continue
+        seen = recovery.seen[fate.source]
         folder = draft / f"rank_{fate.rank}"
         folder.mkdir()
-        source, target = recovery.directory / file, folder / for_rank(recovery.template, fate.rank)
+        source, target = recovery.directory / seen.file, folder / for_rank(recovery.template, fate.rank)
         if way == "link":
             os.link(source, target)
         else:
             _copy(source, target, progress)
+        if stamp(source) != seen.stamp:
+            raise CheckpointError(f"{source} was changed after it had been examined: start again")
         sync_directory(folder)
     write_durably(draft / MAPPING, _document(recovery))
 
