@@ -53,12 +53,19 @@ def test_json_has_the_documented_keys(ttp: Ttp, s8: Path, tmp_path: Path) -> Non
 
 
 def test_what_is_wrong_is_said_in_one_line(ttp: Ttp, s8: Path, tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
     for arguments, code, why in (
         ((s8, s8, *FROM), 64, "exists, and existing files are never overwritten"),
         ((tmp_path / "no", tmp_path / "made", *FROM), 64, "is no directory"),
         ((s8, tmp_path / "made", *FROM, "--rank", 1), 64, "the target has 1 ranks, 0 to 0"),
         ((s8, tmp_path / "made", *FROM, "--memory", "much"), 64, "--memory much: give bytes"),
         ((s8, tmp_path / "made", *FROM, "--memory", "1.5M"), 64, "a worker process needs"),
+        ((s8, tmp_path / "made", *FROM, "--memory", "9" * 400), 64, "give bytes"),
+        (("x" * 300, tmp_path / "made", *FROM), 1, "File name too long"),
+        ((s8, tmp_path / ("x" * 300) / "made", *FROM), 1, "File name too long"),
+        ((s8, tmp_path / ("x" * 300), *FROM), 1, "File name too long"),
+        ((s8, tmp_path / "made", "--src-strategy", "x" * 300), 64, "File name too long"),
+        ((s8, tmp_path / "loop" / "made", *FROM), 1, "loop/made cannot be written"),
         ((s8, tmp_path / "made", *FROM, "--jobs", 0), 64, "--jobs 0: it has to be at least 1"),
         ((s8, tmp_path / "made", "--src-strategy", tmp_path / "none"), 64, "does not exist: give a strategy file"),
         ((s8, tmp_path / "made"), 1, "differs between"),

@@ -13,6 +13,7 @@ from rich.text import Text
 from ttp.cli.bars import bars
 from ttp.cli.directories import existing
 from ttp.cli.output import Json, print_json, say, screen, table
+from ttp.core.layout import WORLD_SIZE_MAX
 from ttp.errors import UsageError
 
 if TYPE_CHECKING:
@@ -37,7 +38,10 @@ StrategyOf = Annotated[
 ]
 GroupInfoOf = Annotated[list[Path] | None, typer.Option("--group-info", metavar="F", help="group_info.pb; repeatable.")]
 DataParallel = Annotated[bool, typer.Option("--data-parallel", help="All ranks hold the same state.")]
-Ranks = Annotated[int | None, typer.Option("--ranks", metavar="N", min=1, help="Ranks of the job, if no file says so.")]
+Ranks = Annotated[
+    int | None,
+    typer.Option("--ranks", metavar="N", min=1, max=WORLD_SIZE_MAX, help="Ranks of the job, if no file says so."),
+]
 By = Annotated[Way, typer.Option("--by", help="map: write a JSON file; link, copy: make a complete directory.")]
 Out = Annotated[Path | None, typer.Option("--out", metavar="OUT", help="What to write; needed for link and copy.")]
 Step = Annotated[

@@ -68,8 +68,11 @@ def read(source: Path) -> Told:
     from ttp.mindspore_files.redundancy import groups_of_stages
     from ttp.mindspore_files.strategy_file import read_stages
 
-    if not source.exists():
-        raise UsageError(f"{source} does not exist: give a group_info.pb, a strategy file or a manifest")
+    try:
+        source.stat()
+    except OSError as problem:
+        why = "does not exist" if isinstance(problem, FileNotFoundError) else f"cannot be read: {problem.strerror}"
+        raise UsageError(f"{source} {why}: give a group_info.pb, a strategy file or a manifest") from None
     directory = source.parent if source.name == MANIFEST else source
     if source.name == MANIFEST or (source.is_dir() and (source / MANIFEST).exists()):
         manifest = Manifest.load(directory)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 SHOWN_MAX = 20
 
-_MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)B?")
+_MEMORY = re.compile(r"(\d{1,30}(?:\.\d{1,30})?)\s*([kKMGT]?)B?")
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 Source = Annotated[Path, typer.Argument(metavar="SRC_DIR", help="A directory of rank_0, rank_1, ..., or a save_dir.")]
@@ -102,7 +102,8 @@ def _bytes(text: str) -> int:
     match = _MEMORY.fullmatch(text.strip())
     if match is None:
         raise UsageError(f"--memory {text}: give bytes, or a number with K, M, G or T, such as 8G")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    whole, _, part = match[1].partition(".")
+    return int(whole + part) * _UNITS[match[2].upper()] // 10 ** len(part)
 
 
 def describe(done: Resharded) -> dict[str, Any]:

@@ -12,10 +12,10 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -31,6 +31,7 @@ from ttp.mindspore_files.reshard_fit import Plan, make_plan
 from ttp.mindspore_files.reshard_rank import Made, make_rank
 from ttp.mindspore_files.reshard_source import Source, open_newest
 from ttp.mindspore_files.reshard_strategy import Strategy, read_strategy
+from ttp.mindspore_files.target import draft_in, is_inside
 from ttp.store import names
 from ttp.store.digest import Progress, Watch
 from ttp.store.durable import make_directory, sync_directory, write_durably
@@ -111,6 +112,34 @@ def reshard(wish: Wish, watch: Watch) -> Resharded:
         CheckpointError: the files are damaged, are of different steps or do not fit the strategies; the disk is too
             small; writing failed; or the result was wrong.
     """
+    try:
+        source, plan, ranks, remarks = _prepare(wish, watch)
+    except OSError as problem:
+        raise CheckpointError(f"{problem.filename} cannot be read: {problem.strerror}; nothing was written") from None
+    jobs = _affordable_jobs(wish.memory, min(wish.jobs, len(ranks)))
+    try:
+        done = _publish(wish, source, plan, {rank: file_name(source, rank) for rank in ranks}, jobs, watch)
+    except OSError as problem:
+        source.check_unchanged()
+        raise CheckpointError(f"{wish.target} cannot be written: {problem}") from problem
+    return Resharded(
+        source.directory,
+        wish.target,
+        source.version,
+        ranks,
+        plan.world_size,
+        sum(made.tensors for made in done),
+        sum(made.size for made in done),
+        (*source.notes, *plan.notes, *remarks),
+    )
+
+
+def _prepare(wish: Wish, watch: Watch) -> tuple[Source, Plan, tuple[int, ...], list[str]]:
+    """Check everything that can be checked before anything is written, and plan the conversion.
+
+    Returns:
+        The source, the plan, the ranks of the target to make, and remarks: what could not be decided.
+    """
     _refuse_existing(wish)
     src = None if wish.src_strategy is None else read_strategy(wish.src_strategy)
     dst = None if wish.dst_strategy is None else read_strategy(wish.dst_strategy)
@@ -120,26 +149,11 @@ def reshard(wish: Wish, watch: Watch) -> Resharded:
         return source, make_plan(source, src, dst, inference=wish.inference)
 
     source, plan = open_newest(wish.source, watch, fit)
-    _check_name(wish.target, source)
+    _check_target(wish.target, source)
     told = watch("comparing copies", evidence_size(plan))
     remarks = examine(plan, trust_parts=wish.trust_parts, told=told)
-    jobs = _affordable_jobs(wish.memory, min(wish.jobs, len(ranks)))
     _check_space(wish.target, plan, ranks)
-    files = {rank: file_name(source, rank) for rank in ranks}
-    try:
-        done = _publish(wish, source, plan, files, jobs, watch)
-    except OSError as problem:
-        raise CheckpointError(f"{wish.target} cannot be written: {problem}") from problem
-    return Resharded(
-        source.directory,
-        wish.target,
-        source.version,
-        tuple(ranks),
-        plan.world_size,
-        sum(made.tensors for made in done),
-        sum(made.size for made in done),
-        (*source.notes, *plan.notes, *remarks),
-    )
+    return source, plan, ranks, remarks
 
 
 def file_name(source: Source, rank: int) -> str:
@@ -158,29 +172,29 @@ def _refuse_existing(wish: Wish) -> None:
             raise UsageError(f"{path} exists, and existing files are never overwritten: name a new directory")
     if wish.jobs < 1:
         raise UsageError(f"--jobs {wish.jobs}: it has to be at least 1")
-    inside = wish.source.resolve() in (wish.target.resolve(), *wish.target.resolve().parents)
-    if inside and (wish.source / MANIFEST).is_file():
-        raise UsageError(f"{wish.target} is inside {wish.source}, a checkpoint, which is never changed: name another")
+    if wish.memory is not None and wish.memory < JOB_BYTES:
+        raise UsageError(f"--memory {wish.memory}: a worker process needs {JOB_BYTES} bytes")
 
 
-def _ranks(wish: Wish, dst: Strategy | None) -> list[int]:
+def _ranks(wish: Wish, dst: Strategy | None) -> tuple[int, ...]:
     world_size = 1 if dst is None else dst.world_size
     beyond = [rank for rank in wish.ranks if not 0 <= rank < world_size]
     if beyond:
         raise UsageError(f"--rank {beyond[0]}: the target has {world_size} ranks, 0 to {world_size - 1}")
-    return sorted(set(wish.ranks)) or list(range(world_size))
+    return tuple(sorted(set(wish.ranks))) or tuple(range(world_size))
 
 
-def _check_name(target: Path, source: Source) -> None:
+def _check_target(target: Path, source: Source) -> None:
+    if source.manifest is not None and is_inside(target, source.directory):
+        raise UsageError(f"{target} is inside {source.directory}, a checkpoint, which is never changed: name another")
     named = names.parse_checkpoint_name(target.name)
     if named is not None and named != source.version:
-        raise UsageError(f"{target.name} is the name of step {named}, but the source is of step {source.version}")
+        told = "does not tell its step" if source.version is None else f"is of step {source.version}"
+        raise UsageError(f"{target.name} is the name of step {named}, but the source {told}: choose another name")
 
 
 def _affordable_jobs(memory: int | None, jobs: int) -> int:
     """Return the number of worker processes for which there is memory, from 1 to ``jobs``."""
-    if memory is not None and memory < JOB_BYTES:
-        raise UsageError(f"--memory {memory}: a worker process needs {JOB_BYTES} bytes")
     allowed = int((left() or 0) * _SHARE) if memory is None else memory
     return max(1, min(jobs, allowed // JOB_BYTES))
 
@@ -200,30 +214,31 @@ def _check_space(target: Path, plan: Plan, ranks: Sequence[int]) -> None:
 def _publish(wish: Wish, source: Source, plan: Plan, files: Mapping[int, str], jobs: int, watch: Watch) -> list[Made]:
     target = wish.target.absolute()
     home = target if wish.ranks else target.parent
+    existed, taken = home.exists(), list[Path]()
     make_directory(home)
-    with _draft(home / f".{target.name}.draft-{os.getpid()}") as draft:
-        total = 3 * sum(sum(entry.piece_bytes for entry in plan.of_rank(rank).values()) for rank in files)
-        done = _make(plan, files, draft, jobs, watch("converting and checking", total))
-        for made in done:
-            sync_directory((draft / made.file).parent)
-        if wish.ranks:
-            for made in done:
-                _take_name(draft / f"rank_{made.rank}", target / f"rank_{made.rank}")
-        else:
-            write_durably(draft / MANIFEST, _manifest(wish, source, plan, done).to_json().encode())
-            sync_directory(draft)
-            _take_name(draft, target)
-        sync_directory(home)
-    return done
-
-
-@contextmanager
-def _draft(path: Path) -> Iterator[Path]:
-    path.mkdir()
     try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)  # it does not exist if it was renamed to the target
+        with draft_in(home, target.name) as draft:
+            total = 3 * sum(sum(entry.piece_bytes for entry in plan.of_rank(rank).values()) for rank in files)
+            done = _make(plan, files, draft, jobs, watch("converting and checking", total))
+            source.check_unchanged()
+            for made in done:
+                sync_directory((draft / made.file).parent)
+            if not wish.ranks:
+                write_durably(draft / MANIFEST, _manifest(wish, source, plan, done).to_json().encode())
+                sync_directory(draft)
+            parts = {draft / f"rank_{rank}": target / f"rank_{rank}" for rank in wish.ranks} or {draft: target}
+            for part, final in parts.items():
+                _take_name(part, final)
+                taken.append(final)
+            sync_directory(home)
+    except BaseException:
+        for final in taken:
+            shutil.rmtree(final, ignore_errors=True)
+        if not existed:
+            with suppress(OSError):  # another host may be writing there
+                home.rmdir()
+        raise
+    return done
 
 
 def _take_name(draft: Path, final: Path) -> None:

@@ -10,7 +10,7 @@ from typing import TypeVar
 from ttp.core.layout import ranks_text
 from ttp.errors import CheckpointError, UsageError
 from ttp.mindspore_files.ckpt_reader import FileTensor, crc_problem, index
-from ttp.mindspore_files.rank_folders import checkpoint_names, rank_folders
+from ttp.mindspore_files.rank_folders import Stamp, checkpoint_names, rank_folders, stamp
 from ttp.mindspore_files.redundancy_plan import BREAKPOINT, step_of
 from ttp.mindspore_files.tensor_bytes import read_bytes
 from ttp.store.catalog import newest_whole, scan
@@ -43,6 +43,8 @@ class Source:
         manifest: the manifest, if ttp wrote the checkpoint; otherwise None.
         label: epoch and step in the files' names; None if the names have none.
         notes: what was skipped, in words.
+        stamps: rank -> the stamp of its file before it was read, see ``rank_folders``.
+        version: number of finished updates; None if neither a manifest nor an entry tells it.
     """
 
     directory: Path
@@ -52,17 +54,19 @@ class Source:
     manifest: Manifest | None
     label: Label | None
     notes: tuple[str, ...]
+    stamps: Mapping[int, Stamp]
+    version: int | None
 
-    @property
-    def version(self) -> int | None:
-        """Number of finished updates; None if neither a manifest nor an entry tells it."""
-        if self.manifest is not None:
-            return int(self.manifest.version)
-        for key in STEP_KEYS[:2]:
-            for entries in self.held.values():
-                if key in entries and entries[key].item_size in (4, 8) and "Int" in entries[key].dtype:
-                    return int.from_bytes(read_bytes(entries[key])[: entries[key].item_size], "little")
-        return None
+    def check_unchanged(self) -> None:
+        """Check that the files are still those that were verified.
+
+        Raises:
+            CheckpointError: one was replaced, written to or removed.
+        """
+        for rank in self.held:
+            if stamp(self.files[rank]) != self.stamps[rank]:
+                text = f"{self.files[rank]} was changed while it was read"
+                raise CheckpointError(f"{text}; nothing was written: start again")
 
 
 class DamagedError(CheckpointError):
@@ -112,8 +116,9 @@ def open_newest(directory: Path, watch: Watch, use: Callable[[Source], T]) -> T:
 def _read(
     directory: Path, label: Label | None, files: Mapping[int, Path], notes: Sequence[str], watch: Watch
 ) -> Source:
-    manifest = Manifest.load(directory) if (directory / MANIFEST).is_file() else None
-    damaged = _damage(directory, manifest, files, watch)
+    manifest = _manifest(directory)
+    stamps = {rank: stamp(file) for rank, file in files.items()}
+    damaged = _damage(directory, manifest, files, sum(found[1] for found in stamps.values() if found), watch)
     held: dict[int, Mapping[str, FileTensor]] = {}
     for rank, file in sorted(files.items()):
         if rank in damaged:
@@ -125,7 +130,27 @@ def _read(
     if not held:
         raise DamagedError(f"no file in {directory} is whole: {'; '.join(damaged.values())}")
     check_steps(held)
-    return Source(directory, files, held, damaged, manifest, label, (*notes, *damaged.values()))
+    told = (*notes, *damaged.values())
+    return Source(directory, files, held, damaged, manifest, label, told, stamps, _version(manifest, held))
+
+
+def _manifest(directory: Path) -> Manifest | None:
+    if not (directory / MANIFEST).is_file():
+        return None
+    try:
+        return Manifest.load(directory)
+    except CheckpointError as problem:
+        raise CheckpointError(f"{problem}. Restore it; or remove it, so that the CRC of each file counts") from None
+
+
+def _version(manifest: Manifest | None, held: Mapping[int, Mapping[str, FileTensor]]) -> int | None:
+    if manifest is not None:
+        return int(manifest.version)
+    for key in STEP_KEYS[:2]:
+        for entries in held.values():
+            if key in entries and entries[key].item_size in (4, 8) and "Int" in entries[key].dtype:
+                return int.from_bytes(read_bytes(entries[key])[: entries[key].item_size], "little")
+    return None
 
 
 def _meant(directory: Path, watch: Watch) -> tuple[Path, list[str]]:
@@ -133,9 +158,14 @@ def _meant(directory: Path, watch: Watch) -> tuple[Path, list[str]]:
     if not directory.is_dir():
         raise UsageError(f"{directory} is no directory: give one that holds rank_0, rank_1, ...")
     directory = directory.absolute()
-    if rank_folders(directory) or not any(entry.version is not None for entry in scan(directory)):
+    if rank_folders(directory) or not (steps := [entry for entry in scan(directory) if entry.version is not None]):
         return directory, []
-    newest, skipped = newest_whole(directory, watch("looking for the newest", None))
+    try:
+        newest, skipped = newest_whole(directory, watch("looking for the newest", None))
+    except CheckpointError as problem:
+        lone = next((entry.path for entry in steps if entry.kind == "foreign"), None)
+        advice = "" if lone is None else f". To convert one that has no manifest, give its directory, such as {lone}"
+        raise CheckpointError(f"{problem}{advice}") from None
     return newest, [f"skipped {reason}" for reason in skipped]
 
 
@@ -177,11 +207,12 @@ def _key_text(key: _Key) -> str:
     return ("a file without a step" if epoch < 0 else f"{epoch}_{step}") + ("" if whole else " (a breakpoint)")
 
 
-def _damage(directory: Path, manifest: Manifest | None, files: Mapping[int, Path], watch: Watch) -> dict[int, str]:
+def _damage(
+    directory: Path, manifest: Manifest | None, files: Mapping[int, Path], size: int, watch: Watch
+) -> dict[int, str]:
     """Verify the files by the manifest, or by their CRC. Return rank -> problem, for the files with a problem."""
     if manifest is None:
-        sizes = {rank: file.stat().st_size for rank, file in files.items()}
-        told = watch("verifying", sum(sizes.values()))
+        told = watch("verifying", size)
         checked = {rank: crc_problem(file, told) for rank, file in files.items()}
         return {rank: problem for rank, problem in checked.items() if problem is not None}
     for problem in name_problems(directory, manifest):

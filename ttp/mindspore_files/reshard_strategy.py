@@ -48,8 +48,11 @@ def read_strategy(path: Path) -> Strategy:
         UsageError: a stage is missing, or the strategy uses something that cannot be resharded.
         CheckpointError: a file cannot be read, is no strategy file, or contradicts itself.
     """
-    if not path.exists():
-        raise UsageError(f"{path} does not exist: give a strategy file, or a directory with those of all stages")
+    try:
+        path.stat()
+    except OSError as problem:
+        why = "does not exist" if isinstance(problem, FileNotFoundError) else f"cannot be read: {problem.strerror}"
+        raise UsageError(f"{path} {why}: give a strategy file, or a directory with those of all stages") from None
     stages = read_stages(path)
     numbers = [stage.number for stage in stages]
     if numbers != list(range(len(numbers))):

@@ -22,6 +22,7 @@ from typing import Any
 
 from ttp.core.layout import WORLD_SIZE_MAX
 from ttp.errors import CheckpointError
+from ttp.mindspore_files import group_info
 from ttp.mindspore_files.file_messages import parse, text
 from ttp.mindspore_files.tensor_layout import Shape, TensorLayout, problems
 from ttp.store.json_text import parse_json
@@ -102,12 +103,13 @@ def parse_strategy(data: bytes) -> list[Stage]:
 
 
 def _files(path: Path) -> list[Path]:
-    if not path.is_dir():
-        return [path]
     try:
-        files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES and file.is_file())
+        if not path.is_dir():
+            return [path]
+        inside = [file for file in path.iterdir() if file.suffix in SUFFIXES and file.is_file()]
     except OSError as problem:
         raise CheckpointError(f"{path} cannot be listed: {problem.strerror or problem}") from None
+    files = sorted(file for file in inside if file.name != group_info.NAME)  # MindSpore may write both to one directory
     if not files:
         raise CheckpointError(f"{path} holds no strategy file ({', '.join(SUFFIXES)})")
     return files

@@ -249,6 +249,9 @@ REFUSED: dict[str, tuple[list[str], str, int]] = {
     "inside": (["--data-parallel", "--by", "copy", "--out", "JOB/rank_0/new"], "is never changed", 64),
     "no such step": (["--data-parallel", "--step", "9_9"], "no rank_N has a checkpoint of epoch 9, step 9", 1),
     "no step": (["--data-parallel", "--step", "nine"], "epoch and step", 64),
+    "too many ranks": (["--data-parallel", "--ranks", "2000000000"], "less than or equal to 1048576", 64),
+    "a long name": (["--strategy", "x" * 300], "File name too long", 1),
+    "a loop": (["--data-parallel", "--out", "LOOP/y"], "cannot create", 1),
     "fewer ranks": (["--strategy", "S4"], "does not mention rank 4", 1),
 }
 
@@ -256,7 +259,8 @@ REFUSED: dict[str, tuple[list[str], str, int]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused(name: str, ttp: Ttp, job: Path, strategy: Path, tmp_path: Path) -> None:
     words, text, expected = REFUSED[name]
-    named = {"S": str(strategy), "S4": str(STRATEGIES / "s4.ckpt")}
+    named = {"S": str(strategy), "S4": str(STRATEGIES / "s4.ckpt"), "LOOP/y": str(tmp_path / "loop" / "y")}
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
     before = tree(job)
     code, _, said = ttp("recover", job, *(named.get(word, word).replace("JOB", str(job)) for word in words))
     assert (code, text in said) == (expected, True), said
@@ -284,6 +288,8 @@ def test_redundancy_of_strategies_and_group_info(ttp: Ttp, strategy: Path, tmp_p
     assert (told["kind"], told["groups"]) == ("strategy", [[0, 4], [1, 5], [2, 6], [3, 7]])
     assert told["parameters"]["l3.w"] == [list(range(8))]
     assert "0-7" in ttp("redundancy", strategy)[1]
+    write_group_info(write_strategy(tmp_path / "both" / "s.ckpt", S8).with_name("group_info.pb"), [0, 4])
+    assert answer(ttp("redundancy", tmp_path / "both", "--json"))["groups"] == told["groups"]
     write_group_info(tmp_path / "g.pb", [0, 4])
     assert answer(ttp("redundancy", tmp_path / "g.pb", "--json")) == {
         "source": str(tmp_path / "g.pb"), "kind": "group_info", "groups": [[0, 4]], "parameters": {},
@@ -291,7 +297,8 @@ def test_redundancy_of_strategies_and_group_info(ttp: Ttp, strategy: Path, tmp_p
 
 
 def test_redundancy_of_nothing(ttp: Ttp, tmp_path: Path) -> None:
-    assert ttp("redundancy", tmp_path / "no.pb")[0] == 64
+    for name in ("no.pb", "x" * 300):
+        assert ttp("redundancy", tmp_path / name)[0] == 64
     for name in ("x.pb", "x.ckpt", "x.json", "manifest.json"):
         (tmp_path / name).write_bytes(b"\xff\xfe{")
         code, _, said = ttp("redundancy", tmp_path / name)

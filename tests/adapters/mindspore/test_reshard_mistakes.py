@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +15,10 @@ import pytest
 from tests.adapters.mindspore.reshard_worlds import S4, S8, STRATEGIES, TENSORS, Cut, load, run, save, write_strategy
 from ttp.core.layout import Rank, Shard, Version
 from ttp.core.messages import Piece
-from ttp.errors import CheckpointError
+from ttp.errors import CheckpointError, UsageError
 from ttp.mindspore_files.optimizer_state import is_optimizer_state
-from ttp.store.digest import digest_file
+from ttp.mindspore_files.reshard import Wish, reshard
+from ttp.store.digest import Watch, digest_file
 from ttp.store.manifest import MANIFEST, Manifest
 
 with warnings.catch_warnings():
@@ -104,3 +107,81 @@ def test_breakpoints_are_taken_last_and_keep_their_step(s4: Path, tmp_path: Path
         assert [file.name for file in (tmp_path / name / "rank_0").iterdir()] == [name]
         for rank in range(4):
             (source / f"rank_{rank}/net-3_12.ckpt").unlink(missing_ok=True)
+
+
+def when(activity: str, do: Callable[[], object]) -> Watch:
+    """Return a ``Watch`` that calls ``do`` when an activity begins."""
+
+    def watch(what: str, _total: int | None) -> Callable[[int], None]:
+        if what.startswith(activity):
+            do()
+        return lambda _count: None
+
+    return watch
+
+
+CHANGES: dict[str, Callable[[Path, Path], object]] = {
+    "replaced": lambda file, other: other.replace(file),
+    "removed": lambda file, _: file.unlink(),
+    "touched": lambda file, _: os.utime(file, (1, 1)),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "activity"), [("removed", "comparing"), *((change, "converting") for change in CHANGES)]
+)
+def test_nothing_is_made_of_a_source_that_changes_meanwhile(
+    change: str, activity: str, s4: Path, tmp_path: Path
+) -> None:
+    source = shutil.copytree(s4, tmp_path / "source")
+    file, other = source / "rank_1" / "net-3_12.ckpt", shutil.copy(s4 / "rank_2" / "net-3_12.ckpt", tmp_path / "other")
+    for ranks in ((), (0,)):
+        wish = Wish(source, tmp_path / "new" / "made", STRATEGIES / "s4.ckpt", ranks=ranks)
+        with pytest.raises(CheckpointError, match=r"rank_1/net-3_12.ckpt (was changed while it was|cannot be) read"):
+            reshard(wish, when(activity, lambda: CHANGES[change](file, Path(other))))
+        assert not list(tmp_path.glob("new/*")), "neither a draft nor an empty directory"
+        shutil.copytree(s4, source, dirs_exist_ok=True)
+        shutil.copy(s4 / "rank_2" / "net-3_12.ckpt", other)
+
+
+def test_some_ranks_appear_all_or_none(s4: Path, tmp_path: Path) -> None:
+    """Even if another process makes one of them meanwhile. The drafts of other hosts are left alone."""
+    target = tmp_path / "made"
+    others = target / f".made.draft-{os.getpid()}"
+    others.mkdir(parents=True)
+    wish = Wish(s4, target, STRATEGIES / "s4.ckpt", STRATEGIES / "s4.ckpt", ranks=(1, 2))
+    with pytest.raises(UsageError, match="rank_2 was created meanwhile"):
+        reshard(wish, when("converting", (target / "rank_2").mkdir))
+    assert sorted(target.iterdir()) == [others, target / "rank_2"]
+
+
+def test_a_link_to_nothing_is_a_damaged_file(s4: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(s4, tmp_path / "source")
+    for rank in range(4):
+        newer = source / f"rank_{rank}" / "net-4_1.ckpt"
+        newer.symlink_to("/nowhere" if rank == 0 else newer.with_name("net-3_12.ckpt"))
+    done = run(source, tmp_path / "made", STRATEGIES / "s4.ckpt", None)
+    assert any(note.startswith("passed over 4_1: ") for note in done.notes)
+
+
+def test_it_is_said_what_to_do(s4: Path, tmp_path: Path) -> None:
+    """With a ``save_dir`` of the original MindIO, whose checkpoints have no manifest, or with a damaged manifest."""
+    step = shutil.copytree(s4, tmp_path / "saved" / "tft_saved_checkpoints-step_12")
+    for source, target, why in (
+        (step.parent, "made", r"give its directory, such as .*step_12"),
+        (step, "tft_saved_checkpoints-step_13", "the source is of step 12: choose another name"),
+    ):
+        with pytest.raises((CheckpointError, UsageError), match=why):
+            run(source, tmp_path / target, STRATEGIES / "s4.ckpt", None)
+    (step / MANIFEST).write_text("{")
+    with pytest.raises(CheckpointError, match="remove it, so that the CRC of each file counts"):
+        run(step, tmp_path / "made", STRATEGIES / "s4.ckpt", None)
+
+
+def test_nothing_is_written_into_a_checkpoint(s4: Path, tmp_path: Path) -> None:
+    """Nor into the one that is chosen in a ``save_dir``."""
+    saved = tmp_path / "saved"
+    run(s4, saved / "tft_saved_checkpoints-step_12", STRATEGIES / "s4.ckpt", None)
+    for source in (saved, saved / "tft_saved_checkpoints-step_12"):
+        with pytest.raises(UsageError, match="step_12, a checkpoint, which is never changed"):
+            run(source, saved / "tft_saved_checkpoints-step_12" / "out", None, None)
