@@ -17,7 +17,7 @@ from ttp.adapters.mindspore.layouts import RankGroups, layout_of
 from ttp.adapters.mindspore.local_state import LocalCapture, Position
 from ttp.adapters.mindspore.memory import Memory
 from ttp.adapters.mindspore.preimage import PreImage
-from ttp.adapters.mindspore.read import load_into, position_of
+from ttp.adapters.mindspore.read import load_into, position_in
 from ttp.adapters.mindspore.source import MindSporeSource
 from ttp.adapters.mindspore.wrapper import OptTTPWrapper
 from ttp.core.layout import Layout, Rank, Version
@@ -269,9 +269,9 @@ class MindSporeAdapter:
                 then), or a part of it cannot be read.
         """
         manifest = Manifest.load(checkpoint)
-        for note in load_into(self._memory, self._capture, checkpoint, manifest, rank, world_size):
+        self.position, notes = load_into(self._memory, self._capture, checkpoint, manifest, rank, world_size)
+        for note in notes:
             log.warning("restored version %s, but %s", manifest.version, note)
-        self.position = position_of(checkpoint, manifest)
         self._memory.look()
         self._begins_with = Version(manifest.version)
         if self._preimage is not None:
@@ -304,8 +304,7 @@ class MindSporeAdapter:
         self._memory.look()
         if self._preimage is not None:
             self._preimage.forget()
-        numbers = [_number(values.get(name)) for name in ("epoch_num", "step_num", "batch_num")]
-        self.begin(self.version, Position(*numbers))
+        self.begin(self.version, position_in(values))
         return self.version
 
 
@@ -315,7 +314,3 @@ def _warn_of_newer(save_dir: Path, version: Version) -> None:
         newest = max((parse_checkpoint_name(path.name) or 0 for path in save_dir.iterdir()), default=0)
         if newest > version:
             log.warning(NEWER, save_dir, newest, version)
-
-
-def _number(value: Any) -> int:
-    return 0 if value is None else int(value.asnumpy().item())

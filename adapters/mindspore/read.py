@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,33 +43,18 @@ def file_for(manifest: Manifest, rank: int, world_size: int) -> str:
     return files[0]
 
 
-def position_of(checkpoint: Path, manifest: Manifest) -> Position:
-    """Return the position in the data at which the checkpoint's version was finished.
-
-    Raises:
-        CheckpointError: the job state of the checkpoint is missing or cannot be read.
-    """
-    files = [p.file for p in manifest.pieces if p.kind == JOB_KIND]
-    try:
-        found = encoding.decode(read_plain(checkpoint / files[0]))
-        return Position(int(found["epoch"]), int(found["step"]), int(found["batch_num"]))
-    except (OSError, encoding.EncodingError, LookupError, TypeError, ValueError) as problem:
-        raise CheckpointError(
-            f"the job state of {checkpoint}, with the position in the data, cannot be read: {problem}"
-        ) from problem
-
-
 def load_into(
     memory: Memory, capture: LocalCapture, checkpoint: Path, manifest: Manifest, rank: int, world_size: int
-) -> list[str]:
+) -> tuple[Position, list[str]]:
     """Set every parameter and the rank-local state from the checkpoint.
 
     Returns:
-        Notes for the log on state that was not restored.
+        The position in the data at which the checkpoint's version was finished, and notes for the log on state that
+        was not restored.
 
     Raises:
-        CheckpointError: the checkpoint does not fit the network, or its rank-local state cannot be restored. In the
-            first case nothing has been changed.
+        CheckpointError: the checkpoint does not fit the network, or a part of it cannot be read or restored. Unless it
+            is the rank-local state that does not fit, nothing has been changed.
     """
     file = checkpoint / file_for(manifest, rank, world_size)
     try:
@@ -76,18 +62,45 @@ def load_into(
     except ValueError as problem:
         raise CheckpointError(f"{file} cannot be read by MindSpore: {problem}") from problem
     _check_fits(memory, values, file)
+    position = _position(checkpoint, manifest, values)
     same_world = world_size == manifest.world_size
     image = read_local_image(checkpoint, manifest.pieces, rank) if same_world else None
     local = None if image is None else decode(image)
     for name in memory.held:
         memory.parameter(name).set_data(values[name].value())
     if local is not None:
-        return capture.restore(local, streams=True)
+        return position, capture.restore(local, streams=True)
     why = why_lost(manifest.pieces, rank) if same_world else f"{manifest.world_size} ranks saved, {world_size} restore"
-    return [
+    return position, [
         f"the rank-local state of rank {rank} was not saved ({why}): its random streams are not restored, and state "
         "that differs between ranks (BatchNorm's averages) is that of the rank that saved"
     ]
+
+
+def _position(checkpoint: Path, manifest: Manifest, values: Mapping[str, Any]) -> Position:
+    """Return the position from the job state; from the rank's file if ``ttp reshard`` made it, which copies it there.
+
+    Raises:
+        CheckpointError: it is missing, or cannot be read.
+    """
+    files = [p.file for p in manifest.pieces if p.kind == JOB_KIND]
+    try:
+        if files:
+            found = encoding.decode(read_plain(checkpoint / files[0]))
+            return Position(int(found["epoch"]), int(found["step"]), int(found["batch_num"]))
+    except (OSError, encoding.EncodingError, LookupError, TypeError, ValueError) as problem:
+        raise CheckpointError(
+            f"the job state of {checkpoint}, with the position in the data, cannot be read: {problem}"
+        ) from problem
+    if "step_num" not in values:
+        raise CheckpointError(f"{checkpoint} does not tell its position in the data: its files have no entry step_num")
+    return position_in(values)
+
+
+def position_in(values: Mapping[str, Any]) -> Position:
+    """Return the position that the entries of a file tell, as ``load_checkpoint`` returns them; absent ones are 0."""
+    found = [values.get(name) for name in ("epoch_num", "step_num", "batch_num")]
+    return Position(*(0 if value is None else int(value.asnumpy().item()) for value in found))
 
 
 def _check_fits(memory: Memory, values: dict[str, Any], file: Path) -> None:

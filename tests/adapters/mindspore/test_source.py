@@ -23,9 +23,12 @@ from ttp.adapters.mindspore import OptTTPWrapper
 from ttp.adapters.mindspore.adapter import MindSporeAdapter
 from ttp.adapters.mindspore.local_state import LocalState, Position
 from ttp.core.decide import How
-from ttp.core.layout import Rank, Version
-from ttp.core.messages import Phase
+from ttp.core.layout import Rank, Shard, Version
+from ttp.core.messages import Phase, Piece
 from ttp.errors import CheckpointError
+from ttp.mindspore_files.reshard import Wish, reshard
+from ttp.store.digest import digest_file
+from ttp.store.manifest import Manifest
 
 pytestmark = pytest.mark.xdist_group("mindspore")
 
@@ -143,6 +146,37 @@ def test_a_checkpoint_of_another_network_is_refused_and_nothing_is_changed(tmp_p
     ):
         second.adapter.load(checkpoint, 0, 1, protected=False)
     assert whole_state_of(second.model.train_network) == before
+
+
+def test_what_reshard_makes_is_restored_with_its_position(tmp_path: Path) -> None:
+    first = Training(tmp_path)
+    driver = Driver(first, how=How.AS_IS)
+    first.train(driver)
+    (checkpoint,) = driver.saved
+    assert isinstance(checkpoint, Path), checkpoint
+    made = tmp_path / "made" / checkpoint.name
+    reshard(Wish(checkpoint, made), lambda _what, _total: lambda _count: None)
+    second = Training(tmp_path)
+    assert second.adapter.load(made, 0, 1, protected=False) == SAVED
+    assert second.adapter.position == Position(2, SAVED, STEPS_PER_EPOCH)
+
+
+def test_without_a_position_nothing_is_changed(tmp_path: Path) -> None:
+    training = Training(tmp_path)
+    values = {held.name: (held.array + 1).astype(held.array.dtype) for held in training.adapter._memory.held.values()}
+    (tmp_path / "step" / "rank_0").mkdir(parents=True)
+    file = tmp_path / "step" / "rank_0" / "a.ckpt"
+    ms.save_checkpoint([{"name": n, "data": ms.Tensor(v)} for n, v in values.items()], str(file), crc_check=True)
+    piece = Piece("rank_0/a.ckpt", *digest_file(file), "shard", "model", Rank(0))
+    groups = {Shard("model"): (Rank(0),)}
+    manifest = Manifest(Version(6), "r", 0, "i", "c", "w", 1, groups, "mindspore", 0.0, (piece,))
+    (tmp_path / "step" / "manifest.json").write_text(manifest.to_json())
+    before = whole_state_of(training.model.train_network)
+    with pytest.raises(
+        CheckpointError, match=r"does not tell its position in the data: .* no entry step_num"
+    ):
+        training.adapter.load(tmp_path / "step", 0, 1, protected=False)
+    assert whole_state_of(training.model.train_network) == before
 
 
 def test_an_update_that_the_program_left_is_no_version(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
