@@ -9,14 +9,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from mindspore import nn
 from mindspore.train import Callback
 
 from ttp import api, session
 from ttp.adapters.mindspore.adapter import MindSporeAdapter
 from ttp.adapters.mindspore.constraints import SLICING, check_sink, parallel_mode
 from ttp.adapters.mindspore.exit_code import tell_launcher_of_mistakes
-from ttp.adapters.mindspore.joining import join, meet_at
+from ttp.adapters.mindspore.joining import join, meet_at, optimizer_of
 from ttp.adapters.mindspore.layouts import RankGroups
 from ttp.adapters.mindspore.local_state import Position
 from ttp.adapters.mindspore.source import SaveFunction
@@ -84,7 +83,7 @@ class Protection(Callback):
         """Set the address of the controller. Subclasses override it."""
 
     def _join(self, cb_params: Any) -> None:
-        optimizer = _optimizer_of(cb_params)
+        optimizer = optimizer_of(cb_params.optimizer, cb_params.network)
         if self._save_fn is not None and getattr(optimizer, "undo", None):
             raise UsageError(
                 f"undo={optimizer.undo!r} of the optimizer's wrapper is not for TrainFaultTolerance(ckpt_save_fn=): "
@@ -293,18 +292,6 @@ def _port(text: str) -> int:
     if text.isascii() and text.isdigit() and PORT_MIN <= int(text) <= PORT_MAX:
         return int(text)
     raise ConfigError(f"MS_TFT_PORT={text!r:.40} is no port: give a free one from {PORT_MIN} to {PORT_MAX}")
-
-
-def _optimizer_of(cb_params: Any) -> Any:
-    optimizer = cb_params.optimizer or getattr(cb_params.network, "optimizer", None)
-    if optimizer is None:
-        raise UsageError("Model has no optimizer: give it one, Model(network, optimizer=OptTTPWrapper(optimizer))")
-    if not isinstance(optimizer, nn.Optimizer):
-        raise UsageError(
-            f"the optimizer is a {type(optimizer).__qualname__}: only optimizers derived from mindspore.nn.Optimizer "
-            "can be protected"
-        )
-    return optimizer
 
 
 def _place(step: int, size: int) -> Position:

@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mindspore import nn
+
 from ttp import api, session
 from ttp.adapters.mindspore.adapter import MindSporeAdapter
 from ttp.adapters.mindspore.layouts import RankGroups
@@ -57,6 +59,23 @@ def _home(address: str, rank: int | None) -> str:
             "controller would run nowhere. Give the address of this worker's host as ctrl_ip"
         )
     return address
+
+
+def optimizer_of(optimizer: Any, network: Any) -> Any:
+    """Return the optimizer of a ``Model``, or of its network if the network is a training step with an optimizer.
+
+    Raises:
+        UsageError: there is none, or it is of a kind that cannot be protected.
+    """
+    optimizer = optimizer or getattr(network, "optimizer", None)
+    if optimizer is None:
+        raise UsageError("Model has no optimizer: give it one, Model(network, optimizer=OptTTPWrapper(optimizer))")
+    if not isinstance(optimizer, nn.Optimizer):
+        raise UsageError(
+            f"the optimizer is a {type(optimizer).__qualname__}: only optimizers derived from mindspore.nn.Optimizer "
+            "can be protected"
+        )
+    return optimizer
 
 
 def join(

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 from mindspore import Parameter, Tensor, context, hal
+from mindspore.train.serialization import tensor_to_ms_type
 
 from ttp.errors import ConfigError
 
@@ -57,7 +58,7 @@ class Memory:
         parameters: all parameters of the network.
 
     Raises:
-        ConfigError: a parameter has no plain memory, or two have the same name.
+        ConfigError: a parameter has no plain memory, MindSpore could not load it again, or two have the same name.
     """
 
     def __init__(self, parameters: Iterable[Parameter]) -> None:
@@ -66,6 +67,12 @@ class Memory:
             if not isinstance(parameter, Parameter) or type(parameter).__name__ == "MapParameter":
                 raise ConfigError(
                     f"parameter {getattr(parameter, 'name', parameter)!r} is a hash table, which ttp cannot save"
+                )
+            if str(parameter.dtype) not in tensor_to_ms_type or tuple(parameter.shape) == (0,):
+                raise ConfigError(
+                    f"parameter {parameter.name!r} is {parameter.dtype}{list(parameter.shape)}, which "
+                    "mindspore.load_checkpoint cannot read from a file: keep complex numbers as two parameters, and leave "
+                    "empty parameters out"
                 )
             other = self._parameters.setdefault(parameter.name, parameter)
             if other is not parameter:

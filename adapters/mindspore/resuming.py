@@ -11,7 +11,7 @@ from typing import Any
 from ttp import session
 from ttp.adapters.mindspore.constraints import SLICING, parallel_mode
 from ttp.adapters.mindspore.exit_code import tell_launcher_of_mistakes
-from ttp.adapters.mindspore.joining import join
+from ttp.adapters.mindspore.joining import join, optimizer_of
 from ttp.adapters.mindspore.layouts import RankGroups
 from ttp.adapters.mindspore.local_state import Position
 from ttp.errors import ConfigError
@@ -68,14 +68,14 @@ def restore(
     Raises:
         CheckpointError: the checkpoint belongs to another network, or to another number of slices.
         RestoreError: the ranks do not see one common checkpoint.
-        UsageError: the optimizer is not wrapped.
+        UsageError: there is no optimizer, or it is not wrapped.
         ConfigError: the job cannot be protected; the message says what to change.
     """
     tell_launcher_of_mistakes()
     compiled = _compiled(model, dataset)
     adapter = join(
         model.train_network,
-        optimizer_of(model),
+        optimizer_of(model._optimizer, model._network),
         ckpt_save_path,
         replicas=replicas,
         strategy=strategy,
@@ -92,11 +92,6 @@ def restore(
         return Resumed(version, position.step, position.step // size if size else max(0, position.epoch - 1))
     dataset.set_init_step(position.step)
     return Resumed(version, position.step, position.step // size)
-
-
-def optimizer_of(model: Any) -> Any:
-    """Return the optimizer of a ``Model``, or of its network if the network is a training step with an optimizer."""
-    return model._optimizer or getattr(model._network, "optimizer", None)
 
 
 def _compiled(model: Any, dataset: Any) -> Mapping[str, Any] | None:

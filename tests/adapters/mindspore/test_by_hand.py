@@ -310,6 +310,7 @@ class Sliced:
     def __init__(self, compile_it: Callable[[Any], Any], layout: Any = None) -> None:
         self.train_network = SimpleNamespace(parameter_layout_dict=layout)
         self.infer_train_layout = compile_it
+        self._optimizer = self._network = None
 
 
 def refuses(_dataset: Any) -> Any:
@@ -347,7 +348,7 @@ def test_restore_compiles_the_network_before_it_joins(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(resuming, "parallel_mode", lambda: "semi_auto_parallel")
     monkeypatch.setattr(resuming, "join", join)
-    monkeypatch.setattr(resuming, "optimizer_of", lambda model: None)
+    monkeypatch.setattr(resuming, "optimizer_of", lambda *_: None)
     model: Any = Sliced(lambda _dataset: LAYOUT)
     with pytest.raises(JoinedError):
         resuming.restore(model, object(), "d")

@@ -19,13 +19,13 @@ from mindspore.train import Callback
 
 from tests.adapters.mindspore.test_wrapper import MODES, OPTIMIZERS, STEPS_PER_EPOCH, Net, data, whole_state_of
 from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, save
-from ttp.adapters.mindspore import OptTTPWrapper
+from ttp.adapters.mindspore import OptTTPWrapper, restore
 from ttp.adapters.mindspore.adapter import MindSporeAdapter
 from ttp.adapters.mindspore.local_state import LocalState, Position
 from ttp.core.decide import How
 from ttp.core.layout import Rank, Shard, Version
 from ttp.core.messages import Phase, Piece
-from ttp.errors import CheckpointError
+from ttp.errors import CheckpointError, ConfigError, UsageError
 from ttp.mindspore_files.reshard import Wish, reshard
 from ttp.store.digest import digest_file
 from ttp.store.manifest import Manifest
@@ -148,6 +148,19 @@ def test_a_checkpoint_of_another_network_is_refused_and_nothing_is_changed(tmp_p
     assert whole_state_of(second.model.train_network) == before
 
 
+@pytest.mark.parametrize("array", [np.ones(4, np.complex64), np.zeros(0, np.float32)])
+def test_what_mindspore_could_not_load_is_refused_when_training_begins(array: Any, tmp_path: Path) -> None:
+    net = Net()
+    net.extra = ms.Parameter(ms.Tensor(array), name="extra", requires_grad=False)
+    with pytest.raises(ConfigError, match=r"parameter 'extra' is .*, which mindspore.load_checkpoint cannot read"):
+        Training(tmp_path, net=net)
+
+
+def test_restore_needs_an_optimizer() -> None:
+    with pytest.raises(UsageError, match="Model has no optimizer: give it one"):
+        restore(ms.Model(Net()))
+
+
 def test_what_reshard_makes_is_restored_with_its_position(tmp_path: Path) -> None:
     first = Training(tmp_path)
     driver = Driver(first, how=How.AS_IS)
@@ -172,9 +185,7 @@ def test_without_a_position_nothing_is_changed(tmp_path: Path) -> None:
     manifest = Manifest(Version(6), "r", 0, "i", "c", "w", 1, groups, "mindspore", 0.0, (piece,))
     (tmp_path / "step" / "manifest.json").write_text(manifest.to_json())
     before = whole_state_of(training.model.train_network)
-    with pytest.raises(
-        CheckpointError, match=r"does not tell its position in the data: .* no entry step_num"
-    ):
+    with pytest.raises(CheckpointError, match=r"does not tell its position in the data: .* no entry step_num"):
         training.adapter.load(tmp_path / "step", 0, 1, protected=False)
     assert whole_state_of(training.model.train_network) == before
 
