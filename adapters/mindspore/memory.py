@@ -71,8 +71,8 @@ class Memory:
             if str(parameter.dtype) not in tensor_to_ms_type or tuple(parameter.shape) == (0,):
                 raise ConfigError(
                     f"parameter {parameter.name!r} is {parameter.dtype}{list(parameter.shape)}, which "
-                    "mindspore.load_checkpoint cannot read from a file: keep complex numbers as two parameters, and leave "
-                    "empty parameters out"
+                    "mindspore.load_checkpoint cannot read from a file: keep complex numbers as two parameters, and "
+                    "leave empty parameters out"
                 )
             other = self._parameters.setdefault(parameter.name, parameter)
             if other is not parameter:

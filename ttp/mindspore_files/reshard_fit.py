@@ -70,7 +70,6 @@ class Plan:
         devices: number of ranks in each stage of the target.
         passed: name -> rank -> entry, for the entries that no strategy cuts and that are copied.
         source: the strategy of the source; None if every rank holds the whole model.
-        target: the strategy of the target; None for one file with the whole model.
         notes: what is left out or could not be decided, in words.
     """
 
@@ -78,7 +77,6 @@ class Plan:
     devices: int
     passed: Mapping[str, Mapping[int, FileTensor]]
     source: Strategy | None
-    target: Strategy | None
     notes: tuple[str, ...]
 
     @property
@@ -138,7 +136,6 @@ class _Fit:
             1 if self._dst is None else self._dst.devices,
             passed,
             self._src,
-            self._dst,
             tuple(self._notes),
         )
 

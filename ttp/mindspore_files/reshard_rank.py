@@ -1,7 +1,7 @@
 """Write the file of one target rank, and check it.
 
-Each tensor is cut, a few rows at a time, from the files that hold its parts. Then the new file is read back, and each
-of its elements is compared with the source.
+Each tensor is cut, some megabytes at a time, from the files that hold its parts. Then the new file is read back, and
+each of its elements is compared with the source.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ttp.errors import CheckpointError
 from ttp.mindspore_files.ckpt_reader import FileTensor, index
 from ttp.mindspore_files.ckpt_writer import CkptWriter
 from ttp.mindspore_files.reshard_fit import Plan, TargetTensor
-from ttp.mindspore_files.tensor_bytes import bits, read_bytes, read_rows
+from ttp.mindspore_files.tensor_bytes import Box, bits, read_box, read_bytes
 from ttp.mindspore_files.tensor_layout import Cell, Shape
 from ttp.store.digest import HashingFile, Progress
 
@@ -120,7 +120,10 @@ def _check(plan: Plan, rank: int, path: Path, told: Progress) -> dict[str, str]:
 
 
 BLOCK = 8 << 20
-"""Number of bytes of a target's rows that are handled at once."""
+"""Number of bytes of a tensor that are handled at once."""
+
+_INDEX_BYTES = 8
+"""Bytes of an index of an element, along one axis, when elements are compared."""
 
 
 def blocks(entry: TargetTensor, rank: int, size: int = BLOCK) -> Iterator[bytes]:
@@ -129,26 +132,23 @@ def blocks(entry: TargetTensor, rank: int, size: int = BLOCK) -> Iterator[bytes]
     Args:
         entry: the tensor.
         rank: the target rank, counted within its stage.
-        size: approximate number of bytes per block.
+        size: largest number of bytes to read at once.
     """
     piece, source = _sizes(entry)
     start = [index * length for index, length in zip(_cell(entry, rank), piece, strict=True)]
     item = entry.sample.item_size
-    for first, last in row_blocks(piece, item, size):
-        made = np.empty((last - first, *piece[1:]), bits(item))
-        low = [start[0] + first, *start[1:]]
-        high = [start[0] + last, *(a + b for a, b in zip(start[1:], piece[1:], strict=True))]
-        touched = [range(a // n, (b - 1) // n + 1) for a, b, n in zip(low, high, source, strict=True)]
+    for within in boxes(piece, source, item, size):
+        made = np.empty([b - a for a, b in within], bits(item))
+        target = [(at + a, at + b) for at, (a, b) in zip(start, within, strict=True)]
+        touched = [range(a // n, (b - 1) // n + 1) for (a, b), n in zip(target, source, strict=True)]
         for cell in itertools.product(*touched):
             box = [
                 (max(a, index * n), min(b, (index + 1) * n))
-                for a, b, index, n in zip(low, high, cell, source, strict=True)
+                for (a, b), index, n in zip(target, cell, source, strict=True)
             ]
-            inside = [slice(a - index * n, b - index * n) for (a, b), index, n in zip(box, cell, source, strict=True)]
-            rows = read_rows(_part(entry, cell), inside[0].start, inside[0].stop)
-            there = tuple(slice(a - at, b - at) for (a, b), at in zip(box, low, strict=True))
-            columns = (slice(None), *inside[1:])
-            made[there] = rows[columns]
+            inside = [(a - index * n, b - index * n) for (a, b), index, n in zip(box, cell, source, strict=True)]
+            there = tuple(slice(a - at, b - at) for (a, b), (at, _) in zip(box, target, strict=True))
+            made[there] = read_box(_part(entry, cell), inside)
         yield made.tobytes()
 
 
@@ -160,7 +160,7 @@ def difference(entry: TargetTensor, rank: int, made: FileTensor, told: Progress,
         rank: the target rank, counted within its stage.
         made: the tensor in the new file.
         told: is called with the number of bytes newly checked.
-        size: approximate number of bytes to compare at once.
+        size: largest number of bytes to read at once.
 
     Returns:
         The difference in words; None if every element is right.
@@ -169,31 +169,41 @@ def difference(entry: TargetTensor, rank: int, made: FileTensor, told: Progress,
     if (made.dtype, made.dims, made.nbytes) != (sample.dtype, entry.piece, entry.piece_bytes):
         return f"it is {made.dtype} {made.dims} but should be {sample.dtype} {entry.piece}"
     piece, source = _sizes(entry)
-    indices = [index * length + np.arange(length) for index, length in zip(_cell(entry, rank), piece, strict=True)]
-    for first, last in row_blocks(piece, sample.item_size, size):
-        rows = read_rows(made, first, last)
-        wanted = [indices[0][first:last], *indices[1:]]
+    start = [index * length for index, length in zip(_cell(entry, rank), piece, strict=True)]
+    for box in boxes(piece, source, sample.item_size, min(size, size // _INDEX_BYTES * sample.item_size)):
+        rows = read_box(made, box)
+        wanted = [at + np.arange(low, high) for at, (low, high) in zip(start, box, strict=True)]
         owners = [index // length for index, length in zip(wanted, source, strict=True)]
         places = [index % length for index, length in zip(wanted, source, strict=True)]
         for cell in itertools.product(*(np.unique(owner).tolist() for owner in owners)):
             picks = [np.flatnonzero(owner == index) for owner, index in zip(owners, cell, strict=True)]
             take = [place[pick] for place, pick in zip(places, picks, strict=True)]
-            part = read_rows(_part(entry, cell), int(take[0].min()), int(take[0].max()) + 1)
-            expected = part[np.ix_(take[0] - take[0].min(), *take[1:])]
+            part = read_box(_part(entry, cell), [(int(place.min()), int(place.max()) + 1) for place in take])
+            expected = part[np.ix_(*(place - place.min() for place in take))]
             if not np.array_equal(expected, rows[np.ix_(*picks)]):
-                return f"elements of its rows {first} to {last - 1} differ from the source"
+                return f"elements of its rows {box[0][0]} to {box[0][1] - 1} differ from the source"
         told(rows.nbytes)
     return None
 
 
-def row_blocks(shape: Shape, item_size: int, size: int) -> Iterator[tuple[int, int]]:
-    """Divide the rows into blocks of about ``size`` bytes; yield (first row, row after the last) of each."""
-    row = math.prod(shape[1:]) * item_size
-    if not row:
+def boxes(piece: Shape, source: Shape, item_size: int, size: int) -> Iterator[Box]:
+    """Divide a target's cell into boxes of up to ``size`` bytes, in the order of its elements.
+
+    Args:
+        piece: shape of the cell.
+        source: shape of the source's cells. Whole rows of them are read, which may be longer.
+        item_size: size of an element in bytes.
+        size: largest number of bytes to read at once.
+    """
+    if not math.prod(piece) * item_size:
         return
-    step = max(1, size // row)
-    for first in range(0, shape[0], step):
-        yield first, min(first + step, shape[0])
+    rows = [max(math.prod(shape[n + 1 :]) for shape in (piece, source)) * item_size for n in range(len(piece))]
+    axis = next((axis for axis, row in enumerate(rows) if row <= size), len(piece) - 1)
+    step = max(1, size // rows[axis])
+    for places in itertools.product(*map(range, piece[:axis])):
+        for first in range(0, piece[axis], step):
+            around = [(0, extent) for extent in piece[axis + 1 :]]
+            yield [*((at, at + 1) for at in places), (first, min(first + step, piece[axis])), *around]
 
 
 def _sizes(entry: TargetTensor) -> tuple[Shape, Shape]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,9 @@ from ttp.store.digest import Progress
 from ttp.store.plain_file import open_plain
 
 _BLOCK = 1 << 20
+
+Box = Sequence[tuple[int, int]]
+"""A part of a tensor: along each axis the first index, and the index after the last."""
 
 
 def read_bytes(tensor: FileTensor, start: int = 0, length: int | None = None) -> bytearray:
@@ -44,15 +48,22 @@ def read_bytes(tensor: FileTensor, start: int = 0, length: int | None = None) ->
     return data
 
 
-def read_rows(tensor: FileTensor, first: int, last: int) -> np.ndarray:
-    """Read the rows from ``first`` up to, but not including, ``last`` of the first axis. A scalar has one row.
+def read_box(tensor: FileTensor, box: Box) -> np.ndarray:
+    """Read the elements in a box. A scalar counts as one row.
 
-    The result has the bits of the elements as unsigned integers of the same size.
+    The result has the bits of the elements as unsigned integers of the same size. What is read is contiguous in the
+    file: whole rows of the first axis along which the box is longer than 1.
     """
     shape = tensor.dims or (1,)
-    row = math.prod(shape[1:]) * tensor.item_size
-    data = read_bytes(tensor, first * row, (last - first) * row)
-    return np.frombuffer(data, bits(tensor.item_size)).reshape(last - first, *shape[1:])
+    axis = next((axis for axis, (low, high) in enumerate(box) if high - low > 1), len(shape) - 1)
+    row = math.prod(shape[axis + 1 :]) * tensor.item_size
+    place = 0
+    for (low, _), extent in zip(box[: axis + 1], shape, strict=False):
+        place = place * extent + low
+    data = read_bytes(tensor, place * row, (box[axis][1] - box[axis][0]) * row)
+    rows = np.frombuffer(data, bits(tensor.item_size)).reshape(-1, *shape[axis + 1 :])
+    inside = rows[(slice(None), *(slice(low, high) for low, high in box[axis + 1 :]))]
+    return inside.reshape([high - low for low, high in box])
 
 
 def bits(item_size: int) -> np.dtype:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import tracemalloc
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +13,28 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.adapters.mindspore.reshard_worlds import S4, S8, STRATEGIES, TENSORS, Cut, load, run, save, write_strategy
+from tests.adapters.mindspore.reshard_worlds import (
+    S4,
+    S8,
+    STRATEGIES,
+    TENSORS,
+    Cut,
+    load,
+    quiet,
+    run,
+    save,
+    write_strategy,
+)
 from ttp.core.layout import Rank, Shard, Version
 from ttp.core.messages import Piece
 from ttp.errors import CheckpointError, UsageError
+from ttp.mindspore_files.ckpt_reader import index
 from ttp.mindspore_files.optimizer_state import is_optimizer_state
 from ttp.mindspore_files.reshard import Wish, reshard
+from ttp.mindspore_files.reshard_fit import Plan, make_plan
+from ttp.mindspore_files.reshard_rank import blocks, difference
+from ttp.mindspore_files.reshard_source import open_newest
+from ttp.mindspore_files.reshard_strategy import read_strategy
 from ttp.store.digest import Watch, digest_file
 from ttp.store.manifest import MANIFEST, Manifest
 
@@ -185,3 +202,56 @@ def test_nothing_is_written_into_a_checkpoint(s4: Path, tmp_path: Path) -> None:
     for source in (saved, saved / "tft_saved_checkpoints-step_12"):
         with pytest.raises(UsageError, match="step_12, a checkpoint, which is never changed"):
             run(source, saved / "tft_saved_checkpoints-step_12" / "out", None, None)
+
+
+FIELD = np.arange(4 * 6 * 10, dtype=np.int16).reshape(4, 6, 10)
+
+
+def planned(source: Path, src: Path | None, dst: Path) -> Plan:
+    strategies = [None if path is None else read_strategy(path) for path in (src, dst)]
+    return open_newest(source, quiet, lambda found: make_plan(found, *strategies, inference=False))
+
+
+@pytest.mark.parametrize("size", [2, 16, 60, 130, 1000])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (Cut((2, 2), [0, 1, -1]), Cut((3,), [-1, 0, -1])),
+        (Cut((2,), [-1, -1, 0]), Cut((2, 2), [0, -1, 1])),
+        (Cut((5,), [-1, -1, 0]), Cut((2,), [-1, -1, 0])),
+    ],
+)
+def test_a_tensor_is_cut_and_checked_in_parts_of_any_size(old: Cut, new: Cut, size: int, tmp_path: Path) -> None:
+    src, dst = (write_strategy(tmp_path / f"{n}.ckpt", {"w": cut}) for n, cut in enumerate((old, new)))
+    source = save(tmp_path / "source", {"w": FIELD}, {"w": old}, range(int(np.prod(old.devices))))
+    plan = planned(source, src, dst)
+    run(source, tmp_path / "made", src, dst)
+    for rank in range(plan.devices):
+        entry, (file,) = plan.of_rank(rank)["w"], (tmp_path / "made" / f"rank_{rank}").iterdir()
+        assert b"".join(blocks(entry, rank, size)) == new.piece(FIELD, rank).tobytes()
+        assert difference(entry, rank, index(file)["w"], lambda _count: None, size) is None
+        data = file.read_bytes()
+        at = index(file)["w"].chunks[0][0] + size % entry.piece_bytes
+        file.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        assert "differ" in str(difference(entry, rank, index(file)["w"], lambda _count: None, size))
+
+
+@pytest.mark.parametrize("shape", [(1, 1 << 21), (1 << 21,), (1 << 11, 1 << 10)])
+def test_memory_does_not_grow_with_a_tensor(shape: tuple[int, ...], tmp_path: Path) -> None:
+    """Neither with its length, nor with that of its rows in the source, of which the target has a few columns."""
+    full, rows = {"w": np.arange(1 << 21).reshape(shape).astype(np.uint8)}, [-1] * len(shape)
+    cut = {"w": Cut((32,), [*rows[:-1], 0])}
+    source, dst = save(tmp_path / "source", full, {}, [0]), write_strategy(tmp_path / "dst.ckpt", cut)
+    whole = write_strategy(tmp_path / "whole.ckpt", {"w": Cut((2,), rows)})
+    run(source, tmp_path / "made", None, dst)
+    for made, strategy in (("made", dst), ("source", whole)):
+        entry = planned(source, None, strategy).of_rank(0)["w"]
+        (file,) = (tmp_path / made / "rank_0").iterdir()
+        found = index(file)["w"]
+        tracemalloc.start()
+        try:
+            assert sum(map(len, blocks(entry, 0, 1 << 16))) == found.nbytes
+            assert difference(entry, 0, found, lambda _count: None, 1 << 16) is None
+            assert tracemalloc.get_traced_memory()[1] < 1 << 20
+        finally:
+            tracemalloc.stop()
