@@ -32,7 +32,10 @@ DstStrategy = Annotated[
     Path | None,
     typer.Option(metavar="PATH", help="Strategy of DST_DIR; a pipeline's directory. [default: one file with all]"),
 ]
-Ranks = Annotated[list[int] | None, typer.Option("--rank", metavar="R", help="Only this rank of DST_DIR; repeatable.")]
+Ranks = Annotated[
+    list[int] | None,
+    typer.Option("--rank", metavar="R", help="Only this rank of DST_DIR, and no manifest; repeatable."),
+]
 Jobs = Annotated[int, typer.Option(metavar="N", help="Worker processes; 1: only this process.")]
 Memory = Annotated[
     str | None,
