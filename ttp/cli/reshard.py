@@ -106,7 +106,7 @@ def _bytes(text: str) -> int:
     if match is None:
         raise UsageError(f"--memory {text}: give bytes, or a number with K, M, G or T, such as 8G")
     whole, _, part = match[1].partition(".")
-    return int(whole + part) * _UNITS[match[2].upper()] // 10 ** len(part)
+    return int(whole + part) * _UNITS[match[2].upper()] // int(10 ** len(part))
 
 
 def describe(done: Resharded) -> dict[str, Any]:

@@ -62,8 +62,8 @@ def read_box(tensor: FileTensor, box: Box) -> np.ndarray:
         place = place * extent + low
     data = read_bytes(tensor, place * row, (box[axis][1] - box[axis][0]) * row)
     rows = np.frombuffer(data, bits(tensor.item_size)).reshape(-1, *shape[axis + 1 :])
-    inside = rows[(slice(None), *(slice(low, high) for low, high in box[axis + 1 :]))]
-    return inside.reshape([high - low for low, high in box])
+    inside = tuple(slice(low, high) for low, high in [(0, len(rows)), *box[axis + 1 :]])
+    return rows[inside].reshape([high - low for low, high in box])
 
 
 def bits(item_size: int) -> np.dtype:
