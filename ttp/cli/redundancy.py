@@ -11,7 +11,7 @@ import typer
 
 from ttp.cli.output import Json, count_text, print_json, say, screen, table
 from ttp.core.layout import compact_ranks
-from ttp.errors import CheckpointError, UsageError
+from ttp.errors import CheckpointError
 from ttp.store.manifest import MANIFEST, Manifest
 
 SHOWN_MAX = 40
@@ -66,13 +66,9 @@ def read(source: Path) -> Told:
     from ttp.mindspore_files.group_info import read_group_info
     from ttp.mindspore_files.rank_folders import groups_of_manifest
     from ttp.mindspore_files.redundancy import groups_of_stages
-    from ttp.mindspore_files.strategy_file import read_stages
+    from ttp.mindspore_files.strategy_file import read_stages, require
 
-    try:
-        source.stat()
-    except OSError as problem:
-        why = "does not exist" if isinstance(problem, FileNotFoundError) else f"cannot be read: {problem.strerror}"
-        raise UsageError(f"{source} {why}: give a group_info.pb, a strategy file or a manifest") from None
+    require(source, "give a group_info.pb, a strategy file or a manifest")
     directory = source.parent if source.name == MANIFEST else source
     if source.name == MANIFEST or (source.is_dir() and (source / MANIFEST).exists()):
         manifest = Manifest.load(directory)

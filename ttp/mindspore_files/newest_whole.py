@@ -196,9 +196,10 @@ def _open(found: Found, rank: int, world_size: int | None, load: Mapping[str, An
         CheckpointError: the checkpoint is not whole, or holds no file for the rank.
         UsageError: see ``file_of``.
     """
-    path, vouched = found.files[0] if found.files else Path(), False
     if found.checkpoint:
         path, vouched = _file_in(found.checkpoint, found.files, rank, world_size)
+    else:
+        path, vouched = found.files[0], False
     if not vouched and path.suffix == ".ckpt" and load.get("dec_key") is None:
         read_contents(path)
     loaded = _load(path, load)

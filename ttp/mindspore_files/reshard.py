@@ -115,7 +115,7 @@ def reshard(wish: Wish, watch: Watch) -> Resharded:
     try:
         source, plan, ranks, remarks = _prepare(wish, watch)
     except OSError as problem:
-        raise CheckpointError(f"{problem.filename} cannot be read: {problem.strerror}; nothing was written") from None
+        raise CheckpointError(f"{problem.filename or wish.source} cannot be read: {problem.strerror}") from None
     jobs = _affordable_jobs(wish.memory, min(wish.jobs, len(ranks)))
     try:
         done = _publish(wish, source, plan, {rank: file_name(source, rank) for rank in ranks}, jobs, watch)

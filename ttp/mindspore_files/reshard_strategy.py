@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ttp.errors import UsageError
-from ttp.mindspore_files.strategy_file import read_stages
+from ttp.mindspore_files.strategy_file import read_stages, require
 from ttp.mindspore_files.tensor_layout import Shape, TensorLayout, readable
 
 
@@ -48,11 +48,7 @@ def read_strategy(path: Path) -> Strategy:
         UsageError: a stage is missing, or the strategy uses something that cannot be resharded.
         CheckpointError: a file cannot be read, is no strategy file, or contradicts itself.
     """
-    try:
-        path.stat()
-    except OSError as problem:
-        why = "does not exist" if isinstance(problem, FileNotFoundError) else f"cannot be read: {problem.strerror}"
-        raise UsageError(f"{path} {why}: give a strategy file, or a directory with those of all stages") from None
+    require(path, "give a strategy file, or a directory with those of all stages")
     stages = read_stages(path)
     numbers = [stage.number for stage in stages]
     if numbers != list(range(len(numbers))):

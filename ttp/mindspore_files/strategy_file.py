@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ttp.core.layout import WORLD_SIZE_MAX
-from ttp.errors import CheckpointError
+from ttp.errors import CheckpointError, UsageError
 from ttp.mindspore_files import group_info
 from ttp.mindspore_files.file_messages import parse, text
 from ttp.mindspore_files.tensor_layout import Shape, TensorLayout, problems
@@ -60,6 +60,19 @@ class Stage:
     def first_rank(self) -> int:
         """The first rank of the stage; all stages have the same number of ranks."""
         return self.number * self.devices
+
+
+def require(path: Path, hint: str) -> None:
+    """Check that there is a file or a directory. The hint says what to give.
+
+    Raises:
+        UsageError: there is none, or it cannot be looked at.
+    """
+    try:
+        path.stat()
+    except OSError as problem:
+        why = "does not exist" if isinstance(problem, FileNotFoundError) else f"cannot be read: {problem.strerror}"
+        raise UsageError(f"{path} {why}: {hint}") from None
 
 
 def read_stages(path: Path) -> list[Stage]:
