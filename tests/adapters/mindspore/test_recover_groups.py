@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.adapters.mindspore.jobs import make_job
-from tests.adapters.mindspore.layouts import Layout, write_strategy
+from tests.adapters.mindspore.reshard_worlds import Cut, write_strategy
 from ttp.core.layout import Rank, Shard, Version
 from ttp.core.messages import Piece
 from ttp.errors import CheckpointError
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.xdist_group("mindspore-files")
 @pytest.mark.parametrize("name", ["inputs_embed.w", "accu_grads_norm.w"])
 def test_a_parameter_is_one_whatever_its_name_begins_with(name: str, tmp_path: Path) -> None:
     """MindSpore leaves these names out, so that ranks with different slices would count as replicas."""
-    cuts = {name: Layout((2, 2), (0, -1)), "l.w": Layout((2, 2), (-1, -1))}
+    cuts = {name: Cut((2, 2), (0, -1)), "l.w": Cut((2, 2), (-1, -1))}
     groups, _ = groups_of_stages(read_stages(write_strategy(tmp_path / "s.ckpt", cuts)))
     assert groups == ((0, 2), (1, 3))
 
@@ -49,7 +49,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 def test_digests_are_checked_whoever_tells_the_replicas(saved: Path, tmp_path: Path) -> None:
-    strategy = write_strategy(tmp_path / "s.ckpt", {"l1.w": Layout((2, 2), (0, -1))})
+    strategy = write_strategy(tmp_path / "s.ckpt", {"l1.w": Cut((2, 2), (0, -1))})
     other = make_job(tmp_path / "other", [(3,)], step=12)  # sound, and of the same step
     shutil.copy(other / "rank_3/checkpoint-2_1875.ckpt", saved / "rank_1/checkpoint-2_1875.ckpt")
     found, _ = examine(saved, lambda place: known_replicas(place, strategy=strategy))
@@ -62,7 +62,7 @@ def test_digests_are_checked_whoever_tells_the_replicas(saved: Path, tmp_path: P
 
 def test_the_manifest_tells_how_many_ranks_there_are(saved: Path, tmp_path: Path) -> None:
     assert known_replicas(saved, data_parallel=True, ranks=2).groups == ((0, 1, 2, 3),)
-    small = write_strategy(tmp_path / "small.ckpt", {"l1.w": Layout((2,), (0,))})
+    small = write_strategy(tmp_path / "small.ckpt", {"l1.w": Cut((2,), (0,))})
     with pytest.raises(CheckpointError, match=r"small.ckpt is for 2 ranks, but by its manifest .* was saved by 4"):
         known_replicas(saved, strategy=small)
     write_group_info(tmp_path / "g.pb", [0, 5])
