@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -105,6 +107,41 @@ def test_a_bug_is_not_taken_for_bad_usage(ttp: Ttp, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(module.PASSED_ON, "run", broken)
     with pytest.raises(ZeroDivisionError):
         ttp("run")
+
+
+def test_a_bug_is_no_negative_finding(ttp: Ttp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To a script, the exit code 1 of `ttp verdict` means that the job runs."""
+
+    def broken(_place: Path) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("ttp.cli.verdict.read_launches", broken)
+    found = ttp("verdict", tmp_path)
+    assert found.code == 70 and "ZeroDivisionError" in found.err
+
+
+@pytest.mark.parametrize("more", [(), ("--json",)], ids=["words", "json"])
+@pytest.mark.parametrize(("stream", "code"), [("full", 74), ("closed", 0)])
+def test_an_output_that_cannot_be_written(stream: str, code: int, more: tuple[str, ...], tmp_path: Path) -> None:
+    full = tmp_path / "full"
+    try:
+        os.mknod(full, 0o666 | stat.S_IFCHR, os.makedev(1, 7))
+        full.open("wb").close()
+    except PermissionError:
+        pytest.skip("may not make a device node")
+    redirect = {"full": f">{full}", "closed": ">&-"}[stream]
+    script = f'"$@" {redirect}'
+    command = ["sh", "-c", script, "sh", sys.executable, "-m", "ttp", "version", *more]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (code, int(stream == "full")), done.stderr
+
+
+def test_a_character_that_the_output_lacks_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "caf\u00e9\x01").mkdir()
+    command = [sys.executable, "-m", "ttp", "list", str(tmp_path / "caf\u00e9\x01")]
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "") and "/caf??" in done.stdout
 
 
 def test_help_loads_neither_torch_nor_grpc() -> None:

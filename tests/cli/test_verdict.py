@@ -92,7 +92,8 @@ def test_a_job_that_runs_has_no_verdict_yet(
     until(lambda: history.exists() and "formed" in history.read_text())
     found = ttp("verdict", place)
     assert (found.code, found.out) == (1, "running\n") and "2 of 2 ranks live, the newest version is 7" in found.err
-    assert ttp("verdict", place, "--json").json["word"] == "running"
+    facts = ttp("verdict", place, "--json").json
+    assert (facts["word"], facts["launches"], facts["fruitless"]) == ("running", 1, 0)
     other = place / "copy" / "incidents"
     other.mkdir(parents=True)
     (other / FILE).write_text(history.read_text())
@@ -129,6 +130,10 @@ def test_a_disk_that_is_full_is_named(ttp: Ttp) -> None:
         fill(disk)
         found = ttp("verdict", disk, "--launcher-code", 64)
         assert found.code == 64 and f"The file system of {disk} is full" in found.err.replace("\n", " ")
+
+
+def test_a_time_that_is_none_is_bad_usage(place: Path, ttp: Ttp) -> None:
+    assert ttp("verdict", place, "--since", "nan")[:2] == (64, "")
 
 
 def test_only_launches_of_the_job_that_is_meant(place: Path, ttp: Ttp) -> None:
@@ -249,10 +254,33 @@ def test_a_wrong_directory_is_a_clear_error(kind: str, tmp_path: Path, ttp: Ttp)
     assert "give the save_dir" in err and len(err.splitlines()) == 1
 
 
-def test_a_history_that_is_no_file(place: Path, ttp: Ttp) -> None:
-    (place / "incidents" / FILE).mkdir()
-    code, _, err = ttp("verdict", place)
-    assert code == 1 and "cannot read" in err
+def make_directory(path: Path) -> None:
+    path.mkdir()
+
+
+def make_loop(path: Path) -> None:
+    path.symlink_to(path)
+
+
+@pytest.mark.parametrize("make", [make_directory, make_loop, os.mkfifo])
+def test_a_history_that_cannot_be_read_is_not_that_of_a_job_that_runs(
+    make: Callable[[Path], None], place: Path, ttp: Ttp
+) -> None:
+    make(place / "incidents" / FILE)
+    code, out, err = ttp("verdict", place)
+    assert (code, out) == (70, "lost\n") and "cannot read" in err
+    facts = json.loads(ttp("verdict", place, "--json")[1])
+    assert (facts["word"], facts["launches"], facts["fruitless"]) == ("lost", 0, 0)
+
+
+@pytest.mark.parametrize(("name", "value"), [("TTP_TOKEN_FILE", "/nope"), ("TTP_PROT", "1")])
+def test_a_wrong_setting_is_not_the_verdict_on_a_job(
+    name: str, value: str, place: Path, ttp: Ttp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (place / "incidents" / FILE).write_text(begins())
+    monkeypatch.setenv(name, value)
+    found = ttp("verdict", place)
+    assert found.out == "lost\n" and name in found.err
 
 
 def test_a_rank_leaves_its_word_beside_a_history_that_cannot_be_read(place: Path) -> None:

@@ -1,13 +1,14 @@
 """``ttp``: one program that launches protected jobs, shows their state, and examines what they saved.
 
 Exit codes, for every command but ``run``: 0 yes or done; 1 a negative finding, such as a damaged checkpoint or no
-controller; 64 bad usage or configuration; 130 interrupted. ``ttp run`` has the exit codes of the job.
+controller; 64 bad usage or configuration; 70 a bug; 74 output that cannot be written; 130 interrupted. ``ttp run`` has
+the exit codes of the job.
 """
 
 from __future__ import annotations
 
-import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
@@ -36,10 +37,16 @@ from ttp.cli import (
     watch_node,
     web,
 )
-from ttp.cli.output import complain
-from ttp.errors import EXIT_BAD_CONFIG, EXIT_TRAINED, CheckpointError, ConfigError, TtpError, UsageError
+from ttp.cli.output import complain, open_streams, silence
+from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_TRAINED, CheckpointError, ConfigError, TtpError, UsageError
 
 EXIT_NEGATIVE = 1
+EXIT_BUG = EXIT_NOT_SAVED
+"""Exit code after an unexpected exception, as in sysexits.h. Python's 1 would be a finding: the job runs, to a script
+that asks ``ttp verdict``.
+"""
+EXIT_NO_OUTPUT = 74
+"""Exit code if the output cannot be written, as in sysexits.h."""
 EXIT_INTERRUPTED = 130
 EXIT_PIPE_CLOSED = 141
 """Exit code when the reader of the output has closed the pipe: 128 + SIGPIPE, as in shells."""
@@ -134,6 +141,7 @@ _register("version", _ABOUT, version.version)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Errors are printed as one line on stderr."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    open_streams()
     try:
         if arguments and arguments[0] in PASSED_ON:
             return PASSED_ON[arguments[0]](arguments[1:])
@@ -143,16 +151,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TtpError as problem:
         complain(str(problem))
         return _exit_code(problem)
-    except Exception as problem:
-        return _usage_error(problem)
 
 
 def _look(arguments: list[str]) -> int:
     try:
         return int(app(arguments, prog_name="ttp", standalone_mode=False) or EXIT_TRAINED)
     except SystemExit:  # rich and typer exit so when the reader of `ttp list DIR | head` has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        silence(sys.stdout)
         return EXIT_PIPE_CLOSED
+    except OSError as problem:
+        silence(sys.stdout)
+        complain(f"cannot read or write: {problem}")
+        return EXIT_NO_OUTPUT
+    except TtpError:
+        raise
+    except Exception as problem:
+        return _usage_error(problem)
 
 
 def _exit_code(problem: TtpError) -> int:
@@ -168,7 +182,8 @@ def _usage_error(problem: Any) -> int:
     if type(problem).__name__ == "Abort":
         return EXIT_INTERRUPTED
     if not hasattr(problem, "format_message"):
-        raise problem
+        traceback.print_exception(problem)
+        return EXIT_BUG
     context = getattr(problem, "ctx", None)
     command = context.command_path if context is not None else "ttp"
     complain(f"{problem.format_message().rstrip('.')}. Try: {command} --help")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, TextIO
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -52,7 +54,24 @@ def shown(text: str | Text) -> Text:
 
 def complain(text: str) -> None:
     """Print an error as one line on stderr."""
-    say(Text.assemble(("ttp: ", "bold red"), " ".join(text.split())), aside())
+    try:
+        say(Text.assemble(("ttp: ", "bold red"), " ".join(text.split())), aside())
+    except OSError:  # the exit code still tells
+        silence(sys.stderr)
+
+
+def open_streams() -> None:
+    """Let every command print: to nowhere if a stream is closed, and with a "?" for a character that stdout lacks."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - open until the process ends
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def silence(stream: TextIO) -> None:
+    """Let a stream that cannot be written lead nowhere, or Python would fail to flush it when it exits."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 class Complaints:

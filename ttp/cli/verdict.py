@@ -13,9 +13,19 @@ from ttp.cli.connection import connected, find, known_ports
 from ttp.cli.directories import SaveDir, existing
 from ttp.cli.incident_reader import IncidentLog, incident_files, read_incident
 from ttp.cli.output import Json, complain, print_json, say
+from ttp.cli.seconds import seconds
 from ttp.config import Config
 from ttp.core.controller.job_verdict import FRUITLESS_MAX, Verdict
-from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED, EXIT_TRAINED, CheckpointError, TtpError, UsageError
+from ttp.errors import (
+    EXIT_BAD_CONFIG,
+    EXIT_NOT_SAVED,
+    EXIT_SAVED,
+    EXIT_TRAINED,
+    CheckpointError,
+    ConfigError,
+    TtpError,
+    UsageError,
+)
 from ttp.store.catalog import scan
 from ttp.store.history import Launch, WrongWord, fruitless, read_launches, read_word
 from ttp.store.names import INCIDENTS
@@ -38,13 +48,16 @@ INCIDENTS_READ = 50
 RunId = Annotated[str | None, typer.Option("--run-id", help="Only launches of this job (TORCHELASTIC_RUN_ID).")]
 Since = Annotated[
     float | None,
-    typer.Option("--since", help="Only launches that began at this time or later (seconds since 1970, as `date +%s`)."),
+    seconds(
+        "--since",
+        least=0,
+        most=1e12,
+        about="Only launches that began at this time or later (seconds since 1970, as `date +%s`).",
+    ),
 ]
 LauncherCode = Annotated[
     int | None,
-    typer.Option(
-        "--launcher-code", help="Exit code of `ttp run` or srun: it counts if no launch has recorded its end."
-    ),
+    typer.Option("--launcher-code", help="Exit code of `ttp run` or srun: 143 and 64 count if no launch is recorded."),
 ]
 TERMINATED = 128 + signal.SIGTERM
 
@@ -73,6 +86,33 @@ def verdict(
     JSON keys: word, exit_code, text (why), run_id, launches (how many are known), fruitless (the last ones in a row
     that brought no new version).
     """
+    try:
+        found, launches = _found(directory, run_id, since, launcher_code)
+    except (CheckpointError, OSError) as problem:  # a script must not take this for a job that runs
+        found, launches = Verdict(EXIT_NOT_SAVED, f"what the job left cannot be read: {problem}"), []
+    assert found.code is not None
+    code, text = found.code, found.text
+    if code in (EXIT_NOT_SAVED, EXIT_BAD_CONFIG):
+        text += _storage(directory)
+    if json:
+        facts = {"word": WORDS[code], "exit_code": code, "text": text, "run_id": run_id or ""}
+        over = launches[:-1] if code == EXIT_RUNNING else launches
+        print_json(facts | {"launches": len(launches), "fruitless": fruitless(over)})
+    else:
+        say(WORDS[code])
+        complain(text)
+    raise typer.Exit(code)
+
+
+def _found(
+    directory: Path, run_id: str | None, since: float | None, launcher_code: int | None
+) -> tuple[Verdict, list[Launch]]:
+    """Return the verdict on the last launch, and all launches of the job that are known.
+
+    Raises:
+        UsageError: the directory is not that of a job.
+        CheckpointError: it cannot be read.
+    """
     asked_to_leave = launcher_code == TERMINATED
     place, launches = _history(directory, run_id, must_exist=not asked_to_leave)
     recent = [launch for launch in launches if since is None or launch.began_unix_s >= since]
@@ -80,18 +120,7 @@ def verdict(
     word = _word(place, run_id, since)
     if not launches and incident is None and word is None and not asked_to_leave:
         _check_ours(place, run_id)
-    found = _running(directory, recent) or _judge(recent, incident, word, launcher_code)
-    assert found.code is not None
-    code, text = found.code, found.text
-    if code in (EXIT_NOT_SAVED, EXIT_BAD_CONFIG):
-        text += _storage(directory)
-    if json:
-        facts = {"word": WORDS[code], "exit_code": code, "text": text, "run_id": run_id or ""}
-        print_json(facts | {"launches": len(launches), "fruitless": fruitless(launches)})
-    else:
-        say(WORDS[code])
-        complain(text)
-    raise typer.Exit(code)
+    return _running(directory, recent) or _judge(recent, incident, word, launcher_code), launches
 
 
 def _history(place: Path, run_id: str | None, *, must_exist: bool) -> tuple[Path, list[Launch]]:
@@ -140,6 +169,11 @@ def _running(place: Path, launches: list[Launch]) -> Verdict | None:
 
     if not launches or launches[-1].code is not None:
         return None
+    try:
+        config = Config.from_env()
+    except ConfigError as problem:  # bad usage would exit with 64, which is a verdict
+        complain(f"the controller of the last launch was not asked: {problem}")
+        return None
     for port in (None,) if os.environ.get("TTP_PORT") else known_ports():
         try:
             with connected(find(None, port, None)) as client:
@@ -150,7 +184,7 @@ def _running(place: Path, launches: list[Launch]) -> Verdict | None:
         if alive and now.run_id == launches[-1].run_id and _same(Path(now.save_dir), place):
             text = f"the job runs: {len(alive)} of {now.world_size} ranks live, the newest version is {max(alive)}"
             return Verdict(EXIT_RUNNING, text)
-    if refuses_to_say(launches[-1], Config.from_env()):
+    if refuses_to_say(launches[-1], config):
         return Verdict(EXIT_RUNNING, NOT_ASKED.format(launches[-1].controller))
     return None
 
