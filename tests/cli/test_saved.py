@@ -74,6 +74,15 @@ def test_list_says_when_the_fallback_holds_something_newer(
     assert "TTP_FALLBACK_DIR: cannot list" in ttp("list", save_dir.path).out
 
 
+@pytest.mark.parametrize(("name", "value"), [("TTP_TOKEN_FILE", "/nope"), ("TTP_PROT", "1")])
+def test_list_minds_no_setting_of_the_job(
+    ttp: Ttp, save_dir: SaveDir, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    save_dir.checkpoint(8)
+    monkeypatch.setenv(name, value)
+    assert ttp("list", save_dir.path).code == 0
+
+
 def test_list_of_nothing(ttp: Ttp, tmp_path: Path) -> None:
     assert ttp("list", tmp_path, "--json").json == []
     said = ttp("list", tmp_path)
@@ -158,6 +167,43 @@ def test_verify_walks_back(ttp: Ttp, save_dir: SaveDir) -> None:
     json = ttp("verify", save_dir.path, "--json").json
     assert (json["whole"], json["restores"]) == (False, older.name)
     assert [(c["version"], c["whole"]) for c in json["checkpoints"]] == [(12, False), (9, True)]
+
+
+REFUSED = "No checkpoint is whole: a restart is refused (64)"
+NOTHING = "A restart would start from nothing."
+
+
+@pytest.mark.parametrize(
+    ("directories", "whole", "damaged", "elsewhere", "told"),
+    [
+        (6, [9], [], [], "resume from tft_saved_checkpoints-step_9."),
+        (0, [], [9, 12], [], REFUSED),
+        (0, [9], [20, 21, 22, 23, 24], [], REFUSED),
+        (6, [], [], [], NOTHING),
+        (0, [], [12], [9], "resume from {}/tft_saved_checkpoints-step_9."),
+        (0, [12], [], [14], "resume from {}/tft_saved_checkpoints-step_14."),
+        (0, [9], [12], [9], "resume from tft_saved_checkpoints-step_9."),
+    ],
+)
+def test_verify_tells_what_a_restart_does(
+    directories: int, whole: list[int], damaged: list[int], elsewhere: list[int], told: str, ttp: Ttp,
+    save_dir: SaveDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """As ``restore()`` does: a directory without a manifest is no attempt, and the fallback directory counts."""
+    fallback = SaveDir(tmp_path / "fallback")
+    monkeypatch.setenv("TTP_FALLBACK_DIR", str(fallback.path))
+    for version in whole:
+        save_dir.checkpoint(version)
+    for version in damaged:
+        flip(save_dir.checkpoint(version) / "__0_0.distcp")
+    for version in elsewhere:
+        fallback.checkpoint(version)
+    for number in range(directories):
+        (save_dir.path / f"tft_saved_checkpoints-step_3{number}").mkdir(parents=True)
+    told = told.format(fallback.path)
+    assert told in ttp("verify", save_dir.path).out
+    restores = ttp("verify", save_dir.path, "--json").json["restores"]
+    assert restores == (told.rstrip(".").rpartition("/")[2].split()[-1] if "resume" in told else None)
 
 
 def test_verify_the_newest_only(ttp: Ttp, save_dir: SaveDir) -> None:

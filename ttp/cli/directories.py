@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from pathlib import Path
 from typing import Annotated
@@ -34,6 +35,12 @@ def existing(path: Path) -> Path:
     if not stat.S_ISDIR(mode):
         raise UsageError(f"{path} is not a directory: give the save_dir of a job, or a checkpoint in it")
     return path.absolute()
+
+
+def fallback_of(directory: Path) -> Path | None:
+    """Return the directory in TTP_FALLBACK_DIR, which a restart also looks into; None: there is none besides this."""
+    fallback = Path(os.environ.get("TTP_FALLBACK_DIR") or directory)
+    return None if fallback == directory else fallback
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -8,9 +8,8 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from ttp.cli.directories import SaveDir, existing
+from ttp.cli.directories import SaveDir, existing, fallback_of
 from ttp.cli.output import Json, print_json, say, screen, size_text, table, when_text
-from ttp.config import Config
 from ttp.errors import CheckpointError
 from ttp.store.catalog import CatalogEntry, scan
 
@@ -41,11 +40,11 @@ def list_checkpoints(directory: SaveDir, everything: All = False, json: Json = F
 
 def _newer_elsewhere(found: list[CatalogEntry], directory: Path) -> str:
     """Return a line about a newer checkpoint in the fallback directory, which a restart would use; empty: none."""
-    fallback = Config.from_env().fallback_dir
-    if fallback is None or Path(fallback) == directory:
+    fallback = fallback_of(directory)
+    if fallback is None:
         return ""
     try:
-        newest = next((e for e in scan(Path(fallback)) if e.kind == "checkpoint" and e.whole), None)
+        newest = next((e for e in scan(fallback) if e.kind == "checkpoint" and e.whole), None)
     except CheckpointError as problem:
         return f"TTP_FALLBACK_DIR: {problem}"
     here = max((e.version for e in found if e.whole and e.version is not None), default=-1)

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ttp.cli.connection import connected, find, known_ports
-from ttp.cli.directories import SaveDir, existing
+from ttp.cli.directories import SaveDir, existing, fallback_of
 from ttp.cli.incident_reader import IncidentLog, incident_files, read_incident
 from ttp.cli.output import Json, complain, print_json, say
 from ttp.cli.seconds import seconds
@@ -134,8 +134,8 @@ def _history(place: Path, run_id: str | None, *, must_exist: bool) -> tuple[Path
     """
     best: tuple[Path, list[Launch]] = place, []
     broken: CheckpointError | None = None
-    fallback = os.environ.get("TTP_FALLBACK_DIR")
-    for each in (place, *([Path(fallback)] if fallback else [])):
+    fallback = fallback_of(place)
+    for each in (place, *([fallback] if fallback else [])):
         try:
             found = [launch for launch in read_launches(each) if run_id is None or launch.run_id == run_id]
         except CheckpointError as problem:

@@ -11,17 +11,15 @@ import typer
 from rich.text import Text
 
 from ttp.cli.bars import bars
-from ttp.cli.directories import CheckpointOrDir, bears_name, existing, is_checkpoint
-from ttp.cli.output import Json, print_json, say, size_text
+from ttp.cli.directories import CheckpointOrDir, bears_name, existing, fallback_of, is_checkpoint
+from ttp.cli.output import Json, complain, print_json, say, size_text
 from ttp.core.layout import Version
 from ttp.errors import CheckpointError
 from ttp.store import names
-from ttp.store.catalog import CatalogEntry, scan
+from ttp.store.catalog import CatalogEntry, look, restorable, scan
 from ttp.store.manifest import Manifest
 from ttp.store.verify import unlisted_files, verify_checkpoint
-
-ATTEMPTS_MAX = 5
-"""Number of checkpoints that a restart examines to find a whole one; see ``restore()``."""
+from ttp.store.walk import ATTEMPTS
 
 NOTES_SHOWN_MAX = 20
 
@@ -56,49 +54,74 @@ def verify(path: CheckpointOrDir, everything: All = False, json: Json = False) -
     """Read the newest checkpoint of a job, or the one given, and recompute the digest of every piece.
 
     Exits with 0 if it is whole, with 1 if it is not or if there is none, and says what is wrong. If the newest one is
-    damaged, older ones are read too, to tell which one a restart would resume from.
+    damaged, older ones are read too, to tell which one a restart would resume from; so are newer ones in the directory
+    in TTP_FALLBACK_DIR, if the job has one.
 
     JSON keys: path, whole (the answer), restores (name of the checkpoint that a restart would take; null: none),
     checkpoints (list: name, path, version, size in bytes, whole, problems, notes).
     """
     given = existing(path)
     single = is_checkpoint(given)
-    found = _read([given] if single else _candidates(given, everything), first_whole_is_enough=not everything)
+    here = [look(given)] if single else scan(given)
+    there = [] if single else _elsewhere(given)
+    found = _read(here if single else _candidates(here, everything), everything=everything)
     if not found:
         raise CheckpointError(f"there is no checkpoint in {given}")
     answer = all(f.whole for f in found) if everything else found[0].whole
-    restores = next((f for f in found if f.whole and names.parse_checkpoint_name(f.path.name) is not None), None)
+    restores = _restored(found, [e for e in here if not (single and e.kind == "superseded")])
+    known = -1 if restores is None or restores.version is None else restores.version
+    newer = _read([e for e in restorable(there) if (e.version or 0) > known], everything=False)
+    restores = _restored(newer, there) or restores
     if json:
         print_json(
             {
                 "path": str(given),
                 "whole": answer,
                 "restores": restores.path.name if restores else None,
-                "checkpoints": [describe(finding) for finding in found],
+                "checkpoints": [describe(finding) for finding in found + newer],
             }
         )
     else:
-        _tell(found, restores, single)
+        _tell(found + newer)
+        if not single and restores is not found[0]:
+            say(_restart(restores, given, [*here, *there]))
     if not answer:
         raise typer.Exit(1)
 
 
-def _candidates(save_dir: Path, everything: bool) -> list[Path]:
-    def wanted(entry: CatalogEntry) -> bool:
-        return bears_name(entry) or (everything and entry.kind == "superseded")
-
-    paths = [entry.path for entry in scan(save_dir) if wanted(entry)]
-    return paths if everything else paths[:ATTEMPTS_MAX]
+def _candidates(entries: list[CatalogEntry], everything: bool) -> list[CatalogEntry]:
+    if not everything:
+        return list(restorable(entries))
+    return [entry for entry in entries if bears_name(entry) or entry.kind == "superseded"]
 
 
-def _read(paths: list[Path], *, first_whole_is_enough: bool) -> list[Finding]:
+def _read(entries: list[CatalogEntry], *, everything: bool) -> list[Finding]:
+    """Read checkpoints, as a restart does: up to the first whole one, or the last that it tries; or all of them."""
     findings: list[Finding] = []
+    attempts = ATTEMPTS
     with bars() as watch:
-        for path in paths:
-            findings.append(examine(path, watch(path.name, _size(path))))
-            if first_whole_is_enough and findings[-1].whole:
+        for entry in entries:
+            findings.append(examine(entry.path, watch(entry.path.name, _size(entry.path))))
+            attempts -= entry.manifest is not None
+            if not everything and (findings[-1].whole or attempts == 0):
                 break
     return findings
+
+
+def _restored(found: list[Finding], entries: list[CatalogEntry]) -> Finding | None:
+    """Return the checkpoint that a restart would take of these entries; None: none of them is whole."""
+    taken = {entry.path for entry in restorable(entries)}
+    return next((finding for finding in found if finding.whole and finding.path in taken), None)
+
+
+def _elsewhere(given: Path) -> list[CatalogEntry]:
+    """Return the entries of the fallback directory."""
+    fallback = fallback_of(given)
+    try:
+        return [] if fallback is None else scan(fallback)
+    except CheckpointError as problem:
+        complain(str(problem))
+        return []
 
 
 def _size(path: Path) -> int:
@@ -135,17 +158,29 @@ def describe(finding: Finding) -> dict[str, Any]:
     }
 
 
-def _tell(found: list[Finding], restores: Finding | None, single: bool) -> None:
+def _tell(found: list[Finding]) -> None:
     for finding in found:
+        name = _name(finding, found[0].path.parent)
         if finding.whole:
-            say(Text.assemble(("whole    ", "green"), f"{finding.path.name}, {size_text(finding.size)}"))
+            say(Text.assemble(("whole    ", "green"), f"{name}, {size_text(finding.size)}"))
         else:
-            say(Text.assemble(("damaged  ", "bold red"), finding.path.name))
+            say(Text.assemble(("damaged  ", "bold red"), name))
         for problem in finding.problems:
             say(f"         {problem}")
-        for name in finding.notes[:NOTES_SHOWN_MAX]:
-            say(f"         note: {name} is not in the manifest and cannot be verified; a restore ignores it")
+        for note in finding.notes[:NOTES_SHOWN_MAX]:
+            say(f"         note: {note} is not in the manifest and cannot be verified; a restore ignores it")
         if len(finding.notes) > NOTES_SHOWN_MAX:
             say(f"         note: and {len(finding.notes) - NOTES_SHOWN_MAX} more files (--json lists them)")
-    if not single and not found[0].whole:
-        say(f"A restart would resume from {restores.path.name}." if restores else "A restart would start from nothing.")
+
+
+def _name(finding: Finding, home: Path) -> str:
+    return finding.path.name if finding.path.parent == home else str(finding.path)
+
+
+def _restart(restores: Finding | None, home: Path, entries: list[CatalogEntry]) -> str:
+    """Return what a restart would do, in a sentence."""
+    if restores is not None:
+        return f"A restart would resume from {_name(restores, home)}."
+    if any(entry.kind == "checkpoint" for entry in entries):
+        return "No checkpoint is whole: a restart is refused (64) until one is repaired, or the others are moved away."
+    return "A restart would start from nothing."
