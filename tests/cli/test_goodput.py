@@ -57,7 +57,8 @@ def test_what_the_time_went_into(place: Path, capsys: pytest.CaptureFixture[str]
     assert found == {
         "ratio": round(254.5 / 402.0, 4), "elapsed": 402.0, "joining": 6.0, "restoring": 5.5, "training": 254.5,
         "freezing": 5.25, "saving": 0.75, "down": 130.0, "launches": 3,
-        "incidents": 2, "false_alarms": 1, "lost_steps": 2, "mttr": (31.0 + 102.0) / 2, "unreadable": 0,
+        "incidents": 2, "unrecorded": 0, "false_alarms": 1, "lost_steps": 2,
+        "mttr": (31.0 + 102.0) / 2, "unreadable": 0,
     }  # fmt: skip
 
 
@@ -67,6 +68,32 @@ def test_steps_that_an_earlier_job_has_saved_are_not_lost(tmp_path: Path, capsys
     (tmp_path / "incidents" / FILE).write_text(launch(0.0, *began, ("released", 60.0, {"exit_code": 70})))
     incident(tmp_path, 1, 50.0, ("answer", 0.1, {"version": 5003}), ("released", 2.0, {"exit_code": 70}))
     assert told(capsys, tmp_path)["lost_steps"] == 3
+
+
+def test_steps_are_lost_where_no_rank_is_left_to_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "incidents").mkdir()
+    (tmp_path / "incidents" / FILE).write_text(launch(0.0, ("released", 60.0, {"exit_code": 70})))
+    incident(tmp_path, 1, 50.0, ("released", 2.0, {"exit_code": 70}), newest=2900)
+    assert told(capsys, tmp_path)["lost_steps"] == 2900
+
+
+@pytest.mark.parametrize("later", [(), [("wrong", 61.0, {"text": "the disk is full"})]])
+def test_a_fault_without_a_file_is_a_fault(
+    later: list[tuple[str, float, dict[str, Any]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The disk was full: the file is in the run directory, if anywhere."""
+    (tmp_path / "incidents").mkdir()
+    (tmp_path / "incidents" / FILE).write_text(launch(0.0, ("released", 60.0, {"exit_code": 70}), *later))
+    incident(tmp_path, 1, 50.0, ("thawed", 2.0, {"reason": "asked for"}), snapshot=True)
+    found = told(capsys, tmp_path)
+    assert (found["incidents"], found["unrecorded"]) == (1, 1)
+    assert main(["goodput", str(tmp_path)]) == 0 and "more steps may be lost" in capsys.readouterr().err
+    for arguments in ([], ["--last"]):
+        assert main(["incidents", str(tmp_path), *arguments]) == 0
+        assert "the incident that ended the last launch is not here" in capsys.readouterr().err
+    incident(tmp_path, 2, 55.0, ("released", 5.0, {"exit_code": 70}))
+    assert told(capsys, tmp_path)["unrecorded"] == 0
+    assert main(["incidents", str(tmp_path)]) == 0 and capsys.readouterr().err == ""
 
 
 def test_in_words(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,11 +106,11 @@ def test_in_words(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_cannot_be_read_counts_as_nothing(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = told(capsys, place, "--run-id", "job")
     with (place / "incidents" / FILE).open("a") as log:
-        log.write('{"kind": "released", "exit_co')
+        log.write('{"kind": "released", "exit_co\n\n"garbage"\n')
     with (place / "incidents" / "20261120-094512-4-abcd.jsonl").open("a") as story:
         story.write('{"kind": "closed\x1b[31m')
     (place / "incidents" / "20261120-094512-5-abcd.jsonl").write_bytes(b"\0\xff[[")
-    assert told(capsys, place, "--run-id", "job") == before | {"unreadable": 2}
+    assert told(capsys, place, "--run-id", "job") == before | {"unreadable": 4}
 
 
 def test_a_directory_without_a_launch_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

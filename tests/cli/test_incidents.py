@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 
 from tests.cli.conftest import REPOSITORY, Ttp
 from tests.cli.test_saved import keys_in_help
+from tests.store.storage import as_nobody
 from ttp.cli import incident_reader
 from ttp.cli.incident_reader import EXPLAINS, incident_files, read_incident
 from ttp.cli.main import main
@@ -245,6 +247,22 @@ def test_none(tmp_path: Path, ttp: Ttp) -> None:
     assert ttp("incidents", tmp_path, "--json").json == []
     last = ttp("incidents", tmp_path, "--last")
     assert (last.code, last.out) == (1, "")
+
+
+def test_only_the_directory_of_a_job_says_that_nothing_went_wrong(tmp_path: Path, ttp: Ttp) -> None:
+    assert "is it the save_dir of a job?" in ttp("incidents", tmp_path).out
+    (tmp_path / "incidents").mkdir()
+    assert "nothing has gone wrong yet" in ttp("incidents", tmp_path).out
+
+
+def test_what_may_not_be_listed_is_not_empty(ttp: Ttp) -> None:
+    with tempfile.TemporaryDirectory() as name:  # tmp_path lies in a directory of root alone
+        place = Path(name)
+        place.chmod(0o755)
+        (place / "incidents").mkdir(mode=0)
+        with as_nobody():
+            found = ttp("incidents", place)
+    assert found.code == 1 and "cannot list" in found.err
 
 
 def test_a_false_alarm_and_a_failure(tmp_path: Path, ttp: Ttp) -> None:

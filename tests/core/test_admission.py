@@ -95,6 +95,7 @@ def test_an_update_proves_that_every_rank_exists() -> None:
     assert talk.machine.stage == "training"
     assert beat(talk, 1, 9) == ""
     assert talk.lost(1).startswith("[opened] Freeze:0,2 [evidence]")
+    assert talk.facts("opened")["newest"] == 9, "also if no rank is left that could answer"
     talk.frozen(0, 9)
     assert "[plan] Save" in talk.frozen(2, 9)
 

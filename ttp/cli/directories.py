@@ -12,7 +12,9 @@ import typer
 from ttp.errors import CheckpointError, UsageError
 from ttp.store import names
 from ttp.store.catalog import CatalogEntry, scan
+from ttp.store.history import FILE
 from ttp.store.manifest import MANIFEST
+from ttp.store.names import INCIDENTS
 
 SaveDir = Annotated[Path, typer.Argument(metavar="DIR", help="The save_dir of a job.")]
 CheckpointOrDir = Annotated[
@@ -41,6 +43,16 @@ def fallback_of(directory: Path) -> Path | None:
     """Return the directory in TTP_FALLBACK_DIR, which a restart also looks into; None: there is none besides this."""
     fallback = Path(os.environ.get("TTP_FALLBACK_DIR") or directory)
     return None if fallback == directory else fallback
+
+
+def holds_ours(place: Path) -> bool:
+    """Return whether ttp has written anything into ``place``, a ``save_dir`` or its directory of incidents.
+
+    Raises:
+        CheckpointError: ``place`` cannot be listed.
+    """
+    logs = (place / INCIDENTS).is_dir() or (place / FILE).is_file()
+    return logs or any(entry.kind != "foreign" for entry in scan(place))
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -14,7 +14,7 @@ from ttp.cli.directories import SaveDir, existing
 from ttp.cli.incident_reader import IncidentLog, incident_files, read_incident
 from ttp.cli.output import Json, complain, count_text, duration_text, print_json, say
 from ttp.errors import CheckpointError
-from ttp.store.history import Launch, read_launches
+from ttp.store.history import Launch, read_history
 
 RUNS_S = 3600.0
 """Seconds. If the last launch has no recorded end, it counts as running unless its last sign of life is older."""
@@ -36,6 +36,7 @@ class Goodput:
         down: seconds from the end of a launch to the beginning of the next.
         launches: number of launches.
         incidents: number of faults that ended a launch.
+        unrecorded: number of them without a file, so that their lost steps are not known.
         false_alarms: number of incidents after which training went on.
         lost_steps: steps that a rank had finished and that no checkpoint had when the next launch began.
         mttr: mean seconds from the first sign of a fault to the beginning of the next launch; None: there was none.
@@ -50,6 +51,7 @@ class Goodput:
     down: float = 0.0
     launches: int = 0
     incidents: int = 0
+    unrecorded: int = 0
     false_alarms: int = 0
     lost_steps: int = 0
     mttr: float | None = None
@@ -74,15 +76,17 @@ def goodput(directory: SaveDir, *, run_id: RunId = None, json: Json = False) -> 
 
     JSON keys: ratio (training / elapsed, 0 to 1), elapsed, joining, restoring, training, freezing, saving, down, mttr
     (seconds; mttr from the first sign of a fault to the next launch, null without any), launches, incidents,
-    false_alarms, lost_steps, unreadable (lines and files that could not be read).
+    unrecorded (those of them without a file, as the disk was full: their lost steps are not known), false_alarms,
+    lost_steps, unreadable (lines and files that could not be read).
     """
     place = existing(directory)
-    launches = [launch for launch in read_launches(place) if run_id is None or launch.run_id == run_id]
+    everything, torn = read_history(place)
+    launches = [launch for launch in everything if run_id is None or launch.run_id == run_id]
     if not launches:
         raise CheckpointError(f"no launch {'of ' + run_id + ' ' if run_id else ''}is recorded in {place}")
     stories, unreadable = _stories(place, run_id)
     found = add_up(launches, stories, time.time())
-    found.unreadable = unreadable
+    found.unreadable = unreadable = unreadable + torn
     if json:
         print_json({"ratio": round(found.ratio, 4), "elapsed": found.elapsed, **asdict(found)})
         return
@@ -99,6 +103,8 @@ def goodput(directory: SaveDir, *, run_id: RunId = None, json: Json = False) -> 
             else ""
         )
     )
+    if found.unrecorded:
+        complain(f"{count_text(found.unrecorded, 'fault')} left no incident here: more steps may be lost")
     if unreadable:
         complain(f"{count_text(unreadable, 'line')} could not be read, and were left out")
 
@@ -148,6 +154,8 @@ def add_up(launches: Sequence[Launch], stories: Sequence[IncidentLog], now_s: fl
         found.training += max(0.0, ended_s - restored_s - spent)
         if until <= now_s:
             found.down += max(0.0, until - ended_s)
+        if launch.released and not any(story.last("released") for story in own):
+            found.incidents, found.unrecorded = found.incidents + 1, found.unrecorded + 1
         for story in own:
             saved = max(saved, story.version or 0)
             if story.last("released") is None:
@@ -177,6 +185,7 @@ def _asked_for(story: IncidentLog) -> bool:
 
 
 def _newest(story: IncidentLog) -> int:
-    """Return the newest version that any rank reported as finished."""
-    versions = (line.facts.get("version") for line in story.of("answer", "acknowledged"))
+    """Return the newest version that any rank reported as finished, in its answer or before the incident."""
+    told = story.of("opened", "answer", "acknowledged")
+    versions = (line.facts.get("newest" if line.kind == "opened" else "version") for line in told)
     return max((version for version in versions if isinstance(version, int)), default=0)

@@ -166,7 +166,8 @@ def incident_files(directory: Path) -> list[Path]:
     folder = directory
     try:
         folder = inner if inner.is_dir() else directory
-        return sorted((p for p in folder.glob(f"*{SUFFIX}") if p.is_file()), key=_sort_key, reverse=True)
+        files = (p for p in folder.iterdir() if p.suffix == SUFFIX and p.is_file())  # glob hides what it may not list
+        return sorted(files, key=_sort_key, reverse=True)
     except OSError as problem:
         raise CheckpointError(f"cannot list {folder}: {problem.strerror or problem}") from None
 

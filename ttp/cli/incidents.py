@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from ttp.cli.directories import SaveDir, existing
+from ttp.cli.directories import SaveDir, existing, holds_ours
 from ttp.cli.incident_reader import SUFFIX, IncidentLog, incident_files, read_incident
 from ttp.cli.output import Json, complain, count_text, print_json, say, screen, table, when_text
 from ttp.cli.spans import restore_span, send, spans, trace_id
@@ -56,8 +56,11 @@ def incidents(
         if trace is not None or otlp:
             raise UsageError("--trace and --otlp need one incident: give its id, or --last")
         _list(files, directory, json)
+        _mention_others(files, directory)
         return
     log = read_incident(_pick(files, incident, directory))
+    if last:
+        _mention_others(files, directory)
     if otlp:
         made = [*spans(log), *_restored_after(log, directory)]
         say(f"{count_text(send(made), 'span')} sent as trace {trace_id(log.id)}")
@@ -102,6 +105,17 @@ def _pick(files: list[Path], incident: str | None, directory: Path) -> Path:
     return ids[meant[0]]
 
 
+def _mention_others(files: list[Path], directory: Path) -> None:
+    """Say so if an incident has ended the last launch and is not among the files, as on a disk that is full."""
+    try:
+        launches = read_launches(directory)
+        newest = read_incident(files[0]).last("released") if files else None
+    except CheckpointError:
+        return
+    if launches and launches[-1].released and (newest is None or newest.unix_s < launches[-1].began_unix_s):
+        complain(f"the incident that ended the last launch is not here: {ELSEWHERE}")
+
+
 def describe(log: IncidentLog) -> dict[str, Any]:
     """Return what ``ttp incidents --json`` prints of one incident."""
     plain = (
@@ -123,7 +137,8 @@ def _list(files: list[Path], directory: Path, json: bool) -> None:
     if json:
         print_json([describe(log) for log in logs])
     elif not files:
-        say(f"there are no incidents in {directory}: nothing has gone wrong yet ({ELSEWHERE})")
+        what = "nothing has gone wrong yet" if holds_ours(directory) else "is it the save_dir of a job?"
+        say(f"there are no incidents in {directory}: {what} ({ELSEWHERE})")
     else:
         columns = ("incident", "when", "version", "saved after", "cause", "outcome")
         screen().print(table(columns, map(_row, logs), right=("version", "saved after")))

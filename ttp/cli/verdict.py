@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ttp.cli.connection import connected, find, known_ports
-from ttp.cli.directories import SaveDir, existing, fallback_of
+from ttp.cli.directories import SaveDir, existing, fallback_of, holds_ours
 from ttp.cli.incident_reader import IncidentLog, incident_files, read_incident
 from ttp.cli.output import Json, complain, print_json, say
 from ttp.cli.seconds import seconds
@@ -26,7 +26,6 @@ from ttp.errors import (
     TtpError,
     UsageError,
 )
-from ttp.store.catalog import scan
 from ttp.store.history import Launch, WrongWord, fruitless, read_launches, read_word
 from ttp.store.names import INCIDENTS
 
@@ -118,8 +117,9 @@ def _found(
     recent = [launch for launch in launches if since is None or launch.began_unix_s >= since]
     incident = None if recent and recent[-1].code is not None else _last_fault(place, run_id, since)
     word = _word(place, run_id, since)
-    if not launches and incident is None and word is None and not asked_to_leave:
-        _check_ours(place, run_id)
+    if not (launches or incident or word or asked_to_leave or holds_ours(place)):  # a mistyped path is no lost job
+        of_whom = f" of job {run_id!r}" if run_id is not None else ""
+        raise UsageError(f"{place} holds nothing{of_whom} that ttp wrote: give the save_dir of the job")
     return _running(directory, recent) or _judge(recent, incident, word, launcher_code), launches
 
 
@@ -245,15 +245,3 @@ def _word(place: Path, run_id: str | None, since: float | None) -> WrongWord | N
     if word is None or (run_id is not None and word.run_id != run_id) or (since is not None and word.unix_s < since):
         return None
     return word
-
-
-def _check_ours(place: Path, run_id: str | None) -> None:
-    """Refuse a directory that ttp never wrote to: a mistyped path must not look like a lost job.
-
-    Raises:
-        UsageError: ttp has written nothing there.
-    """
-    if (place / INCIDENTS).is_dir() or any(entry.kind != "foreign" for entry in scan(place)):
-        return
-    of_whom = f" of job {run_id!r}" if run_id is not None else ""
-    raise UsageError(f"{place} holds nothing{of_whom} that ttp wrote: give the save_dir of the job")

@@ -62,6 +62,7 @@ class Launch:
         began_unix_s: when its first rank joined.
         progress: whether it saved a new version, or trained to the end.
         code: exit code of the job: 64, 70, 75 or 0; None if it was cut off.
+        released: whether its ranks were told to exit, which is the end of an incident.
         text: reason of the exit code.
         version: the newest version that it saved; None if it saved none.
         path: the checkpoint of that version.
@@ -79,6 +80,7 @@ class Launch:
     began_unix_s: float
     progress: bool = False
     code: int | None = None
+    released: bool = False
     text: str = ""
     version: int | None = None
     path: str = ""
@@ -193,16 +195,27 @@ def read_launches(save_dir: Path) -> list[Launch]:
     Raises:
         CheckpointError: the file exists and cannot be read.
     """
+    return read_history(save_dir)[0]
+
+
+def read_history(save_dir: Path) -> tuple[list[Launch], int]:
+    """Return what ``read_launches`` returns, and the number of lines that could not be read.
+
+    Raises:
+        CheckpointError: the file exists and cannot be read.
+    """
     path = save_dir / INCIDENTS / FILE
     try:
         with open_plain(path) as file:
-            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            if file.seek(max(0, path.stat().st_size - TAIL_BYTES)):
+                file.readline()  # the rest of a line
             data = file.read(TAIL_BYTES) or b""
     except (FileNotFoundError, NotADirectoryError):
-        return []
+        return [], 0
     except OSError as problem:
         raise CheckpointError(f"cannot read {path}: {problem.strerror or problem}") from None
-    return parse_launches(data)
+    records = list(_records(data))
+    return _launches(records), records.count(None)
 
 
 def _readable(save_dir: Path) -> list[Launch]:
@@ -245,19 +258,21 @@ def fruitless(launches: Sequence[Launch]) -> int:
     return count
 
 
-def _records(data: bytes) -> Iterable[dict[str, Any]]:
-    for line in data.split(b"\n"):
+def _records(data: bytes) -> Iterable[dict[str, Any] | None]:
+    """Yield the record of each line that is not empty; None for a line without one."""
+    for line in filter(None, data.split(b"\n")):
         try:
             record = parse_json(line.decode("utf-8", errors="replace"))
         except ValueError:
-            continue
-        if isinstance(record, dict) and isinstance(record.get("kind"), str):
-            yield record
+            record = None
+        yield record if isinstance(record, dict) and isinstance(record.get("kind"), str) else None
 
 
-def _launches(records: Iterable[Mapping[str, Any]]) -> list[Launch]:
+def _launches(records: Iterable[Mapping[str, Any] | None]) -> list[Launch]:
     found: list[Launch] = []
     for record in records:
+        if record is None:
+            continue
         at_s = _seconds(record.get("unix_s"))
         if record["kind"] == BEGINS:
             found.append(Launch(str(record.get("run_id", "")), _whole(record.get("incarnation")) or 0, at_s))
@@ -285,7 +300,10 @@ def _take(launch: Launch, record: Mapping[str, Any], at_s: float) -> None:
         case "finished":
             launch.progress, launch.code, launch.ended_unix_s = True, EXIT_TRAINED, at_s
             launch.text = "trained to the end"
-        case "released" if launch.code != EXIT_BAD_CONFIG:
+        case "released":
+            launch.released = True
+            if launch.code == EXIT_BAD_CONFIG:
+                return
             launch.progress |= record.get("progress") is True
             launch.code, launch.text, launch.ended_unix_s = _whole(record.get("exit_code")), text, at_s
         case "wrong":

@@ -113,10 +113,11 @@ class Membership:
         return self.complete or (self.formed and self.gather_until is None)
 
     def facts(self) -> dict[str, Any]:
-        """Return the facts that identify this job, for records."""
+        """Return the facts that identify this job, and the newest version of any rank, for records."""
         size = 0 if self.layout is None else self.layout.world_size
+        newest = max((member.version for member in self.members.values()), default=0)
         told = {"run_id": self.run_id, "incarnation": self.incarnation, "term": self.term}
-        return {**told, "world_size": size, "save_dir": self.save_dir}
+        return {**told, "world_size": size, "save_dir": self.save_dir, "newest": newest}
 
     # ------------------------------------------------------------------------------------------------------- changes
 
