@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -184,6 +185,39 @@ def test_a_host_that_is_drained_is_told_to_its_launcher(ttp: Ttp, start: Start) 
     assert list(ask_verdict(*ask).drained) == []
     assert ttp("report-fault", "--host", "right", "--drain", "--port", controller.port).code == 0
     assert list(ask_verdict(*ask).drained) == ["right"]
+
+
+LATIN_1 = "caf\udce9"
+"""An argument that is not UTF-8, as Python decodes it."""
+
+
+def test_a_text_that_is_not_utf_8_is_reported_all_the_same(ttp: Ttp, start: Start) -> None:
+    controller = start()
+    controller.ranks(4)
+    port = ["--port", controller.port]
+    assert "no such rank" in ttp("report-fault", "--host", LATIN_1, "--drain", *port).err
+    assert ttp("save", "--reason", LATIN_1, *port).code == 0
+    assert ttp("report-fault", "--reason", LATIN_1, "--rank", 1, *port).code == 0
+    assert ttp("status", *port, "--json").json["last_incident"]["cause"].endswith("caf?")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["status", "--address", LATIN_1, "--port", 1], 1),
+        (["status", "--token", LATIN_1, "--port", 1], 1),
+        (["report-fault", "--port", 1, "--rank", 1 << 32], 64),
+        *((["status", "--watch", "--port", 1, "--interval", each], 64) for each in ("nan", "inf", "1e12")),
+        *((["save", "--port", 1, "--timeout", each], 64) for each in ("nan", "inf", "1e300")),
+        *((["watch-node", "--every", each, "--", "true"], 64) for each in ("nan", "inf")),
+        *((["watch-node", "--timeout", each, "--", "true"], 64) for each in ("nan", "inf")),
+        *((["clusterd", "--every", each], 64) for each in ("nan", "inf")),
+    ],
+)
+def test_words_and_numbers_that_make_no_sense_are_one_line(ttp: Ttp, arguments: list[Any], code: int) -> None:
+    said = ttp(*arguments)
+    assert (said.code, said.out, said.err.count("\n")) == (code, "", 1), said.err
+    assert code == 1 or arguments[-2] in said.err or arguments[-4] in said.err
 
 
 def test_report_fault_of_nobody_and_of_some_that_are_and_some_that_are_not(ttp: Ttp, start: Start) -> None:

@@ -61,6 +61,7 @@ def test_a_check_that_is_not_there() -> None:
         (json.dumps({"RankList": [BROKEN | {"Policy": "ignore"}, "?", BROKEN | {"Policy": ""}]}), Health.HEALTHY),
         (json.dumps({"RankList": [BROKEN, BROKEN | {"RankId": 1}]}), (1, 3)),
         (json.dumps({"RankList": [BROKEN | {"RankId": "x" * 999}]}), ()),
+        (json.dumps({"RankList": [BROKEN, BROKEN | {"RankId": 99999999999}]}), (3,)),
         (json.dumps({"RankList": [BROKEN]})[:-9], "is incomplete, or not JSON"),
         (json.dumps({"RankList": 7}), "has no RankList"),
         ("[]", "has no RankList"),
@@ -121,6 +122,19 @@ def test_a_faulty_host_is_reported_to_its_job(ttp: Ttp, start: Start) -> None:
     assert (back.code, back.out) == (0, "left may start ranks again\n")
     again = ttp("report-fault", "--port", controller.port, "--host", "left", "--recovered")
     assert (again.code, again.out) == (0, "left is not drained; nothing was done\n")
+
+
+def test_a_drained_host_is_moved_where_that_costs_no_restart(
+    ttp: Ttp, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller = start()
+    controller.ranks(4)
+    monkeypatch.setattr("ttp.cli.connection.Client.move", lambda self, host: (host == "left", ""))
+    flags = ["--port", controller.port, "--host", "left", "--drain", "--once"]
+    bad = ttp("watch-node", *flags, "--", *shell("exit 2"))
+    assert "the ranks of left are moved" in bad.err and "accused" not in bad.err
+    assert ttp("report-fault", *flags[:-1], "--json").json["accused"] == []
+    assert ttp("status", "--port", controller.port, "--json").json["incidents_total"] == 0
 
 
 def test_a_check_that_cannot_run_has_an_exit_code_of_its_own(ttp: Ttp, start: Start, tmp_path: Path) -> None:

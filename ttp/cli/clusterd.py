@@ -17,6 +17,7 @@ import typer
 from ttp.cli.connection import Address, Client, Port, Token, connected, find
 from ttp.cli.incident_reader import IncidentLog, incident_files, read_incident
 from ttp.cli.output import Complaints, complain
+from ttp.cli.seconds import seconds
 from ttp.cli.suspects import OF_OTHERS
 from ttp.config import Config
 from ttp.core.messages import FaultKind
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 Server = Annotated[str, typer.Option("--server", help="ClusterD, HOST:PORT. Default: MINDX_SERVER_IP with port 8899.")]
 JobId = Annotated[str, typer.Option("--job-id", help="The job as ClusterD knows it. Default: MINDX_TASK_ID.")]
-Every = Annotated[float, typer.Option("--every", min=0.05, help="Seconds between two queries of the job.")]
+Every = Annotated[float, seconds("--every", least=0.05, about="Seconds between two queries of the job.")]
 
 PORT = 8899
 ROLE = "master agent"

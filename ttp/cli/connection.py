@@ -96,7 +96,7 @@ def find(address: str | None, port: int | None, token: str | None) -> Where:
     from ttp.wire.address import split
 
     config = Config.from_env()
-    named = address or os.environ.get("MASTER_ADDR")
+    named = _text(address or os.environ.get("MASTER_ADDR") or "")
     found = port or config.port or _port_of(config) or _only_local_job(named or LOCAL)
     run_dir = dataclasses.replace(config, port=found).resolved_run_dir()
     ring = read_ring(run_dir)
@@ -107,6 +107,11 @@ def find(address: str | None, port: int | None, token: str | None) -> Where:
     if not secret and ring is None:
         chosen = _on_this_host(config, chosen, found)
     return Where(chosen, found, secret, ring.places if ring is not None else (), run_dir)
+
+
+def _text(argument: str) -> str:
+    """Return an argument, which may be any bytes, with a "?" for each byte that is not UTF-8: gRPC refuses those."""
+    return argument.encode(errors="replace").decode()
 
 
 def _on_this_host(config: Config, address: str, port: int) -> str:
@@ -183,7 +188,7 @@ class Client:
         self.where = where
         """The controller that was asked last."""
         self._channel: grpc.Channel | None = None
-        self._metadata = metadata(where.token)
+        self._metadata = metadata(_text(where.token))
 
     def status(self) -> pb.GetStatusResponse:
         """Return the current state of the job."""
@@ -203,7 +208,7 @@ class Client:
         from ttp.wire.v1 import controller_pb2 as pb
 
         with self._asking(timeout_s) as stub:
-            request = pb.SaveNowRequest(reason=reason, again=again)
+            request = pb.SaveNowRequest(reason=_text(reason), again=again)
             return stub.SaveNow(request, timeout=timeout_s, metadata=self._metadata)
 
     def report_fault(
@@ -220,7 +225,8 @@ class Client:
         """
         from ttp.wire.v1 import controller_pb2 as pb
 
-        request = pb.ReportFaultRequest(ranks=ranks, host=host, reason=reason, drain=drain, recovered=recovered)
+        texts = {"host": _text(host), "reason": _text(reason)}
+        request = pb.ReportFaultRequest(ranks=ranks, drain=drain, recovered=recovered, **texts)
         with self._asking(ANSWER_S) as stub:
             return stub.ReportFault(request, timeout=ANSWER_S, metadata=self._metadata)
 
@@ -235,7 +241,7 @@ class Client:
 
         try:
             with self._asking(ANSWER_S):
-                notice = rounds.Notice(what="move", params=host)
+                notice = rounds.Notice(what="move", params=_text(host))
                 assert self._channel is not None
                 answer = ManagerStub(self._channel).Notify(notice, timeout=ANSWER_S, metadata=self._metadata)
         except ConfigError as problem:  # an older controller

@@ -6,11 +6,14 @@ from typing import Annotated
 
 import typer
 
-from ttp.cli.connection import Address, Port, Token, connected, find
+from ttp.cli.connection import Address, Client, Port, Token, connected, find
 from ttp.cli.output import Json, complain, print_json, say
+from ttp.core.layout import WORLD_SIZE_MAX
 from ttp.errors import UsageError
 
-Ranks = Annotated[list[int] | None, typer.Option("--rank", min=0, help="An accused rank; may be repeated.")]
+Ranks = Annotated[
+    list[int] | None, typer.Option("--rank", min=0, max=WORLD_SIZE_MAX - 1, help="An accused rank; may be repeated.")
+]
 Host = Annotated[
     str,
     typer.Option(
@@ -58,18 +61,26 @@ def report_fault(
         raise UsageError("--drain takes a whole host: give --host NAME")
     if recovered and (rank or drain or not host):
         raise UsageError("--recovered takes a whole host: give --host NAME, and neither --rank nor --drain")
-    where = find(address, port, token)
-    with connected(where) as client:
-        if drain and client.move(host)[0]:
-            text = f"the ranks of {host} are moved to a host that stands by, while all train"
-            print_json({"accused": [], "text": text}) if json else say(text)
-            return
-        answer = client.report_fault(rank or [], host, reason, drain=drain, recovered=recovered)
+    with connected(find(address, port, token)) as client:
+        if recovered:
+            done, accused, text = True, [], client.report_fault([], host, reason, recovered=True).text
+        else:
+            done, accused, text = accuse(client, rank or [], host, reason, drain=drain)
     if json:
-        print_json({"accused": list(answer.accused), "text": answer.text})
-    elif answer.accused or recovered:
-        say(answer.text)
+        print_json({"accused": accused, "text": text})
     else:
-        complain(answer.text)
-    if not (answer.accused or recovered):
+        (say if done else complain)(text)
+    if not done:
         raise typer.Exit(1)
+
+
+def accuse(client: Client, ranks: list[int], host: str, reason: str, *, drain: bool) -> tuple[bool, list[int], str]:
+    """Report ranks or a host; or have the ranks of a drained host moved, if they can be while all train.
+
+    Returns:
+        Whether the job acts on it, the accused ranks (none if they are moved), and what happened, in words.
+    """
+    if drain and client.move(host)[0]:
+        return True, [], f"the ranks of {host} are moved to a host that stands by, while all train"
+    answer = client.report_fault(ranks, host, reason, drain=drain)
+    return bool(answer.accused), list(answer.accused), answer.text

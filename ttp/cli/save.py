@@ -8,11 +8,12 @@ import typer
 
 from ttp.cli.connection import Address, Port, Token, connected, find
 from ttp.cli.output import Json, aside, complain, print_json, say
+from ttp.cli.seconds import seconds
 from ttp.config import Config
 
 Reason = Annotated[str, typer.Option("--reason", help="Why, for the manifest and the incident's file.")]
 Timeout = Annotated[
-    float | None, typer.Option("--timeout", min=0.1, help="Seconds to wait for the answer. Default: TTP_OT, else 360.")
+    float | None, seconds("--timeout", about="Seconds to wait for the answer. Default: TTP_OT, else 360.")
 ]
 
 

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from ttp.cli.connection import Address, Client, Port, Token, UnreachableError, Where, connected, find
 from ttp.cli.output import Json, count_text, duration_text, print_json, screen, shown, table, when_text
+from ttp.cli.seconds import seconds
 from ttp.core.layout import compact_ranks, ranks_text
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ GROUPS_SHOWN_MAX = 16
 _COLOURS = {"live": "green", "frozen": "cyan", "done": "green", "released": "cyan", "missing": "yellow"}
 
 Watch = Annotated[bool, typer.Option("--watch", help="Go on showing it until Ctrl-C. With --json: one line a time.")]
-Interval = Annotated[float, typer.Option("--interval", min=0.05, help="Seconds between two updates of --watch.")]
+Interval = Annotated[float, seconds("--interval", least=0.05, about="Seconds between two updates of --watch.")]
 All = Annotated[
     bool,
     typer.Option(

@@ -11,6 +11,8 @@ import typer
 
 from ttp.cli.connection import Address, Port, Token, connected, find
 from ttp.cli.output import Complaints
+from ttp.cli.report_fault import accuse
+from ttp.cli.seconds import seconds
 from ttp.config import Config
 from ttp.errors import TtpError, UsageError
 from ttp.launch.node_check import Course, Finding, Health, read_reset, run_check
@@ -31,10 +33,9 @@ ResetJson = Annotated[
 Host = Annotated[
     str, typer.Option("--host", help="This host's name as `ttp status` spells it. Default: TTP_HOST, or its own name.")
 ]
-Every = Annotated[float, typer.Option("--every", min=0.1, help="Seconds between two checks.")]
+Every = Annotated[float, seconds("--every", about="Seconds between two checks.")]
 Timeout = Annotated[
-    float,
-    typer.Option("--timeout", min=0.1, help="Seconds that a check may take; after that the host counts as faulty."),
+    float, seconds("--timeout", about="Seconds that a check may take; after that the host counts as faulty.")
 ]
 Strikes = Annotated[int, typer.Option("--strikes", min=1, help="Report after so many failed checks in a row.")]
 SubHealthy = Annotated[
@@ -83,11 +84,10 @@ def watch_node(
                 pass  # unknown: the host may be as before
             elif course.report(worst):
                 with connected(find(address, port, token)) as client:
-                    answer = client.report_fault(
-                        list(worst.ranks), "" if worst.ranks else name, worst.text, drain=drain and not worst.ranks
-                    )
-                tell(f"{name} is {worst}. {answer.text}")
-                course.told(worst if answer.accused else None)
+                    ranks, whole = list(worst.ranks), "" if worst.ranks else name
+                    done, _, text = accuse(client, ranks, whole, worst.text, drain=drain and bool(whole))
+                tell(f"{name} is {worst}. {text}")
+                course.told(worst if done else None)
             elif course.take_back(worst):
                 with connected(find(address, port, token)) as client:
                     client.report_fault([], name, "it is healthy again", recovered=True)

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from ttp.core.layout import WORLD_SIZE_MAX
+
 OUTPUT_MAX = 300
 """Maximum number of characters of a check's last line that are reported."""
 RESET_BYTES_MAX = 1 << 20
@@ -146,7 +148,9 @@ def read_reset(path: Path) -> Finding | str:
     broken = [entry for entry in entries if isinstance(entry, dict) and _is_broken(entry)]
     if not broken:
         return Finding(Health.HEALTHY, f"{path} names no broken device")
-    ranks = sorted({rank for entry in broken if type(rank := entry.get("RankId")) is int and rank >= 0})
+    ranks = sorted(
+        {rank for entry in broken if type(rank := entry.get("RankId")) is int and 0 <= rank < WORLD_SIZE_MAX}
+    )
     words = ", ".join(
         f"rank {e.get('RankId')!s:.20}: {e.get('Policy')!s:.40} {e.get('ErrorCodeHex')!s:.80}" for e in broken[:8]
     )
