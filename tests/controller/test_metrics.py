@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import ssl
 import subprocess
@@ -182,7 +183,10 @@ def test_a_controller_and_the_command(start: Any, tmp_path: Path, capsys: pytest
     written = scraped(file.read_text())
     assert written["ttp_ranks", "live"] == 2 and ("ttp_version_saved", "") not in written
     assert set(written) <= set(found)
-    assert main(["metrics", "--port", str(controller.port), "--textfile", str(tmp_path / "no" / "ttp.prom")]) == 64
+    os.mkfifo(tmp_path / "pipe")
+    for target in ("no/ttp.prom", "pipe"):
+        assert main(["metrics", "--port", str(controller.port), "--textfile", str(tmp_path / target)]) == 64
+    assert (tmp_path / "pipe").is_fifo()
     assert "cannot be written" in capsys.readouterr().err
 
 

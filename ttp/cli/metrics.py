@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ttp.cli.connection import Address, Port, Token, connected, find
-from ttp.errors import ConfigError
+from ttp.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
     from ttp.controller.metrics import Snapshot
@@ -27,6 +27,8 @@ def metrics(*, textfile: TextFile = None, address: Address = None, port: Port = 
 
     Needs prometheus-client: pip install 'ttp-ft[metrics]'.
     """
+    if textfile is not None and textfile.exists() and not textfile.is_file():  # a device would be replaced, too
+        raise UsageError(f"{textfile} is not a regular file")
     try:
         from prometheus_client import CollectorRegistry, generate_latest, write_to_textfile
     except ImportError:

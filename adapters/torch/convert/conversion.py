@@ -143,8 +143,8 @@ def _wanted(contents: WholeState, optimizer: bool, *, asked: bool | None) -> boo
 
 
 def _refuse_existing(target: Path, force: bool) -> None:
-    if target.is_dir():
-        raise UsageError(f"{target} is a directory: name the file to write")
+    if target.exists() and not target.is_file():
+        raise UsageError(f"{target} is not a regular file: name the file to write")
     if not force and os.path.lexists(target):
         raise UsageError(f"{target} exists: --force replaces it")
 
@@ -229,8 +229,8 @@ def _place(target: Path, step: int | None, said: int | None) -> tuple[Path, Vers
     """
     named = names.parse_checkpoint_name(target.name)
     version = next((number for number in (step, said, named) if number is not None), 0)
-    if version < 0:
-        raise UsageError(f"--step {version} is not a number of finished updates: give 0 or more")
+    if version < 0 or names.parse_checkpoint_name(names.checkpoint_name(Version(version))) is None:
+        raise UsageError(f"--step {version} is not a number of finished updates: give 0 or more, 18 digits at most")
     if named is not None and named != version:
         raise UsageError(
             f"{target.name} is the name of step {named}, and this would be step {version}: --step {named}?"
