@@ -188,7 +188,8 @@ def read_incident(path: Path) -> IncidentLog:
     """
     try:
         with open_plain(path) as raw, io.BufferedReader(raw) as file:
-            return parse_incident(file, path.name.removesuffix(SUFFIX), path)
+            named = path.name.removesuffix(SUFFIX).encode(errors="replace").decode()  # a name may be any bytes
+            return parse_incident(file, named, path)
     except OSError as problem:
         raise CheckpointError(f"cannot read {path}: {problem.strerror or problem}") from None
 
