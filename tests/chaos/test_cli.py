@@ -26,6 +26,7 @@ def test_drawn_scripts_are_written_and_nobody_is_hurt(tmp_path: Path, capsys: py
         (["--only", "99"], "there are"),
         (["--match", "meteor"], "no kind of run has this in its title"),
         (["--runs", "0"], "--runs"),
+        (["--report", "results.md"], "--draw runs nothing"),
         (["--sed", "1"], "--sed"),
     ],
 )

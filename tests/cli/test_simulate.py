@@ -67,6 +67,9 @@ def test_a_broken_run_is_a_command(ttp: Ttp, monkeypatch: pytest.MonkeyPatch) ->
         (["--faults", "write:0@0.2"], "write applies during the whole run"),
         (["--faults", "kill@@3"], "write KIND:RANK@SECONDS+SECONDS"),
         (["--seed", "-1"], "--seed"),
+        (["--faults", "kill=99999"], "at most 1000 faults of a kind"),
+        (["--ranks", 99999999], "at most 100000 ranks"),
+        (["--shards", 99999, "--replicas", 99], "at most 100000 ranks"),
     ],
 )
 def test_bad_usage(ttp: Ttp, arguments: list[object], complaint: str) -> None:

@@ -52,6 +52,7 @@ BAD: dict[str, tuple[dict[str, str], list[str], str]] = {
         "the training script none.py does not exist on this host",
     ),
     "nnodes": ({}, ["--nnodes", "many", "x.py"], "neither a number nor MIN:MAX"),
+    "no process": ({}, ["--nproc-per-node", "0", "x.py"], "does not accept these flags"),
     "no script": ({}, [], "training_script"),
     "unknown flag": ({}, ["--no-such-flag", "x.py"], "training_script"),
     "run dir": ({"TTP_RUN_DIR": "/dev/null/x"}, ["x.py"], "TTP_RUN_DIR"),
@@ -59,11 +60,11 @@ BAD: dict[str, tuple[dict[str, str], list[str], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_one_message_and_64(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_message_and_64(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     env, argv, message = BAD[name]
     os.environ.update(env)
     assert run(argv) == 64
-    said = capsys.readouterr().err
+    said = capfd.readouterr().err
     assert message in said
     assert "Traceback" not in said
 

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from ttp.chaos.vocabulary import FEATURES
 from ttp.cli.output import Json, aside, count_text, print_json, say, screen, table
-from ttp.errors import ConfigError
+from ttp.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
     from ttp.chaos.result import Result
@@ -102,6 +102,8 @@ def chaos(
     """
     from ttp.chaos import world
 
+    if draw and report is not None:
+        raise UsageError("--draw runs nothing: --report would have no results")
     if not (world.inside() or draw):
         obstacle = "--plain" if plain else world.obstacle()
         if not obstacle:

@@ -19,6 +19,7 @@ from ttp.errors import UsageError
 if TYPE_CHECKING:
     from ttp.testing.campaign import Outcome, Wish
 
+RANKS_MAX = 100_000
 BROKEN_SHOWN = 20
 """Number of broken runs that are printed; JSON has all of them."""
 
@@ -103,6 +104,8 @@ def _wish(
         replicas = ranks // shards if replicas is None else replicas
         if shards * replicas != ranks:
             raise UsageError(f"simulate: {ranks} ranks cannot hold {shards} shards with {replicas} replicas each")
+    if (shards or 1) * (replicas or 1) > RANKS_MAX:
+        raise UsageError(f"simulate: at most {RANKS_MAX} ranks can be played")
     return Wish(shards, replicas, hosts, steps, faults)
 
 

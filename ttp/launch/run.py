@@ -230,7 +230,7 @@ class _TorchLaunch:
             print(problem, file=sys.stderr)
         except Exception as problem:
             if self._agent is None and isinstance(problem, (ValueError, AssertionError, RuntimeError, OSError)):
-                return refuse(str(problem))  # torch did not accept the flags
+                return refuse(str(problem) or f"torch's launcher does not accept these flags: {problem!r}")
             traceback.print_exc()
         else:
             return EXIT_TRAINED if self._agent is None else int(self._agent.job_code)

@@ -194,7 +194,8 @@ def no_collections() -> Iterator[None]:
 
 
 _ITEM = re.compile(r"(?P<kind>[a-z_]+)(?::(?P<target>[^@+=]+))?(?:@(?P<when>[^@+=]+))?(?:\+(?P<lasts>[^@+=]+))?")
-_COUNT = re.compile(r"(?P<kind>[a-z_]+)=(?P<count>\d+)")
+_COUNT = re.compile(r"(?P<kind>[a-z_]+)=(?P<count>\d{1,9})")
+COUNT_MAX = 1000
 _RAISES = ("forward", "update", "refused")
 _OF_NOBODY = ("controller", "controller_restart", "controller_twice", "controller_stop", "split", "sigterm", "save")
 _ALL_THE_TIME = ("write", "commit", "slow", "transfer")
@@ -222,6 +223,8 @@ def _faults(item: str, rng: random.Random, hosts: Sequence[str]) -> Iterable[Fau
     counted = _COUNT.fullmatch(item)
     if counted is not None:
         kind = _kind(counted["kind"], item)
+        if int(counted["count"]) > COUNT_MAX:  # the job would seem never to end
+            raise UsageError(f"{item!r}: at most {COUNT_MAX} faults of a kind")
         return [random_fault(rng, len(hosts), kind) for _ in range(int(counted["count"]))]
     match = _ITEM.fullmatch(item)
     if match is None:
