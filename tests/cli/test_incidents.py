@@ -24,6 +24,7 @@ from ttp.cli.timeline import _WORDS, rows, words
 from ttp.controller.journal import Happening, Journal
 from ttp.core.controller import evidence
 from ttp.core.messages import FaultKind
+from ttp.store.history import FILE, line_of
 from ttp.store.plain_file import open_plain
 
 Story = Sequence[tuple[float, str, dict[str, Any]]]
@@ -253,6 +254,10 @@ def test_only_the_directory_of_a_job_says_that_nothing_went_wrong(tmp_path: Path
     assert "is it the save_dir of a job?" in ttp("incidents", tmp_path).out
     (tmp_path / "incidents").mkdir()
     assert "nothing has gone wrong yet" in ttp("incidents", tmp_path).out
+    lines = line_of("incarnation", 1.0, {"run_id": "job"}) + line_of("released", 2.0, {"exit_code": 70})
+    (tmp_path / "incidents" / FILE).write_text(lines)
+    said = ttp("incidents", tmp_path)
+    assert (said.code, said.out) == (0, "") and "the last launch is not here" in said.err
 
 
 def test_a_file_whose_name_is_not_utf_8(tmp_path: Path, ttp: Ttp) -> None:

@@ -225,8 +225,8 @@ class Client:
         """
         from ttp.wire.v1 import controller_pb2 as pb
 
-        texts = {"host": _text(host), "reason": _text(reason)}
-        request = pb.ReportFaultRequest(ranks=ranks, drain=drain, recovered=recovered, **texts)
+        host, reason = _text(host), _text(reason)
+        request = pb.ReportFaultRequest(ranks=ranks, host=host, reason=reason, drain=drain, recovered=recovered)
         with self._asking(ANSWER_S) as stub:
             return stub.ReportFault(request, timeout=ANSWER_S, metadata=self._metadata)
 

@@ -52,15 +52,15 @@ def incidents(
     (kind, at_ms, unix_s, monotonic_s, facts).
     """
     files = incident_files(existing(directory))
+    lacks = incident is None and _lacks_the_last(files, directory)
+    if lacks:
+        complain(f"the incident that ended the last launch is not here: {ELSEWHERE}")
     if incident is None and not last:
         if trace is not None or otlp:
             raise UsageError("--trace and --otlp need one incident: give its id, or --last")
-        _list(files, directory, json)
-        _mention_others(files, directory)
+        _list(files, directory, json, lacks)
         return
     log = read_incident(_pick(files, incident, directory))
-    if last:
-        _mention_others(files, directory)
     if otlp:
         made = [*spans(log), *_restored_after(log, directory)]
         say(f"{count_text(send(made), 'span')} sent as trace {trace_id(log.id)}")
@@ -105,15 +105,15 @@ def _pick(files: list[Path], incident: str | None, directory: Path) -> Path:
     return ids[meant[0]]
 
 
-def _mention_others(files: list[Path], directory: Path) -> None:
-    """Say so if an incident has ended the last launch and is not among the files, as on a disk that is full."""
+def _lacks_the_last(files: list[Path], directory: Path) -> bool:
+    """Return whether an incident has ended the last launch and is not among the files, as on a disk that is full."""
     try:
         launches = read_launches(directory)
         newest = read_incident(files[0]).last("released") if files else None
     except CheckpointError:
-        return
-    if launches and launches[-1].released and (newest is None or newest.unix_s < launches[-1].began_unix_s):
-        complain(f"the incident that ended the last launch is not here: {ELSEWHERE}")
+        return False
+    ended = bool(launches) and launches[-1].released
+    return ended and (newest is None or newest.unix_s < launches[-1].began_unix_s)
 
 
 def describe(log: IncidentLog) -> dict[str, Any]:
@@ -132,16 +132,16 @@ def describe(log: IncidentLog) -> dict[str, Any]:
     return {"path": str(log.path), **{name: getattr(log, name) for name in plain}}
 
 
-def _list(files: list[Path], directory: Path, json: bool) -> None:
+def _list(files: list[Path], directory: Path, json: bool, lacks: bool) -> None:
     logs = _readable(files)
     if json:
         print_json([describe(log) for log in logs])
-    elif not files:
-        what = "nothing has gone wrong yet" if holds_ours(directory) else "is it the save_dir of a job?"
-        say(f"there are no incidents in {directory}: {what} ({ELSEWHERE})")
-    else:
+    elif files:
         columns = ("incident", "when", "version", "saved after", "cause", "outcome")
         screen().print(table(columns, map(_row, logs), right=("version", "saved after")))
+    elif not lacks:
+        what = "nothing has gone wrong yet" if holds_ours(directory) else "is it the save_dir of a job?"
+        say(f"there are no incidents in {directory}: {what} ({ELSEWHERE})")
 
 
 def _readable(files: list[Path]) -> Iterator[IncidentLog]:

@@ -61,9 +61,10 @@ def report_fault(
         raise UsageError("--drain takes a whole host: give --host NAME")
     if recovered and (rank or drain or not host):
         raise UsageError("--recovered takes a whole host: give --host NAME, and neither --rank nor --drain")
+    accused: list[int] = []
     with connected(find(address, port, token)) as client:
         if recovered:
-            done, accused, text = True, [], client.report_fault([], host, reason, recovered=True).text
+            done, text = True, client.report_fault([], host, reason, recovered=True).text
         else:
             done, accused, text = accuse(client, rank or [], host, reason, drain=drain)
     if json:
