@@ -41,7 +41,7 @@ def chosen(trouble: Trouble | None = None, *moving: int) -> HandlerWorld:
 def stayed(this: HandlerWorld) -> None:
     """Check that all ranks train on where they were, and that no guest is left."""
     assert this.machine.stage == "training" and this.released == set() and not this.guests, this.story()
-    assert {one.life for one in this.ranks} == {0} and not this.machine.job.moving
+    assert {(one.life, one.out) for one in this.ranks} == {(0, False)} and not this.machine.job.moving
     assert this.kinds()[-1] in ("continue", "rename"), this.story()
 
 
@@ -183,9 +183,11 @@ def test_a_switch_that_is_stopped_before_anybody_has_come() -> None:
     assert not this.guests and not this.machine.job.moving and this.kinds() == [] and this.calls == []
 
 
+@pytest.mark.parametrize("halts", [False, True])
 @pytest.mark.parametrize("kind", [NoticeKind.STOP_SWITCH, NoticeKind.STRATEGY])
-def test_a_manager_that_changes_its_mind_while_all_stand_still(kind: NoticeKind) -> None:
-    this = world()
+def test_a_manager_that_changes_its_mind_while_all_stand_still(kind: NoticeKind, halts: bool) -> None:
+    """Nobody has left its loop for the save, also in a program that wants this before each other save."""
+    this = world(halt_before_dump=halts)
     this.say(kind, strategy="continue")
     stayed(this)
     assert this.machine.last_commit is not None and this.machine.false_alarms == 0

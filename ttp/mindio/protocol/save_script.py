@@ -30,12 +30,18 @@ PLACE = "where the save handlers wrote it"
 Lists = Mapping[Rank, tuple[TypeRanks, ...]]
 
 
-def dump(state: RepairState, incident: Incident) -> Script:
-    """Save the newest version that can be saved, and rename its checkpoint."""
+def dump(state: RepairState, incident: Incident, *, halts: bool = True) -> Script:
+    """Save the newest version that can be saved, and rename its checkpoint.
+
+    Args:
+        state: the state of the ranks.
+        incident: the open incident.
+        halts: whether training threads leave their loops first, in programs that want this.
+    """
     if state.must_load and not incident.saved:
         words = sorted(f"rank {a.rank}: {a.text}" for a in state.ailing.values())[:4]
         return _not_saved(f"no copy of the state can be trusted ({'; '.join(words)}); nothing is saved")
-    if _halts_first(state) and not incident.snapshot:
+    if halts and _halts_first(state) and not incident.snapshot:
         yield from halt(state, incident, "dump")  # after a failure of this the state may still be saved
     failures = 0
     while failures < FAILURES_MAX:

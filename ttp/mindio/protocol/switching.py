@@ -235,7 +235,7 @@ class Switching:
         """Save, ask the manager, and replace ranks by the new processes; all ranks are paused."""
         state, moving = self._state, frozenset(self.moving)
         state.until = state.now + state.patience_s(incident)  # a save that hangs must not end a healthy job
-        saved = yield from dump(state, incident)
+        saved = yield from dump(state, incident, halts=False)  # training may continue in the same loops
         state.until = None
         if saved.outcome is not Outcome.SAVED:
             return (yield from self._stay(incident, f"nothing could be saved: {saved.text}", saved))
