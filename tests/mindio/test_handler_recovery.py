@@ -10,6 +10,7 @@ import pytest
 from tests.core.talk import PATIENCE, Talk
 from tests.mindio.handler_world import CURE, FOUR, HandlerWorld, Kind, Trouble
 from ttp.core.controller.events import ConnectionId, StreamEnded
+from ttp.core import messages as m
 from ttp.core.layout import Rank, Version
 from ttp.errors import EXIT_NOT_SAVED, EXIT_SAVED
 from ttp.mindio.protocol import messages as rm
@@ -215,6 +216,21 @@ def test_where_no_copy_can_be_trusted_a_checkpoint_is_loaded_or_nothing_saved(ai
     assert world.kinds() == (CURE if load else ["stop", "clean"])
     assert world.released == (set() if load else {EXIT_NOT_SAVED}) and not world.saves
     assert {one.version for one in world.ranks} == {4 if load else 7}
+
+
+def test_after_an_older_checkpoint_was_loaded_the_steps_that_follow_it_are_saved() -> None:
+    """The version that is on disk, newer than they are, is of the training that went wrong."""
+    world = HandlerWorld(FOUR, {(Kind.REPAIR, rank): "4" for rank in range(4)}, load_repair=True)
+    world.ask_for_save()
+    world.settle()
+    world.ails(1, rm.Ailment.RETRY)
+    world.settle()
+    for rank, one in enumerate(world.ranks):
+        one.version = 6
+        world._speak(rank, m.Heartbeat(Rank(rank), Version(6), m.Phase.IDLE))
+    world.kill(0)
+    world.settle()
+    assert world.named == [7, 6] and world.released == {EXIT_SAVED}
 
 
 def test_who_is_stopped_may_not_be_repaired_without_everybodys_consent() -> None:

@@ -283,6 +283,20 @@ def test_a_manager_chooses_it_and_starts_the_process_itself(strategy: str) -> No
     assert this.heard()[-1] == ("result", 0, strategy)
 
 
+def test_a_death_while_some_are_back_in_their_loops_stops_them_again() -> None:
+    this = world({(Kind.RESUME, 3): "die"})
+    this.attend()
+    this.ails(1)
+    for kind in (NoticeKind.STOP_TRAIN, NoticeKind.GLOBAL_RANK, NoticeKind.STRATEGY):
+        this.say(kind, strategy="retry")
+    this.dies(3)
+    this.after(3)
+    this.pump(this._take())
+    this.say(NoticeKind.STRATEGY, strategy="recover")
+    this.settle()
+    assert this.kinds()[-len(REPLACED) :] == REPLACED and this.released == set(), this.story()
+
+
 def test_a_job_that_is_soon_done_is_mended_too() -> None:
     this = led()
     this.say(NoticeKind.STRATEGY, strategy="recover")

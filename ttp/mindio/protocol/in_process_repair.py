@@ -147,6 +147,7 @@ def _load(state: RepairState, incident: Incident) -> Script:
         return _failed(f"step {loaded[0]} cannot have been loaded: no rank was beyond step {newest}")
     version = Version(loaded[0])
     state.invalid.clear()
+    state.saved = version
     state.note(incident, result, version)
     return (yield from _resume(state, incident, version, "loaded a checkpoint"))
 
@@ -157,6 +158,7 @@ def _resume(state: RepairState, incident: Incident, version: Version, text: str)
     state.invalid.update(back.failed)
     before = dict(state.ailing)
     if back.ok:
+        state.cleaned = False  # some ranks may enter their loops although others fail
         back = yield state.everyone(RoundKind.RESUME, version, state.purpose)
     if not back.ok or everybody != state.live or state.job.broken:
         return _failed(back.words or "a rank was lost during the repair")

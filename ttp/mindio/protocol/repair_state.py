@@ -49,8 +49,8 @@ class RepairState:
         self.halted = False
         """Whether training threads may be out of their loops, so that they need RESUME to continue."""
         self.cleaned = False
-        self.saved = Version(0)
-        """The version that was saved last, in this incident or before."""
+        self.saved: Version | None = None
+        """The version that handlers saved or loaded last, in this incident or before; None if they have not."""
         self.until: float | None = None
         """Time limit of the script, in seconds of the controller's clock; None for no limit."""
         self.store = ""
@@ -69,7 +69,7 @@ class RepairState:
     def reset(self) -> None:
         """Forget all ranks, because another incarnation begins or the job has ended."""
         self.said = {}
-        self.saved, self.until, self.tried = Version(0), None, set()
+        self.saved, self.until, self.tried = None, None, set()
         self.recovered()
         self._sets, self._gathered, self._layout = {}, UNTOLD, None
 
@@ -193,8 +193,8 @@ class RepairState:
         return max(0.0, incident.patient_since + self._context.rescue_s - self.now) / 2
 
     def on_disk(self) -> Version:
-        """Return the newest version that is on disk."""
-        return max(self._context.on_disk(), self.saved)
+        """Return the newest version on disk of the state that is trained: a checkpoint may have been loaded again."""
+        return self._context.on_disk() if self.saved is None else self.saved
 
     # ----------------------------------------------------------------------------------------------------------- rounds
 
