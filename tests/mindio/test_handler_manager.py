@@ -11,7 +11,7 @@ from tests.mindio.handler_world import CURE, FOUR, HandlerWorld, Kind
 from ttp.core import messages as m
 from ttp.core.layout import Rank, Version
 from ttp.errors import EXIT_NOT_SAVED, EXIT_SAVED
-from ttp.mindio.protocol.manager_messages import CallKind, ManagerLeft, NoticeKind
+from ttp.mindio.protocol.manager_messages import ManagerLeft, NoticeKind
 from ttp.mindio.protocol.messages import HANDLERS
 
 # -------------------------------------------------------------------------------------------------------------- manager
@@ -164,13 +164,18 @@ def test_a_death_in_a_pause_is_a_death() -> None:
     assert world.named == [7] and world.released == {EXIT_SAVED}
 
 
-def test_a_checkpoint_in_a_pause_leaves_the_pause_as_it_is() -> None:
-    world = HandlerWorld(FOUR)
-    world.attend()
+@pytest.mark.parametrize("early", [False, True])
+def test_a_checkpoint_in_a_pause_leaves_the_pause_as_it_is(early: bool) -> None:
+    """``early``: the manager ends the pause while the checkpoint is written."""
+    world = HandlerWorld(FOUR, {(Kind.SAVE, 0): "hang"} if early else {})
+    world.attend(2000)
     world.say(NoticeKind.PAUSE_TRAIN)
     world.ask_for_save()
-    world.settle()
+    if early:
+        world.say(NoticeKind.STRATEGY, strategy="continue")
     assert "continue" not in world.kinds()
+    world.settle()
+    assert ("continue" in world.kinds()) is early
     world.say(NoticeKind.STRATEGY, strategy="continue")
     assert world.kinds()[-1] == "continue"
 
@@ -185,10 +190,41 @@ def test_a_paused_job_can_be_ended(strategy: str, named: list[int]) -> None:
     assert world.named == named and world.released == {EXIT_SAVED if named else EXIT_NOT_SAVED}
 
 
-def test_without_a_manager_nobody_is_left_standing() -> None:
+@pytest.mark.parametrize("how", ["it leaves", "it says nothing", "it cannot take what it is told"])
+def test_without_a_manager_nobody_is_left_standing(how: str) -> None:
+    world = HandlerWorld(FOUR)
+    world.attend(30)
+    world.say(NoticeKind.PAUSE_TRAIN)
+    world.after(29)
+    assert world.kinds()[-1] == "sync"
+    if how == "it leaves":
+        world.event(ManagerLeft())
+    elif how == "it says nothing":
+        world.after(1)
+    else:
+        world.say(NoticeKind.FAILED)
+    assert world.kinds()[-1] == "continue"
+    assert heard(world)[1:] == ([("result", 406, "continue")] if how == "it says nothing" else [])
+
+
+def test_a_repair_ends_the_pause_and_the_next_one_is_a_pause() -> None:
     world = HandlerWorld(FOUR)
     world.attend()
     world.say(NoticeKind.PAUSE_TRAIN)
-    world.event(ManagerLeft())
-    assert world.kinds()[-1] == "continue"
-    assert CallKind.RESULT not in {call.kind for call in world.calls}
+    world.ails(1)
+    for kind in (NoticeKind.STOP_TRAIN, NoticeKind.GLOBAL_RANK, NoticeKind.STRATEGY):
+        world.say(kind, strategy="retry")
+    assert world.kinds()[-1] == "resume"
+    world.say(NoticeKind.PAUSE_TRAIN)
+    assert world.kinds()[-1] == "sync" and heard(world)[-1] == ("stop_complete", 0, "")
+
+
+def test_what_was_said_in_a_pause_is_no_answer_in_the_next_incident() -> None:
+    world = HandlerWorld(FOUR)
+    world.attend()
+    world.say(NoticeKind.PAUSE_TRAIN)
+    for kind in (NoticeKind.GLOBAL_RANK, NoticeKind.STRATEGY):
+        world.say(kind, strategy="continue")
+    world.ails(1)
+    world.say(NoticeKind.STOP_TRAIN)
+    assert heard(world)[-1] == ("stop_complete", 0, "")

@@ -163,7 +163,7 @@ def test_while_ranks_are_brought_to_a_stand_still_a_pause_is_refused() -> None:
     this.after(PATIENCE.rescue_s)
     stayed(this)
     program: Any = this.machine._rescue.program
-    assert not program._switching.held and not program._pausing.paused
+    assert not program._switching.held and not program._state.paused
 
 
 def test_migration_that_nobody_has_prepared_is_refused() -> None:

@@ -133,7 +133,7 @@ class Manager:
         Args:
             fault_ranks: rank -> kind of its fault: 0 device memory, 1 process, 2 network.
             stop_type: ``stop`` or ``pause``.
-            timeout: seconds for each round of the pause; None for as long as a handler may take.
+            timeout: seconds after which a pause ends by itself; None for ``wait_s``.
         """
         kinds = {"stop": NoticeKind.STOP_TRAIN, "pause": NoticeKind.PAUSE_TRAIN}
         if stop_type not in kinds:

@@ -111,7 +111,7 @@ class HandlerRecovery(ProgramRecovery):
         match report:
             case Handlers():
                 self._state.handlers(report)
-                if report.halted and not (self._state.halted or self._pausing.paused or self._switching.held):
+                if report.halted and not (self._state.halted or self._state.paused or self._switching.held):
                     self.ails(Ailing(report.rank, Ailment.STOPPED, "", WORDS[Ailment.STOPPED]))
             case Ailing():
                 self.ails(report)
@@ -171,7 +171,7 @@ class HandlerRecovery(ProgramRecovery):
             return "no job with handlers is training here"
         match notice.kind:
             case NoticeKind.FAILED:
-                self._mailbox.failed = incident
+                self._mailbox.failed = incident or self._state.paused
             case NoticeKind.PAUSE_TRAIN:
                 return self._wants_pause(notice, incident)
             case NoticeKind.HOT_SWITCH | NoticeKind.MOVE:
@@ -187,7 +187,7 @@ class HandlerRecovery(ProgramRecovery):
                     return "no fault is known, and the notice names none"
                 self._mailbox.put(notice)
             case NoticeKind.GLOBAL_RANK | NoticeKind.STRATEGY:
-                if not (incident or self._pausing.paused):
+                if not (incident or self._state.paused):
                     return "there is nothing to decide"
                 self._mailbox.put(notice)
         return ""
@@ -207,7 +207,7 @@ class HandlerRecovery(ProgramRecovery):
             return "a rescue is going on"
         if self._switching.held:  # its script would be given up, and nobody would end it
             return "all ranks stand still for a hot switch"
-        if not self._pausing.paused:
+        if not self._state.paused:
             self._mailbox.take(NoticeKind.STRATEGY)
             self._runner.begin(self._pausing.pause(notice), self._job.term, self._state.now)
         return ""
@@ -230,7 +230,7 @@ class HandlerRecovery(ProgramRecovery):
         """Continue the script as far as possible, and return how the recovery ended, or None if it has not."""
         if self._runner.running:
             self._runner.advance(self._state.now)
-        elif self._switching.ready and not (self._outbox.incident or self._pausing.paused):
+        elif self._switching.ready and not (self._outbox.incident or self._state.paused):
             self._runner.begin(self._switching.stand_still(), self._job.term, self._state.now)
         self._switching.expire()
         return self._runner.ending
@@ -240,12 +240,13 @@ class HandlerRecovery(ProgramRecovery):
         self._runner.give_up()
         if self._switching.stands or not resumed:
             self._switching.give_up("the incident has ended in another way")
-        self._mailbox.clear()
+        if not (resumed and self._state.paused):  # else the manager may have ended the pause during a checkpoint
+            self._mailbox.clear()
         if resumed:
             if not self._state.halted:
                 self._state.recovered()
-            if self._pausing.paused or self._switching.held:
-                script = self._pausing.go_on() if self._pausing.paused else self._switching.go_on()
+            if self._state.paused or self._switching.held:
+                script = self._pausing.go_on() if self._state.paused else self._switching.go_on()
                 self._runner.begin(script, self._job.term, self._state.now)
 
     def reset(self) -> None:
@@ -253,7 +254,6 @@ class HandlerRecovery(ProgramRecovery):
         self._runner.give_up()
         self._mailbox.clear()
         self._state.reset()
-        self._pausing.paused = False
         self._switching.reset()
 
     def deadlines(self) -> Iterator[float]:
@@ -280,8 +280,6 @@ class HandlerRecovery(ProgramRecovery):
             return (yield from dump(state, incident))
         if replacement.wanted(state, incident):
             ending = yield from replacement.recover(state, incident, alone=not self._mailbox.present)
-            if ending.outcome is Outcome.RESUMED:
-                self._pausing.paused = False
             if ending.outcome is Outcome.RESUMED or not state.repairable(incident):
                 return ending  # else no rank was lost, but another rank has a fault that can be repaired
         while state.ailing and state.job.in_doubt:
@@ -289,7 +287,6 @@ class HandlerRecovery(ProgramRecovery):
         if state.repairable(incident):
             ending = yield from repair_in_process(state, incident)
             if ending.outcome is Outcome.RESUMED:
-                self._pausing.paused = False
                 return ending
             self._outbox.record("not_cured", text=ending.text)
         elif state.ailing:

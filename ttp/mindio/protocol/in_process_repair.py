@@ -163,6 +163,7 @@ def _resume(state: RepairState, incident: Incident, version: Version, text: str)
     if not back.ok or everybody != state.live or state.job.broken:
         return _failed(back.words or "a rank was lost during the repair")
     state.note(incident, back)
+    state.paused = False
     anew = [ailing for rank, ailing in state.ailing.items() if ailing is not before.get(rank)]
     state.recovered()
     if anew:  # some ranks have entered their loops and left them again meanwhile

@@ -65,7 +65,7 @@ class Notice:
     Args:
         kind: see ``NoticeKind``.
         faults: the ranks that the notice is about.
-        seconds: time limit of each round of a pause; 0 for the default.
+        seconds: limit of a pause, or least time that a manager has to choose a strategy; 0 for the default.
         strategy: ``retry``, ``recover``, ``migration``, ``downgrade``, ``upgrade``, ``dump``, ``exit``, ``continue``,
             or another one, which is not possible.
         params: parameters of the strategy.

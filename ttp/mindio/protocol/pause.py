@@ -8,18 +8,16 @@ of these steps, and every rank can reach it. There they pause (PAUSE).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from ttp.core.controller.program_recovery import Ending, Outcome
-from ttp.core.layout import Rank, Version
+from ttp.core.layout import Version
 from ttp.mindio.protocol.handshake import ManagerMailbox
 from ttp.mindio.protocol.manager_messages import CallKind, Code, Notice, NoticeKind, RankFault
-from ttp.mindio.protocol.messages import Act, RoundKind
+from ttp.mindio.protocol.messages import RoundKind
 from ttp.mindio.protocol.repair_state import RepairState
-from ttp.mindio.protocol.rounds import Part, Pause, Round, Script
+from ttp.mindio.protocol.rounds import Part, Pause, Script
 
 PURPOSE = "pause"
-FOR_EVER_S = 1e9
 
 
 class Pausing:
@@ -32,15 +30,15 @@ class Pausing:
     """
 
     def __init__(self, state: RepairState, mailbox: ManagerMailbox, end_job: Callable[[Notice], None]) -> None:
-        self.paused = False
-        """Whether training threads may be paused."""
         self._state, self._mailbox, self._end_job = state, mailbox, end_job
         self._faults: tuple[RankFault, ...] = ()
+        self._until = 0.0
 
     def pause(self, notice: Notice) -> Script:
-        """Pause all ranks until the manager chooses ``continue`` or detaches."""
-        self.paused, self._faults = True, notice.faults
-        problem = yield from self.stand_still(notice.seconds)
+        """Pause all ranks until the manager chooses ``continue``, is gone, or is silent for ``notice.seconds``."""
+        self._state.paused, self._faults = True, notice.faults
+        problem = yield from self.stand_still()
+        self._until = self._state.now + (notice.seconds or self._mailbox.wait_s)
         code = Code.ERROR if problem else Code.OK
         self._mailbox.tell(CallKind.STOP_COMPLETE, self._faults, code, problem or "all ranks are paused")
         return (yield from self.go_on(at_once=bool(problem)))
@@ -51,34 +49,29 @@ class Pausing:
         Args:
             at_once: whether to continue without waiting.
         """
-        while not at_once and self._mailbox.present:
+        while not at_once and self._mailbox.decides and self._state.now < self._until:
             notice = self._mailbox.take(NoticeKind.STRATEGY)
             if notice is not None and notice.strategy in ("dump", "exit"):
                 self._end_job(notice)
             at_once = notice is not None and notice.strategy == "continue"
             if not at_once:
-                yield Pause(self._state.now + FOR_EVER_S)
+                yield Pause(self._until)
         result = yield self._state.everyone(RoundKind.CONTINUE, purpose=PURPOSE)
-        self.paused = False
-        text = result.words or "training continues"
-        self._mailbox.tell(CallKind.RESULT, (), Code.OK if result.ok else Code.ERROR, text, strategy="continue")
+        self._state.paused = False
+        text = result.words or ("training continues" if at_once else "nobody has ended the pause in time")
+        code = Code.ERROR if result.words else Code.OK if at_once else Code.MAY_DUMP
+        self._mailbox.tell(CallKind.RESULT, (), code, text, strategy="continue")
+        self._mailbox.clear()
         return Ending(Outcome.RESUMED, Version(0), text)
 
-    def stand_still(self, seconds: float) -> Part:
-        """Pause all ranks at the end of the same step. ``seconds`` is the time limit of each round, 0 the default."""
-        hold = yield self._round(RoundKind.HOLD, Version(0), seconds)
+    def stand_still(self) -> Part:
+        """Pause all ranks at the end of the same step."""
+        hold = yield self._state.everyone(RoundKind.HOLD, purpose=PURPOSE, together=True)
         if not hold.ok:
             return hold.words
         boundary = Version(max(acted.result for acted in hold.done.values()))
-        pause = yield self._round(RoundKind.PAUSE, boundary, seconds)
+        pause = yield self._state.everyone(RoundKind.PAUSE, boundary, PURPOSE, together=True)
         if not pause.ok:
             return pause.words
-        sync = yield self._round(RoundKind.SYNC, boundary, seconds)
+        sync = yield self._state.everyone(RoundKind.SYNC, boundary, PURPOSE, together=True)
         return sync.words
-
-    def _round(self, kind: RoundKind, version: Version, seconds: float) -> Round:
-        acts: dict[Rank, Act] = {}
-        for rank in self._state.live:
-            act = self._state.act(rank, kind, version, PURPOSE)
-            acts[rank] = replace(act, limit_ms=int(seconds * 1000)) if seconds else act
-        return Round(kind, acts, together=True)

@@ -49,6 +49,8 @@ class RepairState:
         self.halted = False
         """Whether training threads may be out of their loops, so that they need RESUME to continue."""
         self.cleaned = False
+        self.paused = False
+        """Whether training threads may be paused on the manager's request."""
         self.saved: Version | None = None
         """The version that handlers saved or loaded last, in this incident or before; None if they have not."""
         self.until: float | None = None
@@ -68,7 +70,7 @@ class RepairState:
 
     def reset(self) -> None:
         """Forget all ranks, because another incarnation begins or the job has ended."""
-        self.said = {}
+        self.said, self.paused = {}, False
         self.saved, self.until, self.tried = None, None, set()
         self.recovered()
         self._sets, self._gathered, self._layout = {}, UNTOLD, None

@@ -102,7 +102,7 @@ class Switching:
         ranks = {fault.rank for fault in notice.faults}
         if ranks and ranks == self.moving:
             return ""
-        problem = "a rescue is going on" if incident or self._pausing.paused else self._why_not(ranks)
+        problem = "a rescue is going on" if incident or self._state.paused else self._why_not(ranks)
         if not problem:
             self._faults = tuple(sorted(notice.faults, key=lambda fault: fault.rank))
             self.moving.update(ranks)
@@ -211,7 +211,7 @@ class Switching:
     def stand_still(self) -> Script:
         """Pause all ranks at the end of one step, and open the incident. Runs when all new processes are ready."""
         self.held = True
-        problem = yield from self._pausing.stand_still(0.0)
+        problem = yield from self._pausing.stand_still()
         if problem or not self.ready:
             self.give_up(problem or GONE)
             return (yield from self.go_on())

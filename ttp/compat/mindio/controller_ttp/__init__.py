@@ -46,7 +46,7 @@ def tft_notify_controller_stop_train(
     Args:
         fault_ranks: rank -> kind of its fault: 0 memory, 1 process, 2 network.
         stop_type: ``"stop"`` or ``"pause"``.
-        timeout: time limit of each round of a pause in seconds; None for the time limit of handlers.
+        timeout: seconds after which a pause ends by itself; None for ``MINDIO_WAIT_MINDX_TIME``.
     """
     return managing.notify(
         "tft_notify_controller_stop_train",
