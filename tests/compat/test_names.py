@@ -43,6 +43,7 @@ class Told:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reports: list[Ailment] = []
+        self.codes: list[str] = []
         self.left: list[bool] = []
         self.device_index: int | None = None
         self.rebooted = self.moves = self.was_guest = False
@@ -50,6 +51,7 @@ class Told:
 
     def report_error(self, ailment: Ailment, code: str, text: str) -> None:
         self.reports.append(ailment)
+        self.codes.append(code)
 
     def leave(self, *, at_once: bool) -> None:
         self.left.append(at_once)
@@ -156,6 +158,25 @@ def test_arf_has_processes_that_join_and_others_that_lose_a_peer(
     assert tft.tft_exception_handler(train)() == 7
     assert told.reports == [ailment]
     assert waited == ["wait_next_action", "wait_repair_action"][bool(fact) :]
+
+
+@pytest.mark.parametrize(("words", "code"), [(" 507054", "507054"), ("  12aB", "12aB"), (": 1", "")])
+def test_the_processor_may_be_started_in_the_training_function(
+    monkeypatch: pytest.MonkeyPatch, words: str, code: str
+) -> None:
+    """As the guide's ``train`` does. The repair is the same, and the code of the device is reported."""
+    told: list[Told] = []
+
+    def train(state: str) -> list[Any]:
+        if not told:
+            told.append(Told(monkeypatch))
+            for name in ("wait_next_action", "wait_repair_action"):
+                monkeypatch.setattr(told[0], name, lambda: None, raising=False)
+            raise RuntimeError(f"UCE ERROR, Device error type{words}")
+        return rank.THIS.handlers.args
+
+    assert tft.tft_exception_handler(train)("state") == ["state"]
+    assert (told[0].reports, told[0].codes, told[0].left) == ([Ailment.MEMORY], [code], [False])
 
 
 @pytest.mark.parametrize(("guest", "how"), [(False, "arf"), (True, "hot switch")])
@@ -312,6 +333,7 @@ def test_calls_before_the_start() -> None:
     with pytest.raises(TypeError):
         tft.tft_exception_handler(nothing)
     assert tft.tft_exception_handler(lambda a, b=2: a + b)(1) == 3  # not switched on: nothing is caught
+    assert controller.tft_notify_controller_prepare_action("stop switch") == 1
     assert controller.tft_notify_controller_stop_train({0: 1}) == controller.tft_notify_controller_dump() == 1
     assert controller.tft_register_mindx_callback("report_weather", print) == 1
 

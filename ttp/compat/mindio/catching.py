@@ -32,7 +32,7 @@ EXIT_DELAY_S = 10.0
 Classify = Callable[[str], str]
 
 _HBM_TIME = re.compile(r"time us= ?(\d+)")
-_ERROR_CODE = re.compile(r"device error type ([0-9a-fA-F]+)")
+_ERROR_CODE = re.compile(r"\bdevice error type\s*([0-9a-f]+)\b", re.IGNORECASE)
 
 
 class Table:
@@ -121,8 +121,6 @@ def tft_exception_handler(func: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(func)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not THIS.running:  # no processor was started in this process
-            return func(*args, **kwargs)
         return _train(func, list(args), kwargs)
 
     return wrapper
@@ -194,7 +192,7 @@ def _await_repair(problem: RuntimeError, *, clean: bool = True) -> None:
 def _report_unknown(problem: BaseException) -> None:
     """Log and report an unknown error. The process ends in this call, unless there is no controller.
 
-    After ``tft_destroy_processor`` in the training function there is nothing to report to.
+    Before ``tft_start_processor`` and after ``tft_destroy_processor`` there is nothing to report to.
     """
     log.error("the training function raised %s", describe(problem), exc_info=problem)
     write_error_file(problem)

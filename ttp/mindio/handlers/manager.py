@@ -154,20 +154,20 @@ class Manager:
         """Choose one of the offered strategies, or ``continue`` after a pause."""
         return self._notify(NoticeKind.STRATEGY, {}, strategy=strategy, params=params)
 
-    def prepare_action(self, action: str, fault_ranks: Mapping[int, int]) -> int:
+    def prepare_action(self, action: str, fault_ranks: Mapping[int, int] | None = None) -> int:
         """Announce that new processes for live ranks start on other hosts, or withdraw that.
 
         Once the new processes have joined and the job is paused, the strategy ``migration`` is offered.
 
         Args:
             action: ``hot switch`` to announce, ``stop switch`` to withdraw.
-            fault_ranks: the ranks to move, with a kind of fault.
+            fault_ranks: the ranks to move, with a kind of fault; None to withdraw.
         """
         kinds = {"hot switch": NoticeKind.HOT_SWITCH, "stop switch": NoticeKind.STOP_SWITCH}
         if action not in kinds:
             log.error("prepare_action: %r is neither hot switch nor stop switch", action)
             return ERROR
-        return self._notify(kinds[action], fault_ranks)
+        return self._notify(kinds[action], fault_ranks or {})
 
     def dump(self) -> int:
         """Have a checkpoint written now, and return when it is written. Training continues."""

@@ -65,13 +65,13 @@ def tft_notify_controller_on_global_rank(fault_ranks: Mapping[int, int], time: i
     return managing.notify("tft_notify_controller_on_global_rank", ask)
 
 
-def tft_notify_controller_prepare_action(action: str, fault_ranks: Mapping[int, int]) -> int:
+def tft_notify_controller_prepare_action(action: str, fault_ranks: Mapping[int, int] | None = None) -> int:
     """Announce that new processes for these ranks start on other hosts (``"hot switch"``), or withdraw that
     (``"stop switch"``).
     """
     return managing.notify(
         "tft_notify_controller_prepare_action",
-        lambda manager: manager.prepare_action(action, managing.fault_ranks(fault_ranks)),
+        lambda manager: manager.prepare_action(action, managing.fault_ranks(fault_ranks or {})),
     )
 
 
