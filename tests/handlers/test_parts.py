@@ -97,15 +97,34 @@ def test_a_step_that_never_ends_is_no_pause_and_the_first_one_is_known_from_the_
     assert point.hold(0) == 1 and not point.stand_at(1, 0.0)
 
 
-def test_who_stands_still_can_be_told_to_leave() -> None:
+def test_the_first_step_of_a_job_that_resumes_has_a_number_that_only_the_training_thread_knows() -> None:
     point = PausePoint()
-    point.halt()  # nobody stands there
+    assert point.hold(0) == 1
+    aside(lambda: point.pass_by(1001))
+    assert point.stand_at(1, PATIENCE_S)
+    point.release()
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_who_stands_still_can_be_told_to_leave(early: bool) -> None:
+    """``early``: the training thread arrives at the end of the step only afterwards, after an evaluation for example."""
+    point = PausePoint()
+    point.halt()  # nobody is held
     point.hold(6)
+    if early:
+        point.halt()
     thread, came = aside(lambda: point.pass_by(7))
-    assert point.stand_at(7, PATIENCE_S)
-    point.halt()
+    if not early:
+        assert point.stand_at(7, PATIENCE_S)
+        point.halt()
     thread.join(PATIENCE_S)
     assert isinstance(came[0], ForcedStop) and "FORCE STOP" in str(came[0])
+    point.halt()
+    point.restart()
+    point.hold(6)
+    aside(lambda: point.pass_by(7))
+    assert point.stand_at(7, PATIENCE_S)  # what was said before the restart is forgotten
+    point.release()
 
 
 # ---------------------------------------------------------------------------------------------------------------- loop
@@ -213,6 +232,7 @@ def test_a_handler_that_raises_or_takes_too_long_or_is_not_there_is_a_failure_in
     assert rank.act(RoundKind.RENAME, limit_ms=1).text == "rename took too long: 1 ms"
     hangs.set()
     assert rank.act(RoundKind.REPAIR).text == "no repair handler is registered"
+    assert Rank0().act(RoundKind.RENAME).ok  # there may be nothing to rename
     assert rank.act(RoundKind.REPAIR, way=RepairWay.MEMORY_LOW).ok
     assert rank.act(RoundKind.ROLLBACK).ok
 

@@ -27,7 +27,7 @@ LOADS = (RepairWay.LOAD, RepairWay.LOAD_REBUILD)
 WRITES = (RepairWay.MEMORY_HIGH, RepairWay.RECEIVE, *LOADS)
 REPAIRS = (RoundKind.CLEAN, RoundKind.REBUILD, RoundKind.REPAIR, RoundKind.ROLLBACK)
 """Rounds that set the step and the type of the repair, for handlers that ask for them."""
-NEEDED = (RoundKind.SAVE, RoundKind.RENAME, RoundKind.REPAIR, RoundKind.REBUILD)
+NEEDED = (RoundKind.SAVE, RoundKind.REPAIR, RoundKind.REBUILD)
 """Rounds that fail without a handler."""
 
 

@@ -53,20 +53,26 @@ class PausePoint:
             version: number of finished updates.
         """
         with self._changed:
-            self._held, self._limit = True, None
+            self._held, self._halted, self._limit = True, "", None
             if self._standing is not None:
                 return self._standing
             return (version if self._passed is None else self._passed) + 1
 
     def stand_at(self, step: int, timeout_s: float) -> bool:
-        """Let the training thread continue to the end of ``step``, and return whether it is paused there in time."""
+        """Let the training thread continue to the end of ``step``, and return whether it is paused there in time.
+
+        A later step will do: in the first step of a job that resumes, only the training thread knows its number.
+        """
         deadline = time.monotonic() + timeout_s
         with self._changed:
             self._limit = step
             self._changed.notify_all()
-            while self._held and self._standing != step and (left := deadline - time.monotonic()) > 0:
+            while self._held and not self._stands(step) and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(left)
-            return self._standing == step
+            return self._stands(step)
+
+    def _stands(self, step: int) -> bool:
+        return self._standing is not None and self._standing >= step
 
     def release(self) -> None:
         """End the pause."""
@@ -76,11 +82,12 @@ class PausePoint:
 
     def restart(self) -> None:
         """End the pause, and forget the steps: the training thread enters its loop again, perhaps at an earlier one."""
-        self.release()
-        self._passed = None
+        with self._changed:
+            self._held, self._halted, self._limit, self._passed = False, "", None, None
+            self._changed.notify_all()
 
     def halt(self, text: str = HALTED) -> None:
-        """Make a training thread that is paused leave its loop, by a ``ForcedStop`` with this text."""
+        """Make a training thread that is paused, or will be, leave its loop by a ``ForcedStop`` with this text."""
         with self._changed:
-            self._halted = text if self._standing is not None else ""
+            self._halted = text if self._held else ""
             self._changed.notify_all()
