@@ -96,7 +96,7 @@ def test_after_a_kill_the_manager_has_it_saved_and_ended(job: Any, told: Any) ->
     assert desk.hear("result") == ("result", 0, "dump")
     assert desk.manager.change_strategy("exit") == 0
     assert running.wait() == [-signal.SIGKILL, EXIT_SAVED]
-    assert running.order(1, "raised", "next") == ["stop", "clean", "save", "rename", "exit"]
+    assert running.order(1, "raised", "next") == ["save", "rename", "exit"]
 
 
 def test_a_pause_is_at_the_same_step_everywhere_and_ends(job: Any, told: Any) -> None:

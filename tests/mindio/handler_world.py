@@ -177,10 +177,12 @@ class HandlerWorld(Talk):
                 del self.guests[order.rank]
         return []
 
-    def say(self, kind: NoticeKind, faults: dict[int, int] | None = None, strategy: str = "") -> None:
+    def say(
+        self, kind: NoticeKind, faults: dict[int, int] | None = None, strategy: str = "", seconds: float = 0.0
+    ) -> None:
         """Deliver a notice of the manager."""
         known = tuple(RankFault(Rank(rank), FaultOf(what)) for rank, what in (faults or {}).items())
-        self.event(Noticed(Notice(kind, known, strategy=strategy)))
+        self.event(Noticed(Notice(kind, known, seconds, strategy)))
 
     def attend(self, wait_s: float = 30.0) -> None:
         """Attach a manager."""

@@ -24,7 +24,7 @@ def test_the_hand_shake() -> None:
     assert world.kinds() == [] and world.heard() == [("fault_ranks", 0, "")]
     world.say(NoticeKind.STOP_TRAIN, {1: 0})
     world.say(NoticeKind.STOP_TRAIN, {1: 0})  # the original would end the job here
-    assert world.kinds() == ["stop", "clean"]
+    assert world.kinds() == []
     world.say(NoticeKind.GLOBAL_RANK, {1: 0})
     world.say(NoticeKind.STRATEGY, strategy="upgrade")
     world.say(NoticeKind.STRATEGY, strategy="retry")
@@ -70,11 +70,25 @@ def test_what_cannot_be_cured_can_be_dumped_and_what_cannot_be_dumped_only_be_le
 def test_the_manager_knows_of_a_fault_first() -> None:
     world = HandlerWorld(FOUR)
     world.attend()
-    world.say(NoticeKind.STOP_TRAIN, {2: 2})
-    assert world.kinds() == ["stop", "clean"]
+    world.say(NoticeKind.STOP_TRAIN, {9: 1})
+    assert "names no rank of this job" in world.answer and world.machine.stage == "training"
+    world.say(NoticeKind.STOP_TRAIN, {2: 2, 9: 1})
     for notice in (NoticeKind.GLOBAL_RANK, NoticeKind.STRATEGY):
         world.say(notice, {2: 2}, strategy="retry")
     assert world.kinds() == ["stop", "clean", "rollback", "resume"] and world.machine.stage == "training"
+
+
+def test_the_manager_knows_of_more_faults_and_wants_more_time_to_choose() -> None:
+    world = HandlerWorld(FOUR)
+    world.attend(30)
+    world.ails(1)
+    world.say(NoticeKind.STOP_TRAIN, {1: 0})
+    world.say(NoticeKind.GLOBAL_RANK, {1: 0, 2: 1}, seconds=50)
+    assert {int(fault.rank): fault.kind.value for fault in world.calls[-1].faults} == {1: 0, 2: 1}
+    assert world.heard()[-1] == ("strategies", 0, "exit,dump")  # no retry with a broken process
+    world.after(49)
+    world.say(NoticeKind.STRATEGY, strategy="dump")
+    assert world.kinds() == ["save", "rename"] and set(world.acted(Kind.SAVE)) == {0, 3}
 
 
 # -------------------------------------------------------------------------------------------------------------- resize
@@ -204,7 +218,7 @@ def test_without_a_manager_nobody_is_left_standing(how: str) -> None:
     else:
         world.say(NoticeKind.FAILED)
     assert world.kinds()[-1] == "continue"
-    assert heard(world)[1:] == ([("result", 406, "continue")] if how == "it says nothing" else [])
+    assert world.heard()[1:] == ([("result", 406, "continue")] if how == "it says nothing" else [])
 
 
 def test_a_repair_ends_the_pause_and_the_next_one_is_a_pause() -> None:
@@ -216,7 +230,7 @@ def test_a_repair_ends_the_pause_and_the_next_one_is_a_pause() -> None:
         world.say(kind, strategy="retry")
     assert world.kinds()[-1] == "resume"
     world.say(NoticeKind.PAUSE_TRAIN)
-    assert world.kinds()[-1] == "sync" and heard(world)[-1] == ("stop_complete", 0, "")
+    assert world.kinds()[-1] == "sync" and world.heard()[-1] == ("stop_complete", 0, "")
 
 
 def test_what_was_said_in_a_pause_is_no_answer_in_the_next_incident() -> None:
@@ -227,4 +241,4 @@ def test_what_was_said_in_a_pause_is_no_answer_in_the_next_incident() -> None:
         world.say(kind, strategy="continue")
     world.ails(1)
     world.say(NoticeKind.STOP_TRAIN)
-    assert heard(world)[-1] == ("stop_complete", 0, "")
+    assert world.heard()[-1] == ("stop_complete", 0, "")

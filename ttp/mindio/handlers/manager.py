@@ -142,11 +142,11 @@ class Manager:
         return self._notify(kinds[stop_type], fault_ranks, seconds=timeout or 0.0)
 
     def on_global_rank(self, fault_ranks: Mapping[int, int], time: float = 1) -> int:
-        """Report that these are all known faults, and ask for the possible strategies.
+        """Report all known faults, and ask for the possible strategies.
 
         Args:
             fault_ranks: rank -> kind of its fault.
-            time: accepted for compatibility, and not used.
+            time: seconds that the controller waits for a choice, if more than ``wait_s``.
         """
         return self._notify(NoticeKind.GLOBAL_RANK, fault_ranks, seconds=time)
 

@@ -181,16 +181,20 @@ class HandlerRecovery(ProgramRecovery):
             case NoticeKind.STOP_SWITCH:
                 self._switching.give_up("")
             case NoticeKind.STOP_TRAIN:
-                for fault in notice.faults:
-                    self._accused(fault.rank, fault.kind, fault.code)
-                if not (incident or notice.faults):
-                    return "no fault is known, and the notice names none"
-                self._mailbox.put(notice)
+                if not (incident or any(fault.rank in self._job.members for fault in notice.faults)):
+                    return "no fault is known, and the notice names no rank of this job"
+                self._accuse(notice)
             case NoticeKind.GLOBAL_RANK | NoticeKind.STRATEGY:
                 if not (incident or self._state.paused):
                     return "there is nothing to decide"
-                self._mailbox.put(notice)
+                self._accuse(notice)
         return ""
+
+    def _accuse(self, notice: Notice) -> None:
+        """Keep a notice for the script, and take the faults in it."""
+        self._mailbox.put(notice)
+        for fault in notice.faults:
+            self._accused(fault.rank, fault.kind, fault.code)
 
     def _accused(self, rank: Rank, kind: FaultOf, code: str) -> None:
         if rank not in self._job.members or rank in self._state.ailing or rank in self._job.broken:

@@ -1,9 +1,12 @@
 """The script by which an outside manager decides about a job after a fault.
 
 1. The controller reports the faulty ranks; the manager orders training to stop.
-2. The controller reports that training has stopped; the manager reports that it knows of no further fault.
+2. The controller reports that training has stopped, because the job is frozen. The manager reports the faults that it
+   knows of.
 3. The controller offers the possible strategies; the manager chooses one.
 4. The controller carries out the strategy and reports the result. After a failure the manager may choose again.
+
+Devices are stopped and cleaned by strategies that need it, not before: a save may need what is queued there.
 
 The manager may send notices early or twice. If it detaches, fails to take a message, or does not answer for ``wait_s``,
 the controller decides by itself, as it does without a manager.
@@ -20,7 +23,7 @@ from ttp.core.controller.outbox import Outbox
 from ttp.core.controller.program_recovery import Ending, Outcome
 from ttp.core.decide import Plan
 from ttp.core.layout import Rank, Version
-from ttp.mindio.protocol.in_process_repair import halt, repair_in_process
+from ttp.mindio.protocol.in_process_repair import repair_in_process
 from ttp.mindio.protocol.manager_messages import (
     CallKind,
     CallManager,
@@ -129,27 +132,27 @@ class Handshake:
         mailbox.tell(CallKind.FAULT_RANKS, faults_of(state, incident))
         if (yield from self._hear(incident, NoticeKind.STOP_TRAIN)) is None:
             return (yield from self._alone(incident))
-        problem = yield from halt(state, incident)
-        code = Code.ERROR if problem else Code.OK
-        mailbox.tell(CallKind.STOP_COMPLETE, faults_of(state, incident), code, problem or "training has stopped")
-        if (yield from self._hear(incident, NoticeKind.GLOBAL_RANK)) is None:
+        mailbox.tell(CallKind.STOP_COMPLETE, faults_of(state, incident), Code.OK, "training has stopped")
+        known = yield from self._hear(incident, NoticeKind.GLOBAL_RANK)
+        if known is None:
             return (yield from self._alone(incident))
         mailbox.tell(CallKind.FAULT_RANKS, faults_of(state, incident))
         mailbox.tell(CallKind.STRATEGIES, faults_of(state, incident), strategies=self._offers(incident))
-        return (yield from self.obey(incident))
+        return (yield from self.obey(incident, wait_s=known.seconds))
 
     def owe(self, ending: Ending, strategy: str) -> None:
         """Report this success to the manager after one more step."""
         self._owed = (ending.version, ending.text, strategy)
 
-    def obey(self, incident: Incident, saved: Ending | None = None) -> Script:
+    def obey(self, incident: Incident, saved: Ending | None = None, wait_s: float = 0.0) -> Script:
         """Carry out the manager's choices, until one of them ends the incident.
 
         Args:
             incident: the open incident.
             saved: the checkpoint that this incident has saved; None if it has saved none.
+            wait_s: least time for a choice, in seconds; see ``_hear``.
         """
-        while (notice := (yield from self._hear(incident, NoticeKind.STRATEGY))) is not None:
+        while (notice := (yield from self._hear(incident, NoticeKind.STRATEGY, wait_s))) is not None:
             ending: Ending | None = None
             match notice.strategy:
                 case "retry" if "retry" in self._offers(incident):
@@ -223,8 +226,9 @@ class Handshake:
         found = {**found, "retry": state.repairable(incident), "": False}
         return tuple(strategy for strategy, possible in found.items() if possible)
 
-    def _hear(self, incident: Incident, kind: NoticeKind) -> Hearing:
-        until = self._state.now + min(self._mailbox.wait_s, self._state.patience_s(incident))
+    def _hear(self, incident: Incident, kind: NoticeKind, wait_s: float = 0.0) -> Hearing:
+        """Wait for a notice of this kind. The manager has its usual time, or ``wait_s`` if that is more."""
+        until = self._state.now + min(max(self._mailbox.wait_s, wait_s), self._state.patience_s(incident))
         while self._mailbox.decides and self._state.now < until:
             notice = self._mailbox.take(kind)
             if notice is not None:

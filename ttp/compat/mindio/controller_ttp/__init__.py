@@ -55,7 +55,10 @@ def tft_notify_controller_stop_train(
 
 
 def tft_notify_controller_on_global_rank(fault_ranks: Mapping[int, int], time: int = 1) -> int:
-    """Report that these are all failed ranks. ``time``, seconds from 1 to 3600, is checked and has no other effect."""
+    """Report the failed ranks, and ask for strategies. ``time``, from 1 to 3600: seconds to wait for the choice of one.
+
+    ``MINDIO_WAIT_MINDX_TIME`` seconds are waited for in any case.
+    """
 
     def ask(manager: Any) -> int:
         if time not in GLOBAL_RANK_TIMES:
