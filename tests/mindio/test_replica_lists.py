@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -86,6 +87,21 @@ def test_a_rank_that_was_lost_before_it_could_speak_is_in_the_sets_of_others() -
     everybody = ReplicaSet((Rank(0), Rank(1), Rank(2), Rank(3)), 2)
     said = {Rank(rank): [everybody] for rank in (0, 2, 3)}
     assert gather(4, said) == gather(4, {**said, Rank(1): [everybody]})
+
+
+def test_a_set_that_many_ranks_declare_is_read_a_few_times_only() -> None:
+    """Else it would be quadratic in the number of ranks. The controller keeps one object for equal sets."""
+    read: list[int] = []
+
+    class Ranks(tuple[Rank, ...]):
+        def __iter__(self) -> Iterator[Rank]:
+            read.append(1)
+            return super().__iter__()
+
+    everybody = ReplicaSet(Ranks(map(Rank, range(100))), 2)
+    for speak in (100, 99):
+        gather(100, {Rank(rank): [everybody] for rank in range(speak)})
+    assert len(read) < 10
 
 
 def test_ranks_that_contradict_each_other_are_named() -> None:

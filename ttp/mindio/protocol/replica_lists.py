@@ -90,13 +90,16 @@ def gather(world_size: int, said: Mapping[Rank, Sequence[ReplicaSet]]) -> Replic
 
 def _spoken_for(world_size: int, said: Mapping[Rank, Sequence[ReplicaSet]]) -> Mapping[Rank, Sequence[ReplicaSet]]:
     """Add the sets of ranks that were lost before they declared them to a new controller, from the other ranks."""
+    silent = [Rank(rank) for rank in range(world_size) if not said.get(Rank(rank))]
+    if not silent:
+        return said
     count = max((len(sets) for sets in said.values()), default=0)
-    by_type = [{rank: sets[index] for sets in said.values() if len(sets) > index for rank in sets[index].ranks}
-               for index in range(count)]  # fmt: skip
+    objects = [{id(sets[index]): sets[index] for sets in said.values() if len(sets) > index} for index in range(count)]
+    by_type = [{rank: group for group in groups.values() for rank in group.ranks} for groups in objects]
     lost = {
-        Rank(rank): tuple(known[Rank(rank)] for known in by_type)
-        for rank in range(world_size)
-        if not said.get(Rank(rank)) and by_type and all(Rank(rank) in known for known in by_type)
+        rank: tuple(known[rank] for known in by_type)
+        for rank in silent
+        if by_type and all(rank in known for known in by_type)
     }
     return {**said, **lost}
 
