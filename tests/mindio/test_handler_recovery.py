@@ -49,6 +49,18 @@ def test_stop_and_clean_come_first_where_they_are_wanted_and_may_fail() -> None:
     assert world.kinds() == ["stop", "save", "rename"] and world.released == {EXIT_SAVED}
 
 
+def test_who_was_stopped_for_a_save_is_not_thawed_although_nothing_is_broken_after_all() -> None:
+    """A silent host is heard again, but all have left their loops, and the save hangs."""
+    world = HandlerWorld(FOUR, {(Kind.SAVE, rank): "hang" for rank in range(4)}, halt_before_dump=True, save_ms=10**9)
+    world.machine._rescue.unheard(Rank(2), "its host is silent", world.now)
+    world.after(PATIENCE.rescue_s / 2)
+    world.pump(world._take())
+    assert world.kinds() == ["stop", "clean", "save"]
+    world.machine._rescue.heard_again(Rank(2), world.now)
+    world.settle()
+    assert world.released == {EXIT_NOT_SAVED}
+
+
 def test_a_rank_in_front_of_the_missing_update_makes_it() -> None:
     """Of one piece only version 8 is left, of the other only 7."""
     world = HandlerWorld(FOUR)

@@ -285,11 +285,8 @@ class Rescue:
                 self._thaw(incident, text, mended=mended)
             case Ending(Outcome.SAVED, version, text, path):
                 self._saved_by_program(incident, version, text, path, now)
-            case Ending(_, _, text) if incident.saved or not self.program.halted:
-                self._end_without(incident, text, now)
             case Ending(_, _, text):
-                incident.outcome = f"not saved: {text}"
-                self._release(incident, EXIT_NOT_SAVED, text, now)
+                self._end_without(incident, text, now)
 
     def _saved_by_program(self, incident: Incident, version: Version, text: str, path: str, now: float) -> None:
         incident.enter(Stage.SAVED, text)
@@ -346,7 +343,7 @@ class Rescue:
             self._end_without(incident, reason, now)
 
     def _end_without(self, incident: Incident, reason: str, now: float) -> None:
-        """End without a checkpoint: thaw if nothing is broken, else release. End as saved if the program has saved."""
+        """End without a checkpoint: thaw if that is enough to go on, else release. End as saved if the program saved."""
         if incident.saved and incident.stage is Stage.PROGRAM:
             text = f"saved version {incident.saved}; then: {reason}"
             self._saved_by_program(incident, incident.saved, text, incident.path, now)
@@ -355,7 +352,8 @@ class Rescue:
         failures = [f"rank {rank}: {text}" for rank, text in sorted(said.items())]
         text = "; ".join([*failures, reason])
         incident.outcome = f"not saved: {text}"
-        if incident.snapshot or not (incident.faulty or self._job.broken or self._job.in_doubt):
+        broken = incident.faulty or self._job.broken or self._job.in_doubt
+        if (incident.snapshot or not broken) and not self.program.halted:
             self._thaw(incident, f"the checkpoint could not be written: {text}")
         else:
             self._release(incident, EXIT_NOT_SAVED, text, now)
