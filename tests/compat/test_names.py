@@ -320,6 +320,28 @@ def test_replicas_that_make_no_sense(info: dict[str, Any], text: str) -> None:
         tft.tft_set_optimizer_replica(0, [info])
 
 
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("", 180), ("soon", 180), ("nan", 180), ("7", 30), ("60", 60), ("inf", 1800)]
+)
+def test_a_time_limit_that_is_no_number_is_the_default(
+    monkeypatch: pytest.MonkeyPatch, text: str, seconds: float
+) -> None:
+    monkeypatch.setenv("TTP_NORMAL_ACTION_TIME_LIMIT", text)
+    assert rank.seconds("TTP_NORMAL_ACTION_TIME_LIMIT", rank.ACTION_LIMIT_S, 30, 1800) == seconds
+
+
+def test_replicas_that_the_job_refuses_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a processor that is started again would declare them."""
+
+    def refuse(sets: Any) -> None:
+        raise ConfigError("outside 0..1")
+
+    monkeypatch.setattr(Told(monkeypatch), "set_replicas", refuse, raising=False)
+    with pytest.raises(ConfigError, match="outside"):
+        tft.tft_set_optimizer_replica(0, [{"rank_list": [0, 7], "replica_cnt": 2}])
+    assert not rank.THIS._sets
+
+
 def test_calls_before_the_start() -> None:
     nothing: Any = None
     with pytest.raises(UsageError, match="call tft_init_processor"):

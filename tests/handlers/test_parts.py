@@ -107,7 +107,7 @@ def test_the_first_step_of_a_job_that_resumes_has_a_number_that_only_the_trainin
 
 @pytest.mark.parametrize("early", [False, True])
 def test_who_stands_still_can_be_told_to_leave(early: bool) -> None:
-    """``early``: the training thread arrives at the end of the step only afterwards, after an evaluation for example."""
+    """``early``: the training thread arrives at the end of the step later, after an evaluation for example."""
     point = PausePoint()
     point.halt()  # nobody is held
     point.hold(6)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import inspect
 import logging
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ttp.compat.mindio import tls_info as tls_settings
-from ttp.compat.mindio.rank import THIS, check_rank, job_port, resolve
+from ttp.compat.mindio.rank import THIS, check_rank, job_port, resolve, seconds
 from ttp.compat.mindio.values import RET_ERROR, RET_OK
 from ttp.config import Config
 from ttp.errors import ConfigError, TtpError, UsageError
@@ -118,8 +117,6 @@ def dump() -> int:
     if THIS.in_handler:
         log.error("tft_notify_controller_dump: called in a handler, which would block the checkpoint")
         return RET_ERROR
-    if HERE.manager is not None:
-        return notify("tft_notify_controller_dump", lambda manager: manager.dump())
     if HERE.place is None:
         log.error("tft_notify_controller_dump: no controller was started by this process")
         return RET_ERROR
@@ -134,6 +131,8 @@ def dump() -> int:
     except TtpError as problem:
         log.error("tft_notify_controller_dump: %s", problem)
         return RET_ERROR
+    if not saved.saved:
+        log.error("tft_notify_controller_dump: %s", saved.text)
     return RET_OK if saved.saved else RET_ERROR
 
 
@@ -154,10 +153,7 @@ def fault_ranks(given: Mapping[Any, Any]) -> dict[int, int]:
 
 def wait_s() -> float:
     """Return the seconds to wait for a decision of the cluster's manager."""
-    try:
-        return min(max(float(os.environ.get("MINDIO_WAIT_MINDX_TIME", "")), 1.0), 3600.0)
-    except ValueError:
-        return WAIT_S
+    return seconds("MINDIO_WAIT_MINDX_TIME", WAIT_S, 1.0, 3600.0)
 
 
 def _fitting(func: Callable[..., Any]) -> Callable[..., Any]:

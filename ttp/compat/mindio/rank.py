@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import time
@@ -32,7 +33,6 @@ RESOLVE_TRIES = 3
 RESOLVE_PAUSE_S = 1.0
 ACTION_LIMIT_S = 180.0
 """The original's default of ``TTP_NORMAL_ACTION_TIME_LIMIT``, in seconds."""
-ACTION_RANGE_S = (30.0, 1800.0)
 
 
 class ThisRank:
@@ -83,7 +83,7 @@ class ThisRank:
         participant = Participant(
             env,
             config,
-            action_s=action_limit_s(),
+            action_s=seconds("TTP_NORMAL_ACTION_TIME_LIMIT", ACTION_LIMIT_S, 30.0, 1800.0),
             retry=self.enable_uce,
             load_repair=not for_mindspore(),
             recover=self.enable_arf,
@@ -110,11 +110,12 @@ class ThisRank:
         Raises:
             ConfigError: an entry is not valid.
         """
-        self._sets = [replica_set(rank, info) for info in infos]
-        if not self._sets:
+        sets = [replica_set(rank, info) for info in infos]
+        if not sets:
             raise ConfigError("tft_set_optimizer_replica() needs an entry for each kind of optimizer, but got none")
         if self._participant is not None:
-            self._participant.set_replicas(self._sets)
+            self._participant.set_replicas(sets)
+        self._sets = sets
 
     def halt_before_dump(self) -> None:
         """Have devices stopped and cleaned before a save, because this program needs it."""
@@ -282,10 +283,10 @@ def resolve(address: str) -> str:
     raise AssertionError
 
 
-def action_limit_s() -> float:
-    """Return the time limit of a handler in seconds."""
-    text = os.environ.get("TTP_NORMAL_ACTION_TIME_LIMIT", "")
+def seconds(name: str, default: float, lowest: float, highest: float) -> float:
+    """Return the seconds in an environment variable, within these limits; ``default`` if it holds no number."""
     try:
-        return min(max(float(text), ACTION_RANGE_S[0]), ACTION_RANGE_S[1])
+        told = float(os.environ.get(name, ""))
     except ValueError:
-        return ACTION_LIMIT_S
+        return default
+    return default if math.isnan(told) else min(max(told, lowest), highest)

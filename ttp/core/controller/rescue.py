@@ -343,7 +343,7 @@ class Rescue:
             self._end_without(incident, reason, now)
 
     def _end_without(self, incident: Incident, reason: str, now: float) -> None:
-        """End without a checkpoint: thaw if that is enough to go on, else release. End as saved if the program saved."""
+        """End without a checkpoint: thaw if that is enough, else release. End as saved if the program has saved."""
         if incident.saved and incident.stage is Stage.PROGRAM:
             text = f"saved version {incident.saved}; then: {reason}"
             self._saved_by_program(incident, incident.saved, text, incident.path, now)

@@ -169,26 +169,14 @@ class Manager:
             return ERROR
         return self._notify(kinds[action], fault_ranks or {})
 
-    def dump(self) -> int:
-        """Have a checkpoint written now, and return when it is written. Training continues."""
-        request = controller_pb.SaveNowRequest(reason="the manager requested a checkpoint")
-        try:
-            answer = wire.stub(self._channel).SaveNow(request, metadata=self._metadata)
-        except (ValueError, grpc.RpcError) as problem:  # ValueError: the channel is closed
-            log.error("dump: the controller at %s: %s", self._where, problem)
-            return ERROR
-        if not answer.saved:
-            log.error("dump: %s", answer.text)
-        return OK if answer.saved else ERROR
-
     def high_availability(self) -> bool:
-        """Return whether a controller answers and all ranks have joined it."""
+        """Return whether a controller answers and a rank has joined it."""
         try:
             request = controller_pb.GetStatusRequest()
             answer = wire.stub(self._channel).GetStatus(request, metadata=self._metadata, timeout=ANSWER_S)
         except (ValueError, grpc.RpcError):
             return False
-        return bool(answer.ranks) and all(rank.state != "missing" for rank in answer.ranks)
+        return any(rank.state != "missing" for rank in answer.ranks)
 
     def notify(self, notice: Notice) -> int:
         """Send a notice to the controller."""

@@ -91,7 +91,7 @@ def tft_notify_controller_dump() -> int:
 
 
 def tft_query_high_availability_switch() -> bool:
-    """Return whether a controller answers and all ranks have joined it."""
+    """Return whether a controller answers and a rank has joined it."""
     return managing.HERE.manager is not None and managing.HERE.manager.high_availability()
 
 
