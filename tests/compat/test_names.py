@@ -327,7 +327,7 @@ def test_a_time_limit_that_is_no_number_is_the_default(
     monkeypatch: pytest.MonkeyPatch, text: str, seconds: float
 ) -> None:
     monkeypatch.setenv("TTP_NORMAL_ACTION_TIME_LIMIT", text)
-    assert rank.seconds("TTP_NORMAL_ACTION_TIME_LIMIT", rank.ACTION_LIMIT_S, 30, 1800) == seconds
+    assert rank.seconds("TTP_NORMAL_ACTION_TIME_LIMIT", 180, 30, 1800) == seconds
 
 
 def test_replicas_that_the_job_refuses_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:

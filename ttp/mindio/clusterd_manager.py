@@ -10,11 +10,10 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from ttp.core.layout import Rank
-from ttp.mindio.protocol.manager_messages import FaultOf, Notice, NoticeKind, RankFault
+from ttp.mindio.protocol.manager_messages import SWITCHES, FaultOf, Notice, NoticeKind, RankFault
 from ttp.wire.v1 import recover_pb2 as pb
 
 KNOWN_MAX = 256
-SWITCHES = {"hot switch": NoticeKind.HOT_SWITCH, "stop switch": NoticeKind.STOP_SWITCH}
 
 Faults = Mapping[int, int]
 """Rank -> kind of its fault; the numbers are those of ``FaultOf`` and of ClusterD's fault types."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,13 @@ from ttp.compat.mindio import tls_info as tls_settings
 from ttp.compat.mindio.rank import THIS, check_rank, job_port, resolve, seconds
 from ttp.compat.mindio.values import RET_ERROR, RET_OK
 from ttp.config import Config
-from ttp.errors import ConfigError, TtpError, UsageError
+from ttp.errors import TtpError, UsageError
 from ttp.launch.admission import admitted
 from ttp.launch.controller_process import ensure_controller
 from ttp.launch.ring import places
 from ttp.launch.run_dir import prepare_run_dir
 from ttp.mindio.handlers import Manager
+from ttp.mindio.protocol.manager_messages import WAIT_S
 from ttp.wire.address import target
 
 log = logging.getLogger("ttp.compat.mindio")
@@ -26,8 +27,6 @@ log = logging.getLogger("ttp.compat.mindio")
 ACTIONS = ("report_fault_ranks", "report_stop_complete", "report_strategies", "report_result")
 START_S = 120.0
 """Seconds in which a new controller has to answer; a host on which many processes start at once is slow."""
-WAIT_S = 30.0
-"""The original's default of ``MINDIO_WAIT_MINDX_TIME``, in seconds."""
 
 
 class Managing:
@@ -47,7 +46,8 @@ class Managing:
         assert config.port is not None
         run_dir = Path(tls_settings.run_dir_of(config.port))
         called: dict[str, Any] = {name: _fitting(func) for name, func in self.callbacks.items()}
-        self.manager = Manager(address, config.port, config.token, wait_s=wait_s(), run_dir=run_dir, **called)
+        wait_s = seconds("MINDIO_WAIT_MINDX_TIME", WAIT_S, 1.0, 3600.0)
+        self.manager = Manager(address, config.port, config.token, wait_s=wait_s, run_dir=run_dir, **called)
         self.manager.start()
 
 
@@ -134,26 +134,6 @@ def dump() -> int:
     if not saved.saved:
         log.error("tft_notify_controller_dump: %s", saved.text)
     return RET_OK if saved.saved else RET_ERROR
-
-
-def fault_ranks(given: Mapping[Any, Any]) -> dict[int, int]:
-    """Check a mapping rank -> kind of fault (0 memory, 1 process, 2 network), and return it with plain numbers.
-
-    Raises:
-        ConfigError: ``given`` is not such a mapping.
-    """
-    try:
-        found = {int(rank): int(kind) for rank, kind in given.items()}
-    except (AttributeError, TypeError, ValueError):
-        raise ConfigError(f"fault_ranks {given!r} has to be {{rank: kind}} with kind 0, 1 or 2") from None
-    if not set(found.values()) <= {0, 1, 2}:
-        raise ConfigError(f"fault_ranks {given!r}: a kind is 0 (memory), 1 (process) or 2 (network)")
-    return found
-
-
-def wait_s() -> float:
-    """Return the seconds to wait for a decision of the cluster's manager."""
-    return seconds("MINDIO_WAIT_MINDX_TIME", WAIT_S, 1.0, 3600.0)
 
 
 def _fitting(func: Callable[..., Any]) -> Callable[..., Any]:

@@ -26,13 +26,12 @@ from ttp.config import Config, RankEnv
 from ttp.core.layout import Rank
 from ttp.errors import ConfigError, UsageError
 from ttp.mindio.handlers import Ailment, HandlerKind, Participant, ReplicaSet
+from ttp.mindio.protocol.messages import ACTION_S
 
 log = logging.getLogger("ttp.compat.mindio")
 
 RESOLVE_TRIES = 3
 RESOLVE_PAUSE_S = 1.0
-ACTION_LIMIT_S = 180.0
-"""The original's default of ``TTP_NORMAL_ACTION_TIME_LIMIT``, in seconds."""
 
 
 class ThisRank:
@@ -83,7 +82,7 @@ class ThisRank:
         participant = Participant(
             env,
             config,
-            action_s=seconds("TTP_NORMAL_ACTION_TIME_LIMIT", ACTION_LIMIT_S, 30.0, 1800.0),
+            action_s=seconds("TTP_NORMAL_ACTION_TIME_LIMIT", ACTION_S, 30.0, 1800.0),
             retry=self.enable_uce,
             load_repair=not for_mindspore(),
             recover=self.enable_arf,

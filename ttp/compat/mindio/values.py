@@ -7,7 +7,7 @@ import os
 
 from ttp.mindio.handlers import Ailment, NextAction, RepairWay
 
-RET_OK, RET_ERROR, RET_EXIT, RET_PASS, RET_EXCEPTION = 0, 1, 2, 3, 4
+RET_OK, RET_ERROR, RET_EXIT = 0, 1, 2
 """Return codes of the original; ``RET_EXIT`` is the exit code of a process that could not be started."""
 
 STEP_MAX = 2**63 - 2
@@ -72,8 +72,3 @@ class Action(enum.Enum):
 def for_mindspore() -> bool:
     """Return whether handlers are called with the arguments that MindSpore's client expects."""
     return os.environ.get("MINDIO_FOR_MINDSPORE", "").strip().lower() in ("1", "true")
-
-
-def repair_type_name(name: str) -> str:
-    """Return the name of a repair type; for none the original's ``unknow``."""
-    return name or "unknow"

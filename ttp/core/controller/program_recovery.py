@@ -46,6 +46,11 @@ class Ending:
     path: str = ""
 
 
+def not_saved(text: str) -> Ending:
+    """Return the ending of a recovery that has saved nothing, with the reason."""
+    return Ending(Outcome.NOT_SAVED, Version(0), text)
+
+
 @dataclass(frozen=True, slots=True)
 class RescueContext:
     """The parts of the controller that a recovery may use.

@@ -14,7 +14,16 @@ from ttp.core.layout import Rank
 from ttp.errors import ConfigError
 from ttp.launch.ring import places, reigning
 from ttp.mindio.manager_wire import ATTACHED, call_from_wire, notice_to_wire
-from ttp.mindio.protocol.manager_messages import CallKind, FaultOf, ManagerCall, Notice, NoticeKind, RankFault
+from ttp.mindio.protocol.manager_messages import (
+    SWITCHES,
+    WAIT_S,
+    CallKind,
+    FaultOf,
+    ManagerCall,
+    Notice,
+    NoticeKind,
+    RankFault,
+)
 from ttp.wire import channel as wire
 from ttp.wire.address import split, target
 from ttp.wire.limits import WireError
@@ -25,7 +34,6 @@ from ttp.wire.v1 import rounds_pb2_grpc as rpc
 log = logging.getLogger("ttp.handlers")
 
 OK, ERROR = 0, 1
-WAIT_S = 30.0
 ANSWER_S = 10.0
 """Seconds in which the controller has to accept a notice."""
 RETRY_S = 0.5
@@ -163,11 +171,10 @@ class Manager:
             action: ``hot switch`` to announce, ``stop switch`` to withdraw.
             fault_ranks: the ranks to move, with a kind of fault; None to withdraw.
         """
-        kinds = {"hot switch": NoticeKind.HOT_SWITCH, "stop switch": NoticeKind.STOP_SWITCH}
-        if action not in kinds:
+        if action not in SWITCHES:
             log.error("prepare_action: %r is neither hot switch nor stop switch", action)
             return ERROR
-        return self._notify(kinds[action], fault_ranks or {})
+        return self._notify(SWITCHES[action], fault_ranks or {})
 
     def high_availability(self) -> bool:
         """Return whether a controller answers and a rank has joined it."""
@@ -194,8 +201,9 @@ class Manager:
     ) -> int:
         try:
             known = tuple(RankFault(Rank(int(rank)), FaultOf(int(what))) for rank, what in faults.items())
-        except ValueError as problem:
-            log.error("%s is not accepted: %s", kind.value, problem)
+        except (AttributeError, TypeError, ValueError):
+            text = "%s is not accepted: fault_ranks %r has to be {rank: 0 (memory), 1 (process) or 2 (network)}"
+            log.error(text, kind.value, faults)
             return ERROR
         return self.notify(Notice(kind, known, seconds, strategy, params))
 

@@ -20,7 +20,7 @@ from ttp.mindio.handlers.call import Call, Handler, HandlerKind
 from ttp.mindio.handlers.loop import ForcedStop, Loop, NextAction
 from ttp.mindio.handlers.pause import PausePoint
 from ttp.mindio.handlers.seat import Seat
-from ttp.mindio.protocol.messages import HANDLERS, Ailing, Ailment, Handlers, ReplicaSet
+from ttp.mindio.protocol.messages import ACTION_S, HANDLERS, Ailing, Ailment, Handlers, ReplicaSet
 from ttp.mindio.protocol.rank_side import RankRounds, Said, StartAct
 from ttp.mindio.protocol.replica_lists import check_set
 from ttp.processor.gate import gate
@@ -31,8 +31,6 @@ log = logging.getLogger("ttp.handlers")
 
 RECOVERING = (HandlerKind.REBUILD, HandlerKind.REPAIR)
 """Handlers that are needed to replace a lost rank by a new process."""
-ACTION_S = 180.0
-"""Default time limit of a handler, in seconds."""
 LIMIT_MS_MAX = 2**31 - 1
 ANOTHER_S = 60.0
 """Seconds of ``TTP_OT`` that are kept for another rank to save if a save handler hangs; at most half of ``TTP_OT``."""
@@ -148,11 +146,6 @@ class Participant:
     def moves(self) -> bool:
         """Whether the training thread has to leave its loop, or has left it, because ranks are being moved."""
         return self._actor is not None and self._actor.moves
-
-    @property
-    def started(self) -> bool:
-        """Whether this rank has joined the job and not left it."""
-        return self._session is not None
 
     def set_replicas(self, sets: Sequence[ReplicaSet]) -> None:
         """Declare which ranks hold the same state: one set for each type of state, the same on all ranks of a set.

@@ -20,11 +20,12 @@ from dataclasses import replace
 from ttp.core import messages as m
 from ttp.core.controller.incident import Incident
 from ttp.core.controller.outbox import Outbox
-from ttp.core.controller.program_recovery import Ending, Outcome
+from ttp.core.controller.program_recovery import Ending, Outcome, not_saved
 from ttp.core.decide import Plan
 from ttp.core.layout import Rank, Version
 from ttp.mindio.protocol.in_process_repair import repair_in_process
 from ttp.mindio.protocol.manager_messages import (
+    WAIT_S,
     CallKind,
     CallManager,
     Code,
@@ -40,8 +41,6 @@ from ttp.mindio.protocol.replacement import recover, see_clearly, why_not
 from ttp.mindio.protocol.rounds import Pause, Result, Script, Step
 from ttp.mindio.protocol.save_script import dump
 
-WAIT_S = 30.0
-"""Default time limit in seconds for an answer of the manager."""
 NO_FAULTS = (Ailment.STOPPED, Ailment.PEER, Ailment.JOINED)
 """Ailments of ranks without a fault."""
 RECOVER = ("recover", "recover-in-place")
@@ -166,7 +165,7 @@ class Handshake:
                 case "exit" if saved is not None:
                     return replace(saved, text=f"{saved.text}; the manager has chosen to exit")
                 case "exit":
-                    return Ending(Outcome.NOT_SAVED, Version(0), "the manager has chosen to exit")
+                    return not_saved("the manager has chosen to exit")
             if ending is not None and ending.outcome is Outcome.RESUMED:
                 self.owe(ending, notice.strategy)
                 return ending

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ttp.core.controller.incident import Incident
-from ttp.core.controller.program_recovery import Ending, Outcome
+from ttp.core.controller.program_recovery import Ending, Outcome, not_saved
 from ttp.core.decide import NoPlan
 from ttp.core.layout import Rank, Version, ranks_text
 from ttp.mindio.protocol.messages import Act, Ailment, RepairWay, RoundKind, Transfer
@@ -56,7 +56,7 @@ def repair_in_process(state: RepairState, incident: Incident) -> Script:
     if not problem and state.newcomers:
         problem = yield from _rebuild(state)
     if problem:
-        return _failed(problem)
+        return not_saved(problem)
     plan = state.decide(incident)
     lacking = _lacking(state, incident, plan.version) if not isinstance(plan, NoPlan) else set()
     transfers = None
@@ -68,7 +68,7 @@ def repair_in_process(state: RepairState, incident: Incident) -> Script:
     if lacking or state.low:
         problem = yield from _repair(state, incident, version, transfers, lacking)
         if problem:
-            return _failed(problem)
+            return not_saved(problem)
     return (yield from _resume(state, incident, version, f"repaired {ranks_text(lacking) if lacking else 'no rank'}"))
 
 
@@ -126,7 +126,7 @@ def _load(state: RepairState, incident: Incident) -> Script:
     """Let all ranks load the last checkpoint."""
     unable = [rank for rank in state.live if not state.said[rank].load_repair]
     if unable:
-        return _failed(f"{ranks_text(unable)} cannot load a checkpoint in the running process")
+        return not_saved(f"{ranks_text(unable)} cannot load a checkpoint in the running process")
     acts: dict[Rank, Act] = {}
     for rank in state.live:
         high = _lost_memory(state, rank) and rank not in state.low
@@ -141,10 +141,10 @@ def _load(state: RepairState, incident: Incident) -> Script:
     result = yield Round(RoundKind.REPAIR, acts, together=True)
     loaded = sorted({acted.result for acted in result.done.values()})
     if not result.ok or len(loaded) != 1:
-        return _failed(result.words or f"ranks have loaded different steps: {loaded[:10]}")
+        return not_saved(result.words or f"ranks have loaded different steps: {loaded[:10]}")
     newest = max(answer.version for answer in incident.answers.values())
     if loaded[0] > newest:
-        return _failed(f"step {loaded[0]} cannot have been loaded: no rank was beyond step {newest}")
+        return not_saved(f"step {loaded[0]} cannot have been loaded: no rank was beyond step {newest}")
     version = Version(loaded[0])
     state.invalid.clear()
     state.saved = version
@@ -161,7 +161,7 @@ def _resume(state: RepairState, incident: Incident, version: Version, text: str)
         state.cleaned = False  # some ranks may enter their loops although others fail
         back = yield state.everyone(RoundKind.RESUME, version, state.purpose)
     if not back.ok or everybody != state.live or state.job.broken:
-        return _failed(back.words or "a rank was lost during the repair")
+        return not_saved(back.words or "a rank was lost during the repair")
     state.note(incident, back)
     state.paused = False
     anew = [ailing for rank, ailing in state.ailing.items() if ailing is not before.get(rank)]
@@ -171,7 +171,3 @@ def _resume(state: RepairState, incident: Incident, version: Version, text: str)
             state.ails(ailing)
         return (yield from repair_in_process(state, incident))
     return Ending(Outcome.RESUMED, version, f"{text}; training continues with step {version + 1}")
-
-
-def _failed(text: str) -> Ending:
-    return Ending(Outcome.NOT_SAVED, Version(0), text)

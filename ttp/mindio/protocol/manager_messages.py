@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from ttp.core.controller.events import ProgramAction, ProgramEvent
 from ttp.core.layout import Rank
 
+WAIT_S = 30.0
+"""Default time limit in seconds for an answer of the manager; MindIO's for ``MINDIO_WAIT_MINDX_TIME`` is the same."""
+
 
 class NoticeKind(enum.Enum):
     """The kinds of notices that a manager sends."""
@@ -20,6 +23,10 @@ class NoticeKind(enum.Enum):
     STOP_SWITCH = "stop_switch"  # the ranks are not to be moved
     MOVE = "move"  # an operator drains the host that ``params`` names: its ranks move to a host that was offered
     FAILED = "failed"  # the manager could not take a call: the controller decides by itself
+
+
+SWITCHES = {"hot switch": NoticeKind.HOT_SWITCH, "stop switch": NoticeKind.STOP_SWITCH}
+"""MindIO's and ClusterD's names of actions."""
 
 
 class CallKind(enum.Enum):

@@ -16,6 +16,8 @@ MIGRATION = "migration"
 """Purpose of the rounds of a hot switch."""
 HANDLERS = "handlers"
 """``Hello.framework`` of a rank whose state is saved and repaired by the program's own handlers."""
+ACTION_S = 180.0
+"""Default time limit of a handler in seconds; MindIO's for ``TTP_NORMAL_ACTION_TIME_LIMIT`` is the same."""
 
 
 class RoundKind(enum.Enum):

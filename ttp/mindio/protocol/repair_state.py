@@ -11,12 +11,10 @@ from ttp.core.controller.program_recovery import RescueContext
 from ttp.core.decide import NoPlan, Plan
 from ttp.core.layout import Layout, Rank, Version
 from ttp.errors import ConfigError
-from ttp.mindio.protocol.messages import HANDLERS, Act, Ailing, Ailment, Handlers, ReplicaSet, RoundKind
+from ttp.mindio.protocol.messages import ACTION_S, HANDLERS, Act, Ailing, Ailment, Handlers, ReplicaSet, RoundKind
 from ttp.mindio.protocol.replica_lists import Replicas, gather
 from ttp.mindio.protocol.rounds import Result, Round
 
-ACTION_S = 180.0
-"""Time limit of a handler in seconds if no rank has reported one."""
 LAST_S = 1.0
 """Smallest time limit of a handler in seconds, after the time limit of the script has passed."""
 CATCH_UP_S = 30.0

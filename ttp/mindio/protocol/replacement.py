@@ -15,9 +15,9 @@ from dataclasses import replace
 from ttp.core import messages as m
 from ttp.core.controller.continuing import SEAT_READY, SEAT_S
 from ttp.core.controller.incident import Incident
-from ttp.core.controller.program_recovery import Ending, Outcome
+from ttp.core.controller.program_recovery import Outcome, not_saved
 from ttp.core.decide import NoPlan
-from ttp.core.layout import Rank, Version, ranks_text
+from ttp.core.layout import Rank, ranks_text
 from ttp.mindio.protocol.in_process_repair import halt, repair_in_process
 from ttp.mindio.protocol.messages import RoundKind
 from ttp.mindio.protocol.repair_state import REPAIRABLE, RepairState
@@ -48,7 +48,7 @@ def recover(state: RepairState, incident: Incident, *, alone: bool) -> Script:
     try:
         yield from see_clearly(state, seats=alone)
         problem = why_not(state, incident, alone=alone)
-        ending = _failed(problem) if problem else (yield from _replace(state, incident))
+        ending = not_saved(problem) if problem else (yield from _replace(state, incident))
     finally:
         state.until = None
         state.job.seats.clear()
@@ -142,7 +142,7 @@ def _replace(state: RepairState, incident: Incident) -> Script:
     dead, everybody = _dead(state), set(state.job.members)
     problem = yield from halt(state, incident, PURPOSE)
     if problem:
-        return _failed(problem)
+        return not_saved(problem)
     state.job.seats.update(dead)
     state.outbox.record("seats_open", ranks=sorted(dead))
     way = yield state.everyone(RoundKind.MAKE_WAY, state.on_disk(), PURPOSE)
@@ -150,14 +150,10 @@ def _replace(state: RepairState, incident: Incident) -> Script:
         gone = everybody - state.job.seats - state.job.live
         late = dead - set(state.newcomers)
         if gone or state.job.broken & state.job.live:
-            return _failed(f"rank {min(gone or state.job.broken)} was lost meanwhile, or cannot continue")
+            return not_saved(f"rank {min(gone or state.job.broken)} was lost meanwhile, or cannot continue")
         if state.now >= (state.until or 0.0):
-            return _failed(f"no new processes have replaced {ranks_text(late)} in time")
+            return not_saved(f"no new processes have replaced {ranks_text(late)} in time")
         yield Pause(state.until or 0.0)
     if not way.ok or state.job.broken or state.job.live != everybody:
-        return _failed(way.words or "a rank was lost meanwhile")
+        return not_saved(way.words or "a rank was lost meanwhile")
     return (yield from repair_in_process(state, incident))
-
-
-def _failed(text: str) -> Ending:
-    return Ending(Outcome.NOT_SAVED, Version(0), text)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ttp.core.controller.incident import Incident
-from ttp.core.controller.program_recovery import Ending, Outcome
+from ttp.core.controller.program_recovery import Ending, Outcome, not_saved
 from ttp.core.decide import Assignment, How, NoPlan, Plan
 from ttp.core.layout import Rank, Shard, Version
 from ttp.mindio.protocol.in_process_repair import halt
@@ -40,7 +40,7 @@ def dump(state: RepairState, incident: Incident, *, halts: bool = True) -> Scrip
     """
     if state.must_load and not incident.saved:
         words = sorted(f"rank {a.rank}: {a.text}" for a in state.ailing.values())[:4]
-        return _not_saved(f"no copy of the state can be trusted ({'; '.join(words)}); nothing is saved")
+        return not_saved(f"no copy of the state can be trusted ({'; '.join(words)}); nothing is saved")
     if halts and _halts_first(state) and not incident.snapshot:
         yield from halt(state, incident, "dump")  # after a failure of this the state may still be saved
     failures = 0
@@ -57,7 +57,7 @@ def dump(state: RepairState, incident: Incident, *, halts: bool = True) -> Scrip
             continue
         lists = _chosen(state, incident, plan)
         if lists is None:
-            return _not_saved("ranks contradict the replica sets that they declared before")
+            return not_saved("ranks contradict the replica sets that they declared before")
         result = yield _save(state, plan.version, lists)
         if result.ok:
             return (yield from _name(state, incident, plan.version, lists))
@@ -65,13 +65,13 @@ def dump(state: RepairState, incident: Incident, *, halts: bool = True) -> Scrip
             first, text = next(iter(result.failed.items()))
             incident.fail(first, text)  # the failures of the others follow from it
             failures += 1
-    return _not_saved("; ".join(f"rank {rank}: {text}" for rank, text in incident.failures.items()))
+    return not_saved("; ".join(f"rank {rank}: {text}" for rank, text in incident.failures.items()))
 
 
 def _saved_before(incident: Incident, reason: str) -> Ending:
     """End with the version that this incident has saved before, if any, because no other can be saved."""
     if not incident.saved:
-        return _not_saved(reason)
+        return not_saved(reason)
     return Ending(Outcome.SAVED, incident.saved, f"saved version {incident.saved}", PLACE)
 
 
@@ -119,8 +119,8 @@ def _name(state: RepairState, incident: Incident, version: Version, lists: Lists
             incident.path = PLACE
             return Ending(Outcome.SAVED, version, f"saved version {version}", PLACE)
         if not result.lost:
-            return _not_saved(f"version {version} is written but not renamed: {result.words}")
-    return _not_saved(f"version {version} is written but not renamed: all ranks that wrote it are lost")
+            return not_saved(f"version {version} is written but not renamed: {result.words}")
+    return not_saved(f"version {version} is written but not renamed: all ranks that wrote it are lost")
 
 
 def _assignments(lists: Lists) -> tuple[Assignment, ...]:
@@ -132,7 +132,3 @@ def _assignments(lists: Lists) -> tuple[Assignment, ...]:
         for place, rank in enumerate(entry.ranks)
     }
     return tuple(Assignment(Shard(f"type{kind}-piece{place}"), rank, How.AS_IS) for kind, place, rank in sorted(named))
-
-
-def _not_saved(text: str) -> Ending:
-    return Ending(Outcome.NOT_SAVED, Version(0), text)

@@ -23,7 +23,7 @@ from ttp.core.controller.events import ConnectionId
 from ttp.core.controller.fault_targets import fault_targets
 from ttp.core.controller.incident import Incident
 from ttp.core.controller.membership import Guest
-from ttp.core.controller.program_recovery import Ending, Outcome
+from ttp.core.controller.program_recovery import Ending, Outcome, not_saved
 from ttp.core.layout import Rank, Version, compact_ranks, ranks_text
 from ttp.errors import EXIT_TRAINED
 from ttp.mindio.protocol.handshake import Handshake, ManagerMailbox
@@ -313,7 +313,7 @@ class Switching:
         try:
             stop = yield state.everyone(RoundKind.STOP, purpose=MIGRATION, together=True, ranks=staying)
             if not stop.ok or not self.ready:
-                return _failed(stop.words or GONE)
+                return not_saved(stop.words or GONE)
             for rank in sorted(moving):
                 text = "a process on another host replaces this one"
                 self._let_go(rank, job.members[rank].connection, text)
@@ -322,10 +322,10 @@ class Switching:
             state.outbox.record("seats_open", ranks=sorted(moving))
             while not moving <= set(state.newcomers):
                 if everybody - job.seats - job.live or job.broken - job.seats or state.now >= state.until:
-                    return _failed("a rank was lost meanwhile, or a new process takes too long")
+                    return not_saved("a rank was lost meanwhile, or a new process takes too long")
                 yield Pause(state.until)
             if job.broken or job.live != everybody:
-                return _failed("a rank was lost meanwhile")
+                return not_saved("a rank was lost meanwhile")
             return (yield from repair_in_process(state, incident))
         finally:
             state.until, state.store = None, ""
@@ -335,7 +335,3 @@ class Switching:
 def _is_ready(guest: Guest) -> bool:
     said = guest.said.get(Ailing)
     return isinstance(said, Ailing) and said.ailment is Ailment.JOINED
-
-
-def _failed(text: str) -> Ending:
-    return Ending(Outcome.NOT_SAVED, Version(0), text)

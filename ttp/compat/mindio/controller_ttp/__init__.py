@@ -29,7 +29,6 @@ __all__ = [
     "ttp_logger",
 ]
 
-STOP_TYPES = ("stop", "pause")
 GLOBAL_RANK_TIMES = range(1, 3601)
 
 
@@ -50,7 +49,7 @@ def tft_notify_controller_stop_train(
     """
     return managing.notify(
         "tft_notify_controller_stop_train",
-        lambda manager: manager.stop_train(managing.fault_ranks(fault_ranks), _known(stop_type), timeout),
+        lambda manager: manager.stop_train(fault_ranks, stop_type, timeout),
     )
 
 
@@ -63,7 +62,7 @@ def tft_notify_controller_on_global_rank(fault_ranks: Mapping[int, int], time: i
     def ask(manager: Any) -> int:
         if time not in GLOBAL_RANK_TIMES:
             raise ValueError(f"time {time!r} is not from 1 to 3600 seconds")
-        return int(manager.on_global_rank(managing.fault_ranks(fault_ranks), time))
+        return int(manager.on_global_rank(fault_ranks, time))
 
     return managing.notify("tft_notify_controller_on_global_rank", ask)
 
@@ -74,7 +73,7 @@ def tft_notify_controller_prepare_action(action: str, fault_ranks: Mapping[int, 
     """
     return managing.notify(
         "tft_notify_controller_prepare_action",
-        lambda manager: manager.prepare_action(action, managing.fault_ranks(fault_ranks or {})),
+        lambda manager: manager.prepare_action(action, fault_ranks),
     )
 
 
@@ -93,9 +92,3 @@ def tft_notify_controller_dump() -> int:
 def tft_query_high_availability_switch() -> bool:
     """Return whether a controller answers and a rank has joined it."""
     return managing.HERE.manager is not None and managing.HERE.manager.high_availability()
-
-
-def _known(stop_type: str) -> str:
-    if stop_type not in STOP_TYPES:
-        raise ValueError(f"stop_type {stop_type!r} is not one of {', '.join(STOP_TYPES)}")
-    return stop_type

@@ -24,7 +24,6 @@ from ttp.compat.mindio.values import (
     RepairType,
     ReportState,
     for_mindspore,
-    repair_type_name,
 )
 from ttp.errors import ConfigError, TtpError, UsageError
 from ttp.mindio.handlers import HandlerKind
@@ -259,7 +258,7 @@ def tft_get_repair_step() -> int:
 
 def tft_get_repair_type() -> str:
     """Return the type of the last repair: ``"retry"``, ``"recover"``, ``"dump"``, or ``"unknow"`` (the original's)."""
-    return repair_type_name(THIS.joined.repair_type())
+    return THIS.joined.repair_type() or "unknow"
 
 
 def tft_report_load_ckpt_step(step: int) -> None:
