@@ -173,7 +173,7 @@ def test_the_processor_may_be_started_in_the_training_function(
             for name in ("wait_next_action", "wait_repair_action"):
                 monkeypatch.setattr(told[0], name, lambda: None, raising=False)
             raise RuntimeError(f"UCE ERROR, Device error type{words}")
-        return rank.THIS.handlers.args
+        return list(rank.THIS.handlers.args)
 
     assert tft.tft_exception_handler(train)("state") == ["state"]
     assert (told[0].reports, told[0].codes, told[0].left) == ([Ailment.MEMORY], [code], [False])
