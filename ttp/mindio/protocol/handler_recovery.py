@@ -68,7 +68,7 @@ class HandlerRecovery(ProgramRecovery):
         self._state = RepairState(context)
         self._mailbox = ManagerMailbox(context.outbox)
         self._runner = RoundRunner(context.outbox)
-        self._handshake = Handshake(self._state, self._mailbox, self._alone)
+        self._handshake = Handshake(self._state, self._mailbox, self._alone, self._accuse)
         self._pausing = Pausing(self._state, self._mailbox, self._end_paused_job)
         self._switching = Switching(
             self._state, self._mailbox, self._pausing, self._handshake, context.blame, self._script
@@ -183,16 +183,16 @@ class HandlerRecovery(ProgramRecovery):
             case NoticeKind.STOP_TRAIN:
                 if not (incident or any(fault.rank in self._job.members for fault in notice.faults)):
                     return "no fault is known, and the notice names no rank of this job"
+                self._mailbox.put(notice)
                 self._accuse(notice)
             case NoticeKind.GLOBAL_RANK | NoticeKind.STRATEGY:
                 if not (incident or self._state.paused):
                     return "there is nothing to decide"
-                self._accuse(notice)
+                self._mailbox.put(notice)
         return ""
 
     def _accuse(self, notice: Notice) -> None:
-        """Keep a notice for the script, and take the faults in it."""
-        self._mailbox.put(notice)
+        """Add the faults that the manager reports to those that are known."""
         for fault in notice.faults:
             self._accused(fault.rank, fault.kind, fault.code)
 

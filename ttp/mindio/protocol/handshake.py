@@ -110,10 +110,17 @@ class Handshake:
         state: the state of the ranks.
         mailbox: the notices of the manager, and the calls to it.
         alone: returns the script for an incident without a manager.
+        accuse: adds the faults in a notice to those that are known.
     """
 
-    def __init__(self, state: RepairState, mailbox: ManagerMailbox, alone: Callable[[Incident], Script]) -> None:
-        self._state, self._mailbox, self._alone = state, mailbox, alone
+    def __init__(
+        self,
+        state: RepairState,
+        mailbox: ManagerMailbox,
+        alone: Callable[[Incident], Script],
+        accuse: Callable[[Notice], None],
+    ) -> None:
+        self._state, self._mailbox, self._alone, self._accuse = state, mailbox, alone, accuse
         self._owed: tuple[Version, str, str] | None = None
 
     def moved(self, version: Version) -> None:
@@ -135,6 +142,7 @@ class Handshake:
         known = yield from self._hear(incident, NoticeKind.GLOBAL_RANK)
         if known is None:
             return (yield from self._alone(incident))
+        self._accuse(known)
         mailbox.tell(CallKind.FAULT_RANKS, faults_of(state, incident))
         mailbox.tell(CallKind.STRATEGIES, faults_of(state, incident), strategies=self._offers(incident))
         return (yield from self.obey(incident, wait_s=known.seconds))
