@@ -194,17 +194,16 @@ class HandlerRecovery(ProgramRecovery):
     def _accuse(self, notice: Notice) -> None:
         """Add the faults that the manager reports to those that are known."""
         for fault in notice.faults:
-            self._accused(fault.rank, fault.kind, fault.code)
-
-    def _accused(self, rank: Rank, kind: FaultOf, code: str) -> None:
-        if rank not in self._job.members or rank in self._state.ailing or rank in self._job.broken:
-            return
-        if kind in AILMENTS:
-            self.ails(Ailing(rank, AILMENTS[kind], code, f"the manager says that {WORDS[AILMENTS[kind]]}"))
-        else:
-            text = f"the manager says that rank {rank} is broken"
-            self._job.mark_failed(rank, text)
-            self._blame(rank, m.FaultKind.OUTSIDE, text, self._state.now)
+            rank = fault.rank
+            if rank not in self._job.members or rank in self._state.ailing or rank in self._job.broken:
+                continue
+            ailment = AILMENTS.get(fault.kind)
+            if ailment is not None:
+                self.ails(Ailing(rank, ailment, fault.code, f"the manager says that {WORDS[ailment]}"))
+            else:
+                text = f"the manager says that rank {rank} is broken"
+                self._job.mark_failed(rank, text)
+                self._blame(rank, m.FaultKind.OUTSIDE, text, self._state.now)
 
     def _wants_pause(self, notice: Notice, incident: bool) -> str:
         if incident:
