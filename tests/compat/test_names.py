@@ -160,25 +160,6 @@ def test_arf_has_processes_that_join_and_others_that_lose_a_peer(
     assert waited == ["wait_next_action", "wait_repair_action"][bool(fact) :]
 
 
-@pytest.mark.parametrize(("words", "code"), [(" 507054", "507054"), ("  12aB", "12aB"), (": 1", "")])
-def test_the_processor_may_be_started_in_the_training_function(
-    monkeypatch: pytest.MonkeyPatch, words: str, code: str
-) -> None:
-    """As the guide's ``train`` does. The repair is the same, and the code of the device is reported."""
-    told: list[Told] = []
-
-    def train(state: str) -> list[Any]:
-        if not told:
-            told.append(Told(monkeypatch))
-            for name in ("wait_next_action", "wait_repair_action"):
-                monkeypatch.setattr(told[0], name, lambda: None, raising=False)
-            raise RuntimeError(f"UCE ERROR, Device error type{words}")
-        return list(rank.THIS.handlers.args)
-
-    assert tft.tft_exception_handler(train)("state") == ["state"]
-    assert (told[0].reports, told[0].codes, told[0].left) == ([Ailment.MEMORY], [code], [False])
-
-
 @pytest.mark.parametrize(("guest", "how"), [(False, "arf"), (True, "hot switch")])
 def test_a_new_process_asks_how_it_has_joined(monkeypatch: pytest.MonkeyPatch, guest: bool, how: str) -> None:
     told = Told(monkeypatch)
@@ -318,28 +299,6 @@ def test_a_repair_is_described_as_the_original_does() -> None:
 def test_replicas_that_make_no_sense(info: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         tft.tft_set_optimizer_replica(0, [info])
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"), [("", 180), ("soon", 180), ("nan", 180), ("7", 30), ("60", 60), ("inf", 1800)]
-)
-def test_a_time_limit_that_is_no_number_is_the_default(
-    monkeypatch: pytest.MonkeyPatch, text: str, seconds: float
-) -> None:
-    monkeypatch.setenv("TTP_NORMAL_ACTION_TIME_LIMIT", text)
-    assert rank.seconds("TTP_NORMAL_ACTION_TIME_LIMIT", 180, 30, 1800) == seconds
-
-
-def test_replicas_that_the_job_refuses_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a processor that is started again would declare them."""
-
-    def refuse(sets: Any) -> None:
-        raise ConfigError("outside 0..1")
-
-    monkeypatch.setattr(Told(monkeypatch), "set_replicas", refuse, raising=False)
-    with pytest.raises(ConfigError, match="outside"):
-        tft.tft_set_optimizer_replica(0, [{"rank_list": [0, 7], "replica_cnt": 2}])
-    assert not rank.THIS._sets
 
 
 def test_calls_before_the_start() -> None:

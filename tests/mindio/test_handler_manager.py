@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 
 from tests.core.talk import PATIENCE
-from tests.mindio.handler_world import CURE, FOUR, HandlerWorld, Kind
+from tests.mindio.handler_world import CURE, FOUR, REPLACED, FakeRank, HandlerWorld, Kind
+from tests.mindio.test_replacement import led
 from ttp.core import messages as m
 from ttp.core.layout import Rank, Version
 from ttp.errors import EXIT_NOT_SAVED, EXIT_SAVED
+from ttp.mindio.protocol import messages as rm
 from ttp.mindio.protocol.manager_messages import ManagerLeft, NoticeKind
 from ttp.mindio.protocol.messages import HANDLERS
 
@@ -89,6 +91,33 @@ def test_the_manager_knows_of_more_faults_and_wants_more_time_to_choose() -> Non
     world.after(49)
     world.say(NoticeKind.STRATEGY, strategy="dump")
     assert world.kinds() == ["save", "rename"] and set(world.acted(Kind.SAVE)) == {0, 3}
+
+
+def test_a_death_while_some_are_back_in_their_loops_stops_them_again() -> None:
+    this = HandlerWorld(FOUR, {(Kind.RESUME, 3): "die"}, recover=True)
+    this.attend()
+    this.ails(1)
+    for kind in (NoticeKind.STOP_TRAIN, NoticeKind.GLOBAL_RANK, NoticeKind.STRATEGY):
+        this.say(kind, strategy="retry")
+    this.dies(3)
+    this.after(3)
+    this.say(NoticeKind.STRATEGY, strategy="recover")
+    this.settle()
+    assert this.kinds()[-len(REPLACED) :] == REPLACED and this.released == set(), this.story()
+
+
+def test_a_manager_that_reports_the_death_again_does_not_accuse_the_newcomer() -> None:
+    this = led()
+    this.starts = False
+    this.say(NoticeKind.STRATEGY, strategy="recover")
+    this.streams[1] += 1000
+    this.ranks[1] = FakeRank(version=0, parked=False, out=True)
+    this.hello(1, framework=rm.HANDLERS, nonce="new", launch=1)
+    this.say(NoticeKind.GLOBAL_RANK, {1: 1})
+    for report in this._newcomer(1):
+        this._speak(1, report)
+    this.settle()
+    assert this.kinds() == REPLACED and this.released == set(), this.story()
 
 
 # -------------------------------------------------------------------------------------------------------------- resize

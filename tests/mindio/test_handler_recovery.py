@@ -54,7 +54,6 @@ def test_who_was_stopped_for_a_save_is_not_thawed_although_nothing_is_broken_aft
     world = HandlerWorld(FOUR, {(Kind.SAVE, rank): "hang" for rank in range(4)}, halt_before_dump=True, save_ms=10**9)
     world.machine._rescue.unheard(Rank(2), "its host is silent", world.now)
     world.after(PATIENCE.rescue_s / 2)
-    world.pump(world._take())
     assert world.kinds() == ["stop", "clean", "save"]
     world.machine._rescue.heard_again(Rank(2), world.now)
     world.settle()

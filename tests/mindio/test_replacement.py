@@ -283,34 +283,6 @@ def test_a_manager_chooses_it_and_starts_the_process_itself(strategy: str) -> No
     assert this.heard()[-1] == ("result", 0, strategy)
 
 
-def test_a_death_while_some_are_back_in_their_loops_stops_them_again() -> None:
-    this = world({(Kind.RESUME, 3): "die"})
-    this.attend()
-    this.ails(1)
-    for kind in (NoticeKind.STOP_TRAIN, NoticeKind.GLOBAL_RANK, NoticeKind.STRATEGY):
-        this.say(kind, strategy="retry")
-    this.dies(3)
-    this.after(3)
-    this.say(NoticeKind.STRATEGY, strategy="recover")
-    this.settle()
-    assert this.kinds()[-len(REPLACED) :] == REPLACED and this.released == set(), this.story()
-
-
-def test_a_manager_that_reports_the_death_again_does_not_accuse_the_newcomer() -> None:
-    this = led()
-    this.starts = False
-    this.say(NoticeKind.STRATEGY, strategy="recover")
-    this.streams[1] += 1000
-    this.ranks[1] = FakeRank(version=0, parked=False, out=True)
-    this.hello(1, framework=rm.HANDLERS, nonce="new", launch=1)
-    this.pump(this._take())
-    this.say(NoticeKind.GLOBAL_RANK, {1: 1})
-    for report in this._newcomer(1):
-        this._speak(1, report)
-    this.settle()
-    assert this.kinds() == REPLACED and this.released == set(), this.story()
-
-
 def test_a_job_that_is_soon_done_is_mended_too() -> None:
     this = led()
     this.say(NoticeKind.STRATEGY, strategy="recover")
