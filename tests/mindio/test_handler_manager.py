@@ -115,7 +115,7 @@ def test_a_manager_that_reports_the_death_again_does_not_accuse_the_newcomer() -
     this.hello(1, framework=rm.HANDLERS, nonce="new", launch=1)
     this.say(NoticeKind.GLOBAL_RANK, {1: 1})
     for report in this._newcomer(1):
-        this._speak(1, report)
+        this.report(1, report)
     this.settle()
     assert this.kinds() == REPLACED and this.released == set(), this.story()
 

@@ -9,8 +9,8 @@ import pytest
 
 from tests.core.talk import PATIENCE, Talk
 from tests.mindio.handler_world import CURE, FOUR, HandlerWorld, Kind, Trouble
-from ttp.core.controller.events import ConnectionId, StreamEnded
 from ttp.core import messages as m
+from ttp.core.controller.events import ConnectionId, StreamEnded
 from ttp.core.layout import Rank, Version
 from ttp.errors import EXIT_NOT_SAVED, EXIT_SAVED
 from ttp.mindio.protocol import messages as rm
@@ -238,7 +238,7 @@ def test_after_an_older_checkpoint_was_loaded_the_steps_that_follow_it_are_saved
     world.settle()
     for rank, one in enumerate(world.ranks):
         one.version = 6
-        world._speak(rank, m.Heartbeat(Rank(rank), Version(6), m.Phase.IDLE))
+        world.report(rank, m.Heartbeat(Rank(rank), Version(6), m.Phase.IDLE))
     world.kill(0)
     world.settle()
     assert world.named == [7, 6] and world.released == {EXIT_SAVED}
