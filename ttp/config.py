@@ -17,7 +17,7 @@ from ttp.core.layout import WORLD_SIZE_MAX
 from ttp.core.stripes import AUTO, PARTS_ASKED_MAX, WHOLE
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED, ConfigError
 from ttp.launch.rank_names import in_torchruns_names
-from ttp.launch.token_file import secret_in
+from ttp.launch.token_file import secret_in, token_text
 
 PREFIX = "TTP_"
 CONTINUITY_MODES = OFF, WARM, KEEP = "off", "warm", "keep"
@@ -111,21 +111,10 @@ def _stripes(text: str) -> int:
     return WHOLE if value == 1 else value
 
 
-def _token(text: str) -> str:
-    """Check that ``TTP_TOKEN`` can be sent in a gRPC header: printable ASCII without blanks at the ends."""
-    if not (text.isascii() and text.isprintable() and text == text.strip() and len(text) <= NAME_MAX):
-        raise ValueError("expected printable ASCII characters, without spaces at the ends")
-    return text
-
-
 @functools.cache
 def _token_in(path: str) -> str:
     """Return the token in a file, read once per process: the file may be removed when the job has begun."""
-    named = f"TTP_TOKEN_FILE={path!r:.200}"
-    try:
-        return _token(secret_in(Path(path).expanduser(), named))
-    except ValueError as problem:
-        raise ConfigError(f"{named} does not contain a valid token: {problem}") from None
+    return secret_in(Path(path).expanduser(), f"TTP_TOKEN_FILE={path!r:.200}")
 
 
 def _absolute(text: str) -> str:
@@ -226,7 +215,7 @@ class Config:
     run_dir: str | None = _setting("TTP_RUN_DIR", _name, None)
     """Directory in which the processes of one host keep leases, logs and (without shared memory) pages."""
 
-    token: str = _setting("TTP_TOKEN", _token, "")
+    token: str = _setting("TTP_TOKEN", token_text, "")
     """Shared secret of the job; requests without it are refused. ``ttp run`` makes one when none is given."""
 
     token_file: str | None = _setting("TTP_TOKEN_FILE", _name, None)

@@ -32,6 +32,7 @@ class Answer:
 
 
 async def get(app: Any, path: str, headers: dict[str, str] | None = None, method: str = "GET") -> Answer:
+    """Send a request as a server does: starlette releases differ in how they make a URL of these parts."""
     said: list[dict[str, Any]] = []
     where, _, query = path.partition("?")
     scope = {
@@ -88,6 +89,20 @@ def test_without_the_token_nothing_is_told_but_that_the_process_lives(tmp_path: 
     assert [answer.code for answer in ask(tmp_path, "/healthz", headers=headers)] == [200]
 
 
+@pytest.mark.parametrize("host", ["x/healthz?", "x/healthz#", "x/healthz/..", "[", "x:y"])
+def test_no_host_header_opens_the_door_or_breaks_it(tmp_path: Path, host: str) -> None:
+    answers = ask(tmp_path, *PATHS, "/healthz/", "//healthz", headers={"host": host})
+    assert {answer.code for answer in answers} == {401}
+    assert [answer.code for answer in ask(tmp_path, "/healthz", headers={"host": host})] == [200]
+
+
+@pytest.mark.parametrize("path", ["//evil.example/", "/\\evil.example/", "///evil.example"])
+def test_the_token_in_an_address_leads_to_no_other_server(tmp_path: Path, path: str) -> None:
+    (answer,) = ask(tmp_path, f"{path}?token=secret", headers={"host": "good.example"})
+    place = answer.headers["location"]
+    assert answer.code == 303 and place.startswith("/") and not place.startswith(("//", "/\\"))
+
+
 def test_the_token_becomes_a_cookie_that_scripts_cannot_read(tmp_path: Path) -> None:
     (first,) = ask(tmp_path, "/?token=secret")
     cookie = first.headers["set-cookie"]
@@ -96,8 +111,13 @@ def test_the_token_becomes_a_cookie_that_scripts_cannot_read(tmp_path: Path) -> 
 
 
 def test_it_is_read_only(tmp_path: Path) -> None:
-    for method in ("POST", "PUT", "DELETE"):
-        assert {a.code for a in ask(tmp_path, "/", "/api/v1/incidents/one", headers=BEARER, method=method)} == {405}
+    for method in ("POST", "PUT", "DELETE", "OPTIONS"):
+        for headers in (BEARER, {}):
+            answers = ask(tmp_path, *PATHS, "/healthz", "/?token=secret", headers=headers, method=method)
+            assert {(a.code, a.headers["allow"], "set-cookie" in a.headers) for a in answers} == {
+                (405, "GET, HEAD", False)
+            }
+    assert [a.code for a in ask(tmp_path, "/", "/api/v1/incidents", headers=BEARER, method="HEAD")] == [200, 200]
 
 
 def test_every_answer_forbids_what_is_not_ours(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import pytest
 
 from tests.web.browser import ROOT, served
 from tests.wire.certificates import Authority
+from ttp.launch.token_file import write_token
 
 pytest.importorskip("uvicorn", reason="pip install 'ttp-ft[web]'")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -91,6 +92,18 @@ def test_what_cannot_be_is_said(tmp_path: Path) -> None:
     secret = tmp_path / "token"
     secret.write_text("secret")
     assert "chmod 600" in refused(*here, "--access-token-file", str(secret), "--listen", "127.0.0.1:0")
+    two = tmp_path / "two"
+    two.touch(mode=0o600)
+    two.write_text("one\ntwo\n")
+    assert "printable ASCII" in refused(*here, "--access-token-file", str(two), "--listen", "127.0.0.1:0")
+    secret.chmod(0o600)
+    own = (*here, "--access-token-file", str(secret), "--listen", "127.0.0.1:0")
+    assert "job's own token" in refused(*own, TTP_TOKEN_FILE=str(secret))
+    assert "job's own token" in refused(*own, "--token", "secret", "--port", "1")
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    write_token(run_dir, "secret")
+    assert "job's own token" in refused(*own, TTP_RUN_DIR=str(run_dir), TTP_PORT="1"), "the launcher left it"
     assert "the port of the controller is not known" in refused(
         TTP_RUN_DIR=str(tmp_path / "none"), TMPDIR=str(tmp_path)
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from pathlib import Path
@@ -66,11 +67,12 @@ def web(
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     asker: Asker | None = Asker(address, port, token)
+    config = Config.from_env()
     try:
-        find(address, port, token)
+        config = dataclasses.replace(config, token=find(address, port, token).token)
     except ConfigError:
         if save_dir is None:
             raise
         asker = None
     looks = Looks(asker, Incidents(save_dir))
-    serve(looks, Place(host.strip("[]"), int(number), access_token_file, client_certificates), Config.from_env())
+    serve(looks, Place(host.strip("[]"), int(number), access_token_file, client_certificates), config)

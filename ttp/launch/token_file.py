@@ -10,7 +10,8 @@ from pathlib import Path
 from ttp.errors import ConfigError
 
 TOKEN_FILE = "token"
-TOKEN_BYTES_MAX = 4096
+TOKEN_MAX = 4000
+"""Maximum length of a token in bytes; a little less than a message takes."""
 
 
 def write_token(run_dir: Path, token: str) -> None:
@@ -68,20 +69,32 @@ def secret_in(path: Path, named: str) -> str:
         named: how error messages call the file.
 
     Raises:
-        ConfigError: it cannot be read, is empty, or is not private; the text says what to do.
+        ConfigError: it cannot be read, is empty or no token, or is not private; the text says what to do.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:
             _check_private(os.fstat(descriptor), named)
-            data = file.read(TOKEN_BYTES_MAX + 1)
+            data = file.read(TOKEN_MAX + 100)
     except OSError as problem:
         raise ConfigError(f"{named} cannot be read: {problem.strerror}") from None
-    if len(data) > TOKEN_BYTES_MAX:
-        raise ConfigError(f"{named} has more than {TOKEN_BYTES_MAX} bytes, which is too long for a token")
     text = data.decode(errors="replace").strip()
     if not text:
         raise ConfigError(f"{named} is empty: `openssl rand -hex 16` makes a token")
+    try:
+        return token_text(text)
+    except ValueError as problem:
+        raise ConfigError(f"{named} does not contain a valid token: {problem}") from None
+
+
+def token_text(text: str) -> str:
+    """Return ``text`` after checking that it can be a token: it is sent in the headers of gRPC and HTTP.
+
+    Raises:
+        ValueError: it is too long, is not printable ASCII, or has blanks at the ends.
+    """
+    if not (text.isascii() and text.isprintable() and text == text.strip() and len(text) <= TOKEN_MAX):
+        raise ValueError(f"expected at most {TOKEN_MAX} printable ASCII characters, without spaces at the ends")
     return text
 
 

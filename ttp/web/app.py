@@ -48,6 +48,7 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
+METHODS = ("GET", "HEAD")
 WAIT_S = 1.0
 QUIET_S = 15.0
 """Largest number of seconds without data in a stream, because proxies drop silent connections."""
@@ -86,15 +87,17 @@ class Door:
                 ]
             await send(message)
 
-        request = Request(scope)
+        request, path = Request(scope), scope["path"]  # not request.url, which contains the client's Host header
         given = request.query_params.get("token")
-        if given is not None and self._fits(given):
-            response: Response = RedirectResponse(request.url.path or "/", 303)
+        if scope["method"] not in METHODS:
+            await PlainTextResponse("read-only\n", 405, {"Allow": ", ".join(METHODS)})(scope, receive, answer)
+        elif given is not None and self._fits(given):
+            response: Response = RedirectResponse("/" + path.lstrip("/"), 303)
             # Lax, so that a link in a chat works; a request from another site cannot change anything here.
             settings: Any = {"httponly": True, "samesite": "lax", "secure": self._secure}
             response.set_cookie(self._cookie, self._token, **settings)
             await response(scope, receive, answer)
-        elif request.url.path == "/healthz" or self._fits(_bearer(request)) or self._fits(self._remembered(request)):
+        elif path == "/healthz" or self._fits(_bearer(request)) or self._fits(self._remembered(request)):
             await self._app(scope, receive, answer)
         else:
             await PlainTextResponse(REFUSED, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, answer)

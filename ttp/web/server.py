@@ -51,7 +51,7 @@ def serve(looks: Looks, place: Place, config: Config) -> None:
     Args:
         looks: observes the job.
         place: where and how to listen.
-        config: the TLS settings.
+        config: the TLS settings, and the job's token, which cannot be the page's.
 
     Raises:
         ConfigError: the port is taken, or the token or the TLS settings cannot be used.
@@ -59,6 +59,8 @@ def serve(looks: Looks, place: Place, config: Config) -> None:
     token = secrets.token_urlsafe(24)
     if place.token_file is not None:
         token = secret_in(place.token_file, f"--access-token-file {place.token_file}")
+        if token == config.token:
+            raise ConfigError("--access-token-file holds the job's own token, which can do more than read: use another")
     secured = server_context(config, client_certificates=place.client_certificates)
     listening = _listen(place)
     port = int(listening.getsockname()[1])
