@@ -14,9 +14,8 @@ from typing import Any, cast
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
-from grpc_health.v1.health import aio as health
+from grpc_health.v1.health_pb2 import HealthCheckResponse
 from grpc_reflection.v1alpha import reflection
 
 from ttp._version import __version__
@@ -284,6 +283,24 @@ class RawReports(grpc.aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(handler.stream_stream, None, handler.response_serializer)
 
 
+async def _check(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+    yield HealthCheckResponse(status=HealthCheckResponse.SERVING)
+
+
+async def _watch_health(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+    yield HealthCheckResponse(status=HealthCheckResponse.SERVING)
+    await asyncio.Event().wait()  # until the caller or the server ends the stream
+
+
+def _health() -> grpc.GenericRpcHandler:
+    """Return the handlers of health checks. As these need no token, they read no request: all services are served."""
+    made = {
+        name: grpc.stream_stream_rpc_method_handler(answer, None, HealthCheckResponse.SerializeToString)
+        for name, answer in (("Check", _check), ("Watch", _watch_health))
+    }
+    return grpc.method_handlers_generic_handler(HEALTH_SERVICE, made)
+
+
 async def start_server(driver: Driver, config: Config, port: int) -> grpc.aio.Server:
     """Start a server on ``port``. ``ttp.wire.access`` determines its address and who may call it.
 
@@ -295,10 +312,7 @@ async def start_server(driver: Driver, config: Config, port: int) -> grpc.aio.Se
     server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[*aio_guards(config), RawReports()])
     rpc.add_ControllerServicer_to_server(ControllerService(driver), server)
     rounds_pb2_grpc.add_ManagerServicer_to_server(ManagerService(driver), server)
-    health_servicer = health.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    for name in ("", SERVICE, MANAGER_SERVICE):
-        await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
+    server.add_generic_rpc_handlers((_health(),))
     reflection.enable_server_reflection((SERVICE, MANAGER_SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME), server)
     if tls.add_port(server, where) == 0:
         raise RuntimeError(f"cannot bind {where}")

@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.controller.conftest import Controller
 from tests.ports import free_port
@@ -280,6 +281,28 @@ def test_a_service_does_not_listen_where_it_may_not(tmp_path: Path) -> None:
         socket.create_connection(("127.0.0.1", refused.port), 5)
 
 
+def _health(controller: Controller, name: str) -> list[Any]:
+    """Return the first answers to both kinds of health check; the second call stays open."""
+    stub: Any = health_pb2_grpc.HealthStub
+    request = health_pb2.HealthCheckRequest(service=name)
+    asked = stub(controller.channel)
+    watching = asked.Watch(request, timeout=120)
+    return [asked.Check(request, timeout=120).status, next(watching).status, watching]
+
+
+def test_health_checks_need_no_token(tmp_path: Path) -> None:
+    """Kubernetes sends the name of a service, or none."""
+    controller = Controller(tmp_path, token="secret")
+    try:
+        for name in ("", "ttp.wire.v1.Controller"):
+            *answers, watching = _health(controller, name)
+            assert answers == [health_pb2.HealthCheckResponse.SERVING] * 2
+            assert watching.is_active(), "whoever watches a server that lives stays connected"
+            watching.cancel()
+    finally:
+        controller.close()
+
+
 def test_what_a_stranger_sends_is_not_even_read(tmp_path: Path) -> None:
     """A message may have 256 MiB, so a few of them would exhaust a controller."""
     controller = Controller(tmp_path, token="secret")
@@ -293,6 +316,7 @@ def test_what_a_stranger_sends_is_not_even_read(tmp_path: Path) -> None:
             call: Any = controller.channel.unary_unary("/ttp.wire.v1.Controller/ReportFault")
             call(message, timeout=120)
         assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert _health(controller, "x" * len(message))[:2] == [health_pb2.HealthCheckResponse.SERVING] * 2
         assert resident() - before < len(message) // 2
     finally:
         controller.close()

@@ -40,7 +40,10 @@ TOKEN_KEY = "ttp-token"
 LOOPBACK = "127.0.0.1"
 EVERYWHERE = "0.0.0.0"
 OPEN_TO_ALL = "/grpc.health.v1.Health/"
-"""Prefix of the methods that need no token: health checks reveal only that a process is alive."""
+"""Prefix of the methods of an asyncio server that need no token: health checks reveal only that a process is alive.
+
+Their handlers must not read the request, which may be large.
+"""
 NO_TOKEN = (
     "the request does not carry this job's token: set TTP_TOKEN or TTP_TOKEN_FILE to what the job was started with"
 )
@@ -219,7 +222,7 @@ class _Guard(grpc.ServerInterceptor):
     def intercept_service(self, continuation: Callable[[Any], Any], handler_call_details: Any) -> Any:
         """Refuse a request without the token now, and wrap the handler so that the caller is checked before it runs."""
         handler = continuation(handler_call_details)
-        if handler is None or handler_call_details.method.startswith(OPEN_TO_ALL):
+        if handler is None:
             return handler
         if problem := self._door.about_token(handler_call_details.invocation_metadata):
 
