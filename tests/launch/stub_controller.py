@@ -1,4 +1,7 @@
-"""A controller that only answers status requests and records reported faults; a program with a controller's flags."""
+"""A controller that only answers status requests and records reported faults; a program with a controller's flags.
+
+If its run directory has a file ``drained``, it also gives verdicts: all is saved, and the host in that file is drained.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from ttp.wire.v1.controller_pb2_grpc import ControllerServicer, add_ControllerSe
 class Stub(ControllerServicer):
     def __init__(self, run_dir: Path, busy: Path) -> None:
         self._faults = run_dir / "faults.jsonl"
-        self._busy = busy
+        self._busy, self._drained = busy, run_dir / "drained"
 
     def GetStatus(self, request: wire.GetStatusRequest, context: grpc.ServicerContext) -> wire.GetStatusResponse:  # noqa: N802
         self._check(context)
@@ -41,7 +44,12 @@ class Stub(ControllerServicer):
     def Attach(self, request_iterator: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
         context.abort(grpc.StatusCode.UNIMPLEMENTED, "a stub")
 
-    GetVerdict: Any = Attach
+    def GetVerdict(self, request: wire.GetVerdictRequest, context: grpc.ServicerContext) -> wire.GetVerdictResponse:  # noqa: N802
+        self._check(context)
+        if not self._drained.exists():
+            context.abort(grpc.StatusCode.UNIMPLEMENTED, "a stub")
+        return wire.GetVerdictResponse(code=75, drained=[self._drained.read_text()])
+
     Look: Any = Attach
     Relay: Any = Attach
     SaveNow: Any = Attach

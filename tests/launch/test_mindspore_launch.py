@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -74,6 +75,16 @@ def test_saving_ranks_are_waited_for_and_the_job_starts_again(start: Start, cont
     assert job.has("saved-0-0") and job.has("saved-2-0") and not job.has("sigterm-0-0")
     assert not psutil.pid_exists(first)
     assert [(f["ranks"], f["pids"], f["kind"]) for f in controller.faults] == [([1], [victim], "FAULT_KIND_EXITED")]
+
+
+@pytest.mark.parametrize("drained", [socket.gethostname(), "another host of the job"])
+def test_a_job_with_a_drained_host_is_not_started_again(drained: str, start: Start, controller: Controller) -> None:
+    (controller.run_dir / "drained").write_text(drained)
+    job = start(OF_MINDSPORE, [*TWO, "--max-restarts", "2"], "fake_worker.py", plan(save_s=0))
+    job.pids(2)
+    job.rescue()
+    assert job.finish() == 75 and "is drained" in job.log, job.log
+    assert not job.has("pid-0-1")
 
 
 def test_a_crash_before_that_is_one(start: Start, controller: Controller) -> None:

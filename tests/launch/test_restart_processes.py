@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -92,6 +93,22 @@ def test_gloo_across_two_nodes_after_a_restart(
     assert [job.finish(timeout_s=150) for job in jobs] == [0, 0], "".join(job.log for job in jobs)
     assert sorted(path.name for path in jobs[0].out.glob("sum-*-1")) == [f"sum-{rank}-1" for rank in range(4)]
     assert {path.read_text() for path in jobs[0].out.glob("sum-*-1")} == {"10"}
+
+
+@pytest.mark.parametrize(("kind", "nodes"), [("static", 1), pytest.param("static", 2, marks=pytest.mark.slow)])
+def test_no_launcher_starts_a_job_again_whose_drained_host_nobody_replaces(
+    kind: str, nodes: int, start: Start, controller: Controller, unused_port: int
+) -> None:
+    """Where no host can join later, the other hosts would wait for the drained one in vain."""
+    flags = two_nodes(kind, unused_port) if nodes > 1 else [rendezvous(kind, unused_port)]
+    (controller.run_dir / "drained").write_text(socket.gethostname() if nodes == 1 else "another host of the job")
+    more = ["--nproc-per-node", "1", "--max-restarts", "3"]
+    jobs = [start("ttp-run", [*own, *more], "fake_worker.py", "{}", name=f"n{n}") for n, own in enumerate(flags)]
+    jobs[0].pids(nodes)
+    jobs[0].rescue()
+    assert [job.finish() for job in jobs] == [75] * nodes, "".join(job.log for job in jobs)
+    assert all(jobs[0].has(f"saved-{rank}-0") and not jobs[0].has(f"pid-{rank}-1") for rank in range(nodes))
+    assert all("is drained" in job.log for job in jobs)
 
 
 def test_node_that_lost_its_store_waits_too(start: Start, controller: Controller, unused_port: int) -> None:

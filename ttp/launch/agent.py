@@ -198,10 +198,10 @@ class TtpAgent(LocalElasticAgent):
             )
             self._remaining_restarts = 0
         rendezvous = worker_group.spec.rdzv_handler
-        if self._remaining_restarts and isinstance(rendezvous, Rescheduling) and self._host.is_drained():
-            logger.warning("this host is drained: it leaves the job, and another host may take its place")
+        if self._remaining_restarts and self._host.is_drained(or_another=rendezvous.get_backend() == "static"):
             self._remaining_restarts = 0
-            rendezvous.leave()
+            if isinstance(rendezvous, Rescheduling):
+                rendezvous.leave()
         unsaved = any(worker.poll() == EXIT_NOT_SAVED for worker in workers.values())
         if unsaved and self._remaining_restarts and self._host.is_final():
             self._remaining_restarts = 0

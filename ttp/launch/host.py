@@ -215,7 +215,7 @@ class Host:
 
     def is_final(self) -> bool:
         """Return whether the job's verdict says that no restart helps."""
-        answer = ask_verdict(self._places(), self.config.token, "", EXIT_TRAINED) if self._address else None
+        answer = self._verdict()
         if answer is not None and answer.final:
             logger.error("the job is not started again: %s", answer.text)
         return answer is not None and bool(answer.final)
@@ -236,15 +236,27 @@ class Host:
             )
         return self._early.enough
 
-    def is_drained(self) -> bool:
-        """Return whether an operator has drained this host, so that its launcher has to start no ranks again."""
-        answer = ask_verdict(self._places(), self.config.token, "", EXIT_TRAINED) if self._address else None
-        return answer is not None and self._name in answer.drained
+    def is_drained(self, *, or_another: bool = False) -> bool:
+        """Return whether an operator has drained this host, so that its launcher has to start no ranks again.
+
+        Args:
+            or_another: whether another drained host counts, too, because no host can take its place.
+        """
+        drained = () if (answer := self._verdict()) is None else answer.drained
+        if self._name in drained:
+            logger.warning("this host is drained: it leaves the job")
+        elif drained and or_another:
+            logger.warning("a host is drained, and none can take its place: the job is not started again here")
+        return bool(drained) if or_another else self._name in drained
 
     def is_moved(self) -> bool:
         """Return whether this host was drained while the job still trains, so that its ranks are on another host."""
-        answer = ask_verdict(self._places(), self.config.token, "", EXIT_TRAINED) if self._address else None
+        answer = self._verdict()
         return answer is not None and self._name in answer.drained and not answer.HasField("code")
+
+    def _verdict(self) -> Any:
+        """Return the job's verdict, as ``ask_verdict`` does; None also before this host has started ranks."""
+        return ask_verdict(self._places(), self.config.token, "", EXIT_TRAINED) if self._address else None
 
     def close(self, several_nodes: bool, code: int) -> int:
         """End what was started for the job. With several nodes the controller is kept until no launcher needs it.

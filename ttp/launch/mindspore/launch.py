@@ -159,6 +159,8 @@ class _Starts:
                 break
             if self._host.starts_in_vain(self.codes):
                 break
+            if left and self._host.is_drained(or_another=not self._job.rank_table):  # a new table may have new hosts
+                break
             if left and not self._laid_out_again():
                 break
             if left:
