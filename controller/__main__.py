@@ -24,8 +24,8 @@ from ttp.controller.metrics import serve_metrics
 from ttp.controller.service import start_server, stop_server
 from ttp.controller.spans import SpanSender, wanted
 from ttp.core.controller.events import ControllerTimeouts
-from ttp.errors import EXIT_BAD_CONFIG, EXIT_TRAINED, ConfigError
-from ttp.launch.presence import port_owner
+from ttp.errors import EXIT_BAD_CONFIG, EXIT_PORT_TAKEN, EXIT_TRAINED, ConfigError
+from ttp.launch.presence import may_be_bound, port_owner
 from ttp.mindio.protocol.handler_recovery import HandlerRecovery
 from ttp.wire.access import EVERYWHERE, is_loopback, listening_address
 from ttp.wire.address import target
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a controller until its job is over.
 
     Returns:
-        The exit code: 0, or 64 if a setting is wrong.
+        The exit code: 0, 64 if a setting is wrong, or 98 if the port is in use.
     """
     args = parser().parse_args(argv)
     try:
@@ -157,7 +157,7 @@ async def serve(config: Config, args: argparse.Namespace, port: int) -> int:
         return EXIT_BAD_CONFIG
     except RuntimeError:
         print(f"ttp controller: port {port} on {bind} cannot be used: {_why_not(bind, port)}", file=sys.stderr)
-        return EXIT_BAD_CONFIG
+        return EXIT_PORT_TAKEN if may_be_bound(bind, port) else EXIT_BAD_CONFIG
     log.info("ttp %s controller, pid %s, listens on %s:%s", __version__, os.getpid(), bind, port)
     loop = asyncio.get_running_loop()
     asked = asyncio.Event()

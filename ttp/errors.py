@@ -10,6 +10,8 @@ EXIT_TRAINED = 0
 EXIT_BAD_CONFIG = 64
 EXIT_NOT_SAVED = 70
 EXIT_SAVED = 75
+EXIT_PORT_TAKEN = 98
+"""Exit code of ``python -m ttp.controller`` if its port is in use, for its launcher; ``ttp controller`` has 64."""
 
 
 class TtpError(Exception):

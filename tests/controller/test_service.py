@@ -22,6 +22,7 @@ from ttp.config import Config
 from ttp.controller.__main__ import _why_not, parser, patience_of
 from ttp.core import messages as m
 from ttp.core.layout import Layout, Rank, Shard, Version
+from ttp.errors import EXIT_PORT_TAKEN
 from ttp.wire.v1 import controller_pb2 as pb
 
 
@@ -89,19 +90,21 @@ def test_health_is_served(controller: Controller) -> None:
         assert health.Check(health_pb2.HealthCheckRequest(service=name), timeout=10).status == 1
 
 
-def test_a_port_in_use_names_port_and_owner(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("module", "code"), [(["ttp.controller"], EXIT_PORT_TAKEN), (["ttp", "controller"], 64)])
+def test_a_port_in_use_names_port_and_owner(module: list[str], code: int, tmp_path: Path) -> None:
+    """Only launchers get a code of its own, as they try again later."""
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
         done = subprocess.run(
-            [sys.executable, "-m", "ttp.controller", "--port", port, "--run-dir", str(tmp_path)],
+            [sys.executable, "-m", *module, "--port", port, "--run-dir", str(tmp_path)],
             capture_output=True,
             text=True,
             timeout=60,
             check=False,
         )
-    assert done.returncode == 64
+    assert done.returncode == code
     assert f"port {port}" in done.stderr and f"pid {os.getpid()}" in done.stderr
 
 

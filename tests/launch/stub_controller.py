@@ -16,6 +16,8 @@ from typing import Any
 
 import grpc
 
+from ttp.errors import EXIT_BAD_CONFIG, EXIT_PORT_TAKEN
+from ttp.launch.presence import may_be_bound
 from ttp.wire.v1 import controller_pb2 as wire
 from ttp.wire.v1.controller_pb2_grpc import ControllerServicer, add_ControllerServicer_to_server
 
@@ -71,14 +73,14 @@ def main() -> int:
     run_dir = Path(args.run_dir)
     if (run_dir / "refuse-to-start").exists():
         print("no luck today", file=sys.stderr)
-        return 3
+        return int((run_dir / "refuse-to-start").read_text() or 3)
     server = grpc.server(futures.ThreadPoolExecutor(4), options=[("grpc.so_reuseport", 0)])
     add_ControllerServicer_to_server(Stub(run_dir, run_dir / "busy"), server)
     try:
         server.add_insecure_port(f"{args.bind or '0.0.0.0'}:{args.port}")
     except RuntimeError:
         print(f"port {args.port} is taken", file=sys.stderr)
-        return 64
+        return EXIT_PORT_TAKEN if may_be_bound(args.bind, int(args.port)) else EXIT_BAD_CONFIG
     server.start()
     (run_dir / "started").open("a").write(f"{os.getpid()}\n")
     signal.sigwait(ends)

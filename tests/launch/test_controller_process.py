@@ -160,6 +160,12 @@ def test_one_that_cannot_start_shows_its_log(run_dir: Path, unused_port: int) ->
         ensure(run_dir, unused_port)
 
 
+def test_settings_that_it_refuses_are_said_at_once(run_dir: Path, unused_port: int) -> None:
+    (run_dir / "refuse-to-start").write_text("64")
+    with pytest.raises(ConfigError, match=r"exit code 64\):\nno luck today$"):
+        ensure(run_dir, unused_port, patience_s=10.0)
+
+
 def test_an_address_of_another_machine_is_only_waited_for(run_dir: Path, unused_port: int) -> None:
     with pytest.raises(ConfigError, match="first node should run it"):
         ensure(run_dir, unused_port, address="no.such.host.invalid", patience_s=0.2)

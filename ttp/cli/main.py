@@ -88,7 +88,7 @@ def _control(argv: list[str]) -> int:
     from ttp.controller.__main__ import main as control
 
     try:
-        return control(argv)
+        return min(control(argv), EXIT_BAD_CONFIG)  # 98 (the port is in use) is for launchers
     except SystemExit as leaving:  # argparse has printed its help or its error
         return EXIT_TRAINED if leaving.code in (None, 0) else EXIT_BAD_CONFIG
 

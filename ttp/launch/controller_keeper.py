@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 from ttp.config import Config
-from ttp.errors import EXIT_BAD_CONFIG, TtpError
+from ttp.errors import EXIT_PORT_TAKEN, TtpError
 from ttp.launch.controller_process import end_controller, ensure_controller, log_tail, stop_controller
 from ttp.launch.presence import is_local, listens
 
@@ -117,7 +117,7 @@ class ControllerKeeper:
             return False
         self._child = None
         self._job_over = code == 0
-        if code not in (0, EXIT_BAD_CONFIG):  # 64: another process got the port first
+        if code not in (0, EXIT_PORT_TAKEN):  # another process got the port first
             logger.warning(
                 "the controller ended (exit code %d); a new one is started\n%s", code, log_tail(self._run_dir, lines=3)
             )

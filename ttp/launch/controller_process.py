@@ -1,7 +1,7 @@
 """Finds, starts and stops the controller process, for launchers and for the processor of rank 0.
 
 Several processes may start a controller at the same time. The controller that gets the port wins; the others exit with
-code 64. The winner may still be starting, or may end before it serves. So a process whose controller lost keeps probing
+code 98. The winner may still be starting, or may end before it serves. So a process whose controller lost keeps probing
 the port, and starts another controller later, until its time is over.
 """
 
@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ttp.errors import EXIT_BAD_CONFIG, ConfigError
-from ttp.launch.presence import PROBE_S, Presence, controller_pid, is_local, listens, may_be_bound, port_owner, probe
+from ttp.errors import EXIT_PORT_TAKEN, ConfigError
+from ttp.launch.presence import PROBE_S, Presence, controller_pid, is_local, listens, port_owner, probe
 from ttp.launch.run_dir import make_private
 from ttp.wire.tls import diagnose
 
@@ -248,7 +248,7 @@ class _Start:
         code = None if self._child is None else self._child.poll()
         if code is not None:
             self._child = None
-            if code != EXIT_BAD_CONFIG or not may_be_bound(self._bind, self._port):
+            if code != EXIT_PORT_TAKEN:
                 raise ConfigError(
                     f"the controller cannot start (exit code {code}):\n{log_tail(self._run_dir, self._log_size)}"
                 )
