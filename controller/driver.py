@@ -22,7 +22,6 @@ from ttp.core import messages as m
 from ttp.core.controller import events as ce
 from ttp.core.controller.machine import ControllerMachine
 from ttp.core.controller.program_recovery import MakeRecovery, no_recovery
-from ttp.core.copy_messages import Mirror
 from ttp.core.layout import Rank, Version
 from ttp.errors import EXIT_BAD_CONFIG
 from ttp.launch.log_format import FACTS
@@ -209,28 +208,6 @@ class Driver:
         except Exception:
             log.exception("an error while the controller decided on the reports that have arrived")
         self._plan_timer()
-
-    def add_evidence(
-        self,
-        ranks: tuple[Rank, ...],
-        kind: m.FaultKind,
-        reason: str,
-        pids: tuple[int, ...],
-        pages: tuple[Mirror, ...] = (),
-        seat: str = "",
-    ) -> None:
-        """Report a fault of ``ranks`` from outside the job.
-
-        Args:
-            ranks: the ranks that failed.
-            kind: the kind of fault.
-            reason: the reason, for people.
-            pids: process ids of the ranks, in the same order; empty if unknown.
-            pages: pages with rank-local state that dead ranks left behind on their host.
-            seat: ``"ready"`` if the launcher can start these ranks alone, beside the running ranks; else the reason why
-                it cannot.
-        """
-        self.feed(ce.Accused(ranks, kind, reason, pids, pages, seat))
 
     async def save(self, reason: str, *, again: bool = False) -> ce.AnswerSave:
         """Save a checkpoint now, and wait until it is committed or refused.

@@ -25,7 +25,7 @@ from ttp.controller.driver import WATCH_MAX, Driver
 from ttp.controller.relay_link import RelayLink
 from ttp.core import messages as m
 from ttp.core.controller import events as ce
-from ttp.core.controller.fault_targets import fault_targets
+from ttp.core.controller.fault_targets import fault_targets, meant_hosts, shown_hosts
 from ttp.core.controller.incident import Incident
 from ttp.core.controller.machine import ControllerMachine
 from ttp.core.layout import Rank, ranks_text
@@ -138,37 +138,42 @@ class ControllerService(rpc.ControllerServicer):
 
     async def ReportFault(self, request: pb.ReportFaultRequest, context: Any) -> pb.ReportFaultResponse:
         """See the proto."""
-        if request.recovered:
-            return self._recovered(request.host)
         if request.pids and len(request.pids) != len(request.ranks):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "pids and ranks must have the same length")
         try:
             kind = enum_from_wire(m.FaultKind, request.kind) if request.kind else m.FaultKind.OUTSIDE
             pages = pages_from_wire(request.pages)
+            host, seat = limits.text("host", request.host), limits.text("seat", request.seat)
         except WireError as problem:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(problem))
+        if request.recovered:
+            return self._recovered(host)
         pid_of = dict(zip(map(Rank, request.ranks), request.pids or (0,) * len(request.ranks), strict=True))
+        reason = limits.text("reason", request.reason)
         if request.exit_code == EXIT_BAD_CONFIG and self._are_of_this_launch(pid_of):
-            words = limits.text("reason", request.reason)
-            self._driver.feed(ce.RankWasWrong(f"{ranks_text(pid_of)} {words}"))
-        meant = fault_targets(self._driver.machine.job, pid_of, request.host)
+            self._driver.feed(ce.RankWasWrong(f"{ranks_text(pid_of)} {reason}"))
+        meant = fault_targets(self._driver.machine.job, pid_of, host)
         if not meant.ranks:
             return pb.ReportFaultResponse(text=meant.problem or "nothing was done: give a rank or a host")
-        reason = limits.text("reason", request.reason) or "reported from outside"
         pids = tuple(pid_of.get(rank, 0) for rank in meant.ranks) if request.pids else ()
         if request.drain:
             members = self._driver.machine.job.members
             self._driver.feed(ce.HostsDrained(frozenset(members[rank].hello.host for rank in meant.ranks)))
-        self._driver.add_evidence(meant.ranks, kind, reason, pids, pages, limits.text("seat", request.seat))
+        reason = reason or "reported from outside"
+        self._driver.feed(ce.Accused(meant.ranks, kind, reason, pids, pages, seat))
         text = f"accused: {ranks_text(meant.ranks)}. The job saves its newest step and ends, to be started again"
         return pb.ReportFaultResponse(accused=meant.ranks, text=f"{text}. {meant.problem}" if meant.problem else text)
 
     def _recovered(self, host: str) -> pb.ReportFaultResponse:
-        """Let a drained host start ranks again; ``host`` is the host's name with or without its domain."""
-        hosts = {name for name in self._driver.machine.drained_hosts if host in (name, name.partition(".")[0])}
-        self._driver.feed(ce.HostsDrained(frozenset(hosts), drained=False))
-        text = f"{host} may start ranks again" if hosts else f"{host} is not drained; nothing was done"
-        return pb.ReportFaultResponse(text=text)
+        """Let a drained host start ranks again; ``host`` as in ``fault_targets``."""
+        addresses = {member.hello.host: member.hello.address for member in self._driver.machine.job.members.values()}
+        drained = {name: addresses.get(name, "") for name in self._driver.machine.drained_hosts}
+        found = meant_hosts(drained, host)
+        if len(found) != 1:
+            text = f"{host!r:.200} names no drained host, or several (drained: {shown_hosts(drained) or 'none'})"
+            return pb.ReportFaultResponse(text=f"{text}; nothing was done")
+        self._driver.feed(ce.HostsDrained(frozenset(found), drained=False))
+        return pb.ReportFaultResponse(text=f"{found[0]} may start ranks again", recovered=True)
 
     def _are_of_this_launch(self, pid_of: Mapping[Rank, int]) -> bool:
         """Return whether no reported rank has joined with another pid.
@@ -185,7 +190,11 @@ class ControllerService(rpc.ControllerServicer):
 
     async def GetVerdict(self, request: pb.GetVerdictRequest, context: Any) -> pb.GetVerdictResponse:
         """See the proto."""
-        self._driver.feed(ce.LauncherSaid(limits.text("host", request.host), request.starts, request.code))
+        try:
+            host = limits.text("host", request.host)
+        except WireError as problem:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(problem))
+        self._driver.feed(ce.LauncherSaid(host, request.starts, request.code))
         machine = self._driver.machine
         return pb.GetVerdictResponse(
             code=machine.verdict.code,

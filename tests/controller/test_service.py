@@ -74,6 +74,54 @@ def test_status_names_ranks_groups_and_stage(controller: Controller) -> None:
     assert [(g.name, list(g.ranks)) for g in status.groups] == [("model", [0, 1])]
 
 
+@pytest.mark.parametrize(
+    "report",
+    [
+        pb.ReportFaultRequest(ranks=[1], seat="x" * 5000, host="host", drain=True),
+        pb.ReportFaultRequest(host="h" * 5000),
+        pb.ReportFaultRequest(host="h" * 5000, recovered=True),
+        pb.ReportFaultRequest(ranks=[1], host="h\0"),
+        pb.GetVerdictRequest(host="h" * 5000),
+    ],
+    ids=["seat", "host", "recovered", "nul", "verdict"],
+)
+def test_a_request_beyond_the_limits_is_refused_in_words_and_changes_nothing(
+    controller: Controller, report: Any
+) -> None:
+    for rank in (controller.rank(0), controller.rank(1)):
+        rank.expect(m.Welcome)
+    until(lambda: controller.status().stage == "training")
+    ask = controller.stub.GetVerdict if isinstance(report, pb.GetVerdictRequest) else controller.stub.ReportFault
+    with pytest.raises(grpc.RpcError) as refused:
+        ask(report, metadata=controller.metadata, timeout=10)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT and len(refused.value.details() or "") < 500
+    now = controller.stub.GetVerdict(pb.GetVerdictRequest(), metadata=controller.metadata, timeout=10)
+    assert not now.drained and not controller.status().incidents_total
+    assert "Traceback" not in controller.output()
+
+
+def test_a_host_that_was_drained_is_taken_back_by_any_of_its_names(controller: Controller) -> None:
+    hosts = ("n1.here.example", "n1.there.example")
+    for rank, host in enumerate(hosts):
+        controller.rank(rank, host=host, address=f"10.0.0.{rank}").expect(m.Welcome)
+    until(lambda: controller.status().stage == "training")
+
+    def ask(host: str, **how: bool) -> pb.ReportFaultResponse:
+        request = pb.ReportFaultRequest(host=host, **how)
+        answer: pb.ReportFaultResponse = controller.stub.ReportFault(request, metadata=controller.metadata, timeout=10)
+        return answer
+
+    assert not ask("n1.here.example", recovered=True).recovered
+    for host in hosts:
+        assert ask(host, drain=True).accused
+    several = ask("n1", recovered=True)
+    assert not several.recovered and "n1.here.example, n1.there.example" in several.text
+    assert ask("10.0.0.0", recovered=True).recovered
+    nothing = ask("10.0.0.0", recovered=True)
+    assert not nothing.recovered and "n1.there.example" in nothing.text, "the hosts that are drained"
+    assert ask("N1", recovered=True).recovered, "now the short name is unique"
+
+
 def test_watchers_see_the_past_and_the_present(controller: Controller) -> None:
     controller.rank(0).expect(m.Welcome)
     watch = controller.stub.WatchEvents(pb.WatchEventsRequest(replay=10), metadata=controller.metadata, timeout=20)

@@ -51,7 +51,7 @@ def report_fault(
     The whole job then saves its newest step and exits with 75, so that its launcher starts it again: this ends the
     present incarnation. With --drain the accused host is left out of the next one, until --recovered; a program written
     for MindIO (ARF) is not ended where another host stands by: its ranks are moved while all train. For a checkpoint
-    without a restart see `ttp save`. Exits with 1 when no such rank is known.
+    without a restart see `ttp save`. Exits with 1 when nothing was done, as no such rank or drained host is known.
 
     JSON keys: accused (ranks; none where they are moved), text (what happened, in words).
     """
@@ -64,7 +64,8 @@ def report_fault(
     accused: list[int] = []
     with connected(find(address, port, token)) as client:
         if recovered:
-            done, text = True, client.report_fault([], host, reason, recovered=True).text
+            answer = client.report_fault([], host, reason, recovered=True)
+            done, text = answer.recovered, answer.text
         else:
             done, accused, text = accuse(client, rank or [], host, reason, drain=drain)
     if json:

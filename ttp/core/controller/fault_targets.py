@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from ttp.core.controller.membership import Membership
@@ -63,18 +63,31 @@ def _not_training(job: Membership) -> str:
 
 
 def _of_host(job: Membership, host: str) -> tuple[set[Rank], str]:
-    ranks: dict[str, set[Rank]] = {}
-    for rank, member in job.members.items():
-        ranks.setdefault(member.hello.host, set()).add(rank)
-    if host in ranks:
-        return ranks[host], ""
-    alike = {mb.hello.host for mb in job.members.values() if mb.hello.address == host or _alike(mb.hello.host, host)}
-    if len(alike) == 1:
-        return ranks[alike.pop()], ""
-    shown = ", ".join(sorted(alike or ranks)[:HOSTS_SHOWN]) + (", ..." if len(alike or ranks) > HOSTS_SHOWN else "")
-    if alike:
-        return set(), f"host {host!r:.200} may be {shown}: give the full name"
-    return set(), f"no such rank: none runs on host {host!r:.200}; the hosts of this job are {shown}"
+    addresses = {member.hello.host: member.hello.address for member in job.members.values()}
+    found = meant_hosts(addresses, host)
+    if len(found) == 1:
+        return {rank for rank, member in job.members.items() if member.hello.host == found[0]}, ""
+    if found:
+        return set(), f"host {host!r:.200} may be {shown_hosts(found)}: give the full name"
+    listed = shown_hosts(addresses)
+    return set(), f"no such rank: none runs on host {host!r:.200}; the hosts of this job are {listed}"
+
+
+def meant_hosts(addresses: Mapping[str, str], host: str) -> list[str]:
+    """Return the names of the hosts that an operator may mean with ``host``.
+
+    Args:
+        addresses: the address of each host by its name; empty if it is not known.
+        host: a name, a short name, or an address.
+    """
+    if host in addresses:
+        return [host]
+    return [name for name, address in addresses.items() if address == host != "" or _alike(name, host)]
+
+
+def shown_hosts(names: Collection[str]) -> str:
+    """Return a list of hosts for people, without those beyond ``HOSTS_SHOWN``."""
+    return ", ".join(sorted(names)[:HOSTS_SHOWN]) + (", ..." if len(names) > HOSTS_SHOWN else "")
 
 
 def _alike(name: str, given: str) -> bool:

@@ -2118,7 +2118,10 @@ class ReportFaultResponse(google.protobuf.message.Message):
 
     ACCUSED_FIELD_NUMBER: builtins.int
     TEXT_FIELD_NUMBER: builtins.int
+    RECOVERED_FIELD_NUMBER: builtins.int
     text: builtins.str
+    recovered: builtins.bool
+    """the host was drained, and is no longer"""
     @property
     def accused(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     def __init__(
@@ -2126,8 +2129,9 @@ class ReportFaultResponse(google.protobuf.message.Message):
         *,
         accused: collections.abc.Iterable[builtins.int] | None = ...,
         text: builtins.str = ...,
+        recovered: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accused", b"accused", "text", b"text"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accused", b"accused", "recovered", b"recovered", "text", b"text"]) -> None: ...
 
 global___ReportFaultResponse = ReportFaultResponse
 
