@@ -43,6 +43,8 @@ PUBLISH_S = 1.0
 """Seconds between two snapshots."""
 RANKS_MAX = 64
 """Largest job whose ranks have metrics of their own: each rank is two time series."""
+CONNECTIONS_MAX = 128
+"""Largest number of clients at a time, each of which takes a thread: whoever comes then is disconnected."""
 SCRAPE_S = 10.0
 """Seconds after which a client that sends nothing is disconnected."""
 MISSING = "TTP_METRICS_PORT is set and prometheus-client is not installed: pip install 'ttp-ft[metrics]'"
@@ -250,6 +252,21 @@ class _Server(socketserver.ThreadingMixIn, wsgiref.simple_server.WSGIServer):
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
         self.setup_environ()
+        self._free = threading.BoundedSemaphore(CONNECTIONS_MAX)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a client on a thread of its own, unless ``CONNECTIONS_MAX`` clients are being served."""
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Serve a client, on its thread."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Do nothing: a client that disconnects or has no certificate is not an error of this server."""

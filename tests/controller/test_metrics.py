@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import contextlib
 import socket
 import ssl
 import subprocess
@@ -18,7 +19,7 @@ from tests.ports import free_port
 from tests.waiting import until
 from tests.wire.certificates import Authority
 from ttp.cli.main import main
-from ttp.controller.metrics import Collector, RankNumbers, Snapshot
+from ttp.controller.metrics import CONNECTIONS_MAX, Collector, RankNumbers, Snapshot
 from ttp.controller.tally import Tally
 
 Numbers = dict[tuple[str, str], float]
@@ -188,6 +189,27 @@ def test_a_controller_and_the_command(start: Any, tmp_path: Path, capsys: pytest
         assert main(["metrics", "--port", str(controller.port), "--textfile", str(tmp_path / target)]) == 64
     assert (tmp_path / "pipe").is_fifo()
     assert "cannot be written" in capsys.readouterr().err
+
+
+def test_silent_clients_take_a_bounded_number_of_threads(start: Any) -> None:
+    port = free_port()
+    controller = start(TTP_METRICS_PORT=str(port))
+    until(lambda: f"metrics on 127.0.0.1:{port}" in controller.output())
+
+    def threads() -> int:
+        status = Path(f"/proc/{controller.process.pid}/status").read_text()
+        return int(status.split("Threads:")[1].split()[0])
+
+    before = threads()
+    with contextlib.ExitStack() as silent:
+        for _ in range(3 * CONNECTIONS_MAX):
+            last = silent.enter_context(socket.create_connection(("127.0.0.1", port)))
+        last.settimeout(30)
+        with contextlib.suppress(ConnectionResetError):
+            assert last.recv(1) == b"", "the last one is disconnected at once"
+        assert threads() <= before + CONNECTIONS_MAX
+    until(lambda: threads() <= before + 1)
+    assert scrape(port)["ttp_controller_leader", ""] == 0
 
 
 def test_a_port_that_is_taken_is_said_and_nothing_stops(start: Any) -> None:
