@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from tests.cli.test_incidents import SAVED, write
 from ttp.cli.incident_reader import read_incident
+from ttp.cli.status import picture
 from ttp.cli.trace_events import trace_text
 from ttp.web.looks import Incidents, Progress
 from ttp.web.story import LANES_MAX, story
@@ -29,6 +32,16 @@ def status(stage: str, states: str, version: int = 8, **changes: Any) -> pb.GetS
     for name, value in changes.items():
         setattr(now, name, value)
     return now
+
+
+def test_after_a_takeover_the_count_of_incidents_says_since_when() -> None:
+    def shown(term: int) -> str:
+        console = Console(file=io.StringIO(), width=200)
+        console.print(picture(status("training", "llll", term=term)))
+        text: str = console.file.getvalue()  # type: ignore[attr-defined] # a StringIO
+        return text
+
+    assert "0 incidents since this controller took over" in shown(2) and "since" not in shown(1)
 
 
 def test_who_waits_for_whom_while_a_job_forms() -> None:

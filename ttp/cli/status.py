@@ -158,7 +158,7 @@ def _job_line(now: pb.GetStatusResponse) -> Text:
         count_text(now.world_size, "rank"),
         now.framework,
         f"saves to {now.save_dir}" if now.save_dir else "",
-        count_text(now.incidents_total, "incident"),
+        count_text(now.incidents_total, "incident") + (" since this controller took over" if now.term > 1 else ""),
         count_text(now.false_alarms, "false alarm") if now.false_alarms else "",
         f"standby controllers {', '.join(now.standbys)}" if now.standbys else "",
         f"second copies of version {now.copied_version}" if now.HasField("copied_version") else "",
