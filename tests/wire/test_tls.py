@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
+import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,6 +44,26 @@ def _identity(monkeypatch: pytest.MonkeyPatch, settings: dict[str, str]) -> tls.
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
     return tls.identity()
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_server_that_dies_in_the_handshake_is_not_one_without_tls(dies: bool) -> None:
+    """Both reset the connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+
+        def serve() -> None:
+            accepted, _ = listening.accept()
+            accepted.recv(1)
+            if dies:
+                listening.close()
+            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close() resets
+            accepted.close()
+
+        server = threading.Thread(target=serve)
+        server.start()
+        assert tls.speaks_tls("127.0.0.1", port) is (None if dies else False)
+        server.join()
 
 
 def test_without_settings_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ connection, so that the next connection uses a renewed certificate.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import ssl
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from ttp.config import Config
 from ttp.errors import ConfigError
 from ttp.wire.address import connect
-from ttp.wire.revocation import Guard
+from ttp.wire.revocation import OPENSSL_S, Guard
 
 if TYPE_CHECKING:
     import grpc
@@ -32,7 +33,6 @@ log = logging.getLogger("ttp.tls")
 
 WARN_DAYS = 30
 """Days of validity below which a certificate causes a warning in the log."""
-OPENSSL_S = 30.0
 DAY_S = 86_400
 GREETING_S = 2.0
 """Seconds that a server may take to accept the connection of ``speaks_tls``."""
@@ -230,8 +230,10 @@ def speaks_tls(address: str, port: int) -> bool | None:
             return True
     except ssl.SSLError as problem:
         return "ALERT" in (problem.reason or "")  # an alert is a TLS answer too
-    except ConnectionResetError:
-        return False
+    except ConnectionResetError:  # a server without TLS does so, and one that has just died
+        with contextlib.suppress(OSError), connect(address, port, GREETING_S):
+            return False
+        return None
     except OSError:
         return None
 
