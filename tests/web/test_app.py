@@ -197,6 +197,30 @@ def test_a_storage_that_hangs_keeps_nobody_from_the_status(lost: bool, tmp_path:
     assert json.loads(shown.text)["error"] == ("nobody is there" if lost else "")
 
 
+def test_a_slow_storage_does_not_stop_the_list_of_incidents(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ttp.web.looks.SHARE", 1e6)
+    monkeypatch.setattr("ttp.web.looks.FILES_S", 0.1)
+    seen: list[int] = []
+
+    class Slow(Incidents):
+        def look(self) -> bool:
+            seen.append(1)
+            return False
+
+    async def run() -> None:
+        looks = Looks(lambda: (status("training", "llll"), "here:1", None), Slow(None))
+        running = asyncio.create_task(looks.run())
+        for _ in range(500):
+            looks.want()
+            await asyncio.sleep(0.02)
+            if len(seen) > 2:
+                break
+        running.cancel()
+
+    asyncio.run(run())
+    assert len(seen) > 2
+
+
 def test_nobody_is_asked_while_nobody_watches() -> None:
     asked: list[int] = []
 

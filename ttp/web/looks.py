@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -32,6 +33,8 @@ log = logging.getLogger("ttp.web")
 LOOK_S = 0.4
 SHARE = 20
 """The wait after a poll is at least this many times the duration of the poll."""
+FILES_S = 30.0
+"""Longest wait after a look at the files, in seconds: however slow the storage is, the list of incidents goes on."""
 IDLE_S = 10.0
 """Seconds after the last request until polling stops."""
 LATE_S = 3.0
@@ -220,14 +223,15 @@ class Looks:
 
     async def run(self) -> None:
         """Poll the job until cancelled."""
-        tasks = [asyncio.create_task(self._watch(look)) for look in (self._look_at_job, self._look_at_files)]
+        kinds = (self._look_at_job, math.inf), (self._look_at_files, FILES_S)
+        tasks = [asyncio.create_task(self._watch(look, longest_s)) for look, longest_s in kinds]
         try:
             await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
 
-    async def _watch(self, look: Callable[[], Any]) -> None:
+    async def _watch(self, look: Callable[[], Any], longest_s: float) -> None:
         while True:
             if time.monotonic() - self._wanted_at > IDLE_S:
                 self._wanted.clear()
@@ -237,7 +241,8 @@ class Looks:
                 await look()
             except Exception:
                 log.exception("cannot update the state of the job")
-            await asyncio.sleep(max(LOOK_S, SHARE * (time.monotonic() - began)) if not self._view["error"] else 1.0)
+            share_s = min(longest_s, SHARE * (time.monotonic() - began))
+            await asyncio.sleep(1.0 if self._view["error"] else max(LOOK_S, share_s))
 
     async def _look_at_job(self) -> None:
         if self._ask is None:
