@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ttp._version import __version__
-from ttp.config import Config
+from ttp.config import Config, seconds
 from ttp.controller.driver import Driver
 from ttp.controller.journal import Journal
 from ttp.controller.log_output import written_aside
@@ -26,6 +26,7 @@ from ttp.controller.spans import SpanSender, wanted
 from ttp.core.controller.events import ControllerTimeouts
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_PORT_TAKEN, EXIT_TRAINED, ConfigError
 from ttp.launch.presence import may_be_bound, port_owner
+from ttp.launch.run_dir import make_private
 from ttp.mindio.protocol.handler_recovery import HandlerRecovery
 from ttp.wire.access import EVERYWHERE, is_loopback, listening_address
 from ttp.wire.address import target
@@ -67,11 +68,11 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument(
         "--orphan-s",
-        type=float,
+        type=seconds,
         default=0.0,
         help="seconds that the controller runs on without that process and without any rank",
     )
-    p.add_argument("--abandoned-s", type=float, default=None, help="end after this many seconds without any rank")
+    p.add_argument("--abandoned-s", type=seconds, default=None, help="end after this many seconds without any rank")
     return p
 
 
@@ -91,7 +92,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError("no port: give --port or set TTP_PORT")
         if not 1 <= port <= 65535:
             raise ConfigError(f"--port {port} is not a port: give a number from 1 to 65535")
-    except ConfigError as problem:
+        if args.run_dir is not None:
+            make_private(args.run_dir)
+    except (ConfigError, OSError) as problem:
         print(f"ttp controller: {problem}", file=sys.stderr)
         return EXIT_BAD_CONFIG
     gc.freeze()

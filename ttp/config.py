@@ -54,7 +54,8 @@ def _port(text: str) -> int:
     return int(_within(text, int, 1, 65535, "expected a port number from 1 to 65535"))
 
 
-def _seconds(text: str) -> float:
+def seconds(text: str) -> float:
+    """Parse a number of seconds above 0. Raises ``ValueError``."""
     wanted = f"expected a number of seconds above 0 and up to {SECONDS_MAX:.0f}"
     return float(_within(text, float, math.ulp(0.0), SECONDS_MAX, wanted))
 
@@ -63,7 +64,7 @@ def _seconds_or_off(text: str) -> float | None:
     if text.strip().lower() in ("off", "0"):
         return None
     try:
-        return _seconds(text)
+        return seconds(text)
     except ValueError as problem:
         raise ValueError(f"{problem}, or off") from None
 
@@ -157,19 +158,19 @@ class Config:
     port: int | None = _setting("TTP_PORT", _port, None)
     """Port of the controller; its presence switches ttp on."""
 
-    rescue_patience_s: float = _setting("TTP_OT", _seconds, 360.0)
+    rescue_patience_s: float = _setting("TTP_OT", seconds, 360.0)
     """Time that healthy ranks may take to save after a failure. Must outlast the slowest save: bytes / bandwidth."""
 
-    freeze_patience_s: float = _setting("TTP_FREEZE_S", _seconds, 30.0)
+    freeze_patience_s: float = _setting("TTP_FREEZE_S", seconds, 30.0)
     """Time that a freeze waits for a running update. Must outlast the longest optimizer step, including the first."""
 
-    answer_patience_s: float = _setting("TTP_ANSWER_S", _seconds, 5.0)
+    answer_patience_s: float = _setting("TTP_ANSWER_S", seconds, 5.0)
     """Time that a rank outside an update may take to acknowledge a freeze; then the rescue goes on without it."""
 
-    reconnect_grace_s: float = _setting("TTP_GRACE_S", _seconds, 1.0)
+    reconnect_grace_s: float = _setting("TTP_GRACE_S", seconds, 1.0)
     """Time that a rank whose stream broke may take to come back. Only the release waits for it; the save does not."""
 
-    heartbeat_s: float = _setting("TTP_HEARTBEAT_S", _seconds, 1.0)
+    heartbeat_s: float = _setting("TTP_HEARTBEAT_S", seconds, 1.0)
     """Time between two heartbeats. Each costs one message of 40 bytes per rank."""
 
     hang_s: float | None = _setting("TTP_HANG_S", _seconds_or_off, 60.0)
@@ -179,10 +180,10 @@ class Config:
     stacks: bool = _setting("TTP_STACKS", _switch, True)
     """Whether ranks answer a real-time signal with the stacks of their threads."""
 
-    abandoned_s: float = _setting("TTP_ABANDONED_S", _seconds, 120.0)
+    abandoned_s: float = _setting("TTP_ABANDONED_S", seconds, 120.0)
     """Time after which a controller without connected ranks ends. Must outlast a restart: imports, rendezvous."""
 
-    restore_patience_s: float = _setting("TTP_RESTORE_S", _seconds, 600.0)
+    restore_patience_s: float = _setting("TTP_RESTORE_S", seconds, 600.0)
     """Time that restore() waits for the other ranks to call it too."""
 
     keep: int = _setting("TTP_KEEP", _count, 3)
@@ -194,7 +195,7 @@ class Config:
     fallback_dir: str | None = _setting("TTP_FALLBACK_DIR", _absolute, None)
     """Directory for saves when ``save_dir`` fails or hangs. On other storage, visible to every host that saves."""
 
-    stall_s: float = _setting("TTP_STALL_S", _seconds, 60.0)
+    stall_s: float = _setting("TTP_STALL_S", seconds, 60.0)
     """Time after which a save or commit that writes nothing counts as hanging. A slow disk does not count."""
 
     digest: str = _setting("TTP_DIGEST", _one_of("sample", "all", "off"), "sample")
@@ -268,7 +269,7 @@ class Config:
     continuity: str = _setting("TTP_CONTINUITY", _one_of(*CONTINUITY_MODES), "warm")
     """How ranks start after a failure: off (new interpreters), warm (forked), keep (only the dead, forked)."""
 
-    continue_s: float = _setting("TTP_CONTINUE_S", _seconds, 30.0)
+    continue_s: float = _setting("TTP_CONTINUE_S", seconds, 30.0)
     """With keep: seconds from the checkpoint to the next update of the ranks; after that, all are started anew."""
 
     continue_max: int = _setting("TTP_CONTINUE_MAX", _count, 10)
@@ -283,7 +284,7 @@ class Config:
     warm_skip: tuple[str, ...] = _setting("TTP_WARM_SKIP", _modules, ())
     """Modules and packages that are not imported ahead for warm restarts."""
 
-    reschedule_s: float = _setting("TTP_RESCHEDULE_S", _seconds, 270.0)
+    reschedule_s: float = _setting("TTP_RESCHEDULE_S", seconds, 270.0)
     """Seconds that restarting hosts wait for a missing one, under a rendezvous that hosts may join later."""
 
     metrics_port: int | None = _setting("TTP_METRICS_PORT", _port, None)

@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.controller.conftest import Controller, hello
 from tests.waiting import until
+from ttp.cli.main import main as cli
 from ttp.config import Config
 from ttp.controller.__main__ import _why_not, parser, patience_of
 from ttp.core import messages as m
@@ -160,6 +161,16 @@ def test_a_port_that_is_none(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ttp.controller", "--port", "70000", "--run-dir", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 64 and "from 1 to 65535" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("--abandoned-s", "nan"), ("--abandoned-s", "inf"), ("--abandoned-s", "-5"), ("--abandoned-s", "0"),
+     ("--orphan-s", "nan"), ("--run-dir", "/proc/none"), ("--run-dir", __file__)],
+)  # fmt: skip
+def test_options_that_cannot_be(flag: str, value: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli(["controller", "--port", "1", "--run-dir", str(tmp_path), flag, value]) == 64
+    assert value in capfd.readouterr().err
 
 
 def test_the_controller_ends_when_the_job_is_over(controller: Controller) -> None:
