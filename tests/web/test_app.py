@@ -134,6 +134,14 @@ def test_what_is_told(tmp_path: Path) -> None:
     assert (none.code, outside.code) == (404, 404)
 
 
+def test_a_file_name_that_is_not_utf8_hides_no_other_incident(tmp_path: Path) -> None:
+    write(tmp_path, "\udcff", SAVED)
+    of_it = [f"/api/v1/incidents/\ufffd{end}" for end in ("", "/trace.json")]
+    listed, plain, *others = ask(tmp_path, "/api/v1/incidents", "/plain", *of_it, headers=BEARER)
+    assert {one["id"] for one in json.loads(listed.text)} == {"one", "\ufffd"} and "one" in plain.text
+    assert [answer.code for answer in others] == [200, 200]
+
+
 def test_hostile_texts_are_no_markup(tmp_path: Path) -> None:
     (plain,) = ask(tmp_path, "/plain", headers=BEARER)
     assert "<script>" not in plain.text and "&lt;script>" in plain.text and "\x1b" not in plain.text

@@ -88,6 +88,7 @@ def test_what_cannot_be_is_said(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         assert f"cannot listen at 127.0.0.1:{port}" in refused(*here, "--listen", f"127.0.0.1:{port}")
     assert "HOST:PORT" in refused(*here, "--listen", "8780")
+    assert "cannot listen at" in refused(*here, "--listen", "\udcff:0"), "not UTF-8"
     assert "cannot listen at" in refused(*here, "--listen", "nobody.invalid:0")
     secret = tmp_path / "token"
     secret.write_text("secret")

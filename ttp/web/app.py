@@ -201,7 +201,7 @@ class _Pages:
     async def incidents(self, request: Request) -> Response:
         """Send the list of incidents as JSON, newest first."""
         await self._looks.read(self._looks.incidents.look)
-        return JSONResponse(self._listed)
+        return Response(json.dumps(self._listed), media_type="application/json")
 
     async def incident(self, request: Request) -> Response:
         """Send the data of one incident as JSON; see ``ttp.web.story``."""
@@ -222,7 +222,7 @@ class _Pages:
             return JSONResponse({"error": str(problem)}, 500)
         if text is None:
             return JSONResponse({"error": "there is no file of an incident with this id"}, 404)
-        return Response(text, media_type="application/json")
+        return Response(text.encode(errors="replace"), media_type="application/json")
 
     async def events(self, request: Request) -> Response:
         """Send every new view as a server-sent event. Each event is a whole view; a slow client misses some."""

@@ -116,7 +116,8 @@ class Incidents:
                 known = self._known.get(path)
                 if known is None or known[0] != stamp:
                     story, changed = read_incident(path), True
-                    known = (stamp, {**describe(story), "good": tell(story).get("good"), "lines": len(story.lines)})
+                    more = {"id": _id_of(path), "good": tell(story).get("good"), "lines": len(story.lines)}
+                    known = (stamp, describe(story) | more)
                     if self.newest is None or _age(story) >= _age(self.newest):
                         self.newest = story
                 found[path] = known
@@ -148,9 +149,14 @@ class Incidents:
         Raises:
             TtpError: a file of the incident cannot be read.
         """
-        paths = [path for path in self._files() if path.stem == name]
+        paths = [path for path in self._files() if _id_of(path) == name]
         stories = [read_incident(path) for path in paths]
         return max(stories, key=lambda story: len(story.lines), default=None)
+
+
+def _id_of(path: Path) -> str:
+    """Return the id of an incident from its file's name, which need not be UTF-8."""
+    return path.stem.encode(errors="surrogateescape").decode(errors="replace")
 
 
 def _age(story: IncidentLog) -> tuple[float, str, int]:

@@ -91,6 +91,6 @@ def _listen(place: Place) -> socket.socket:
     family = socket.AF_INET6 if ":" in place.address else socket.AF_INET
     try:
         return socket.create_server((place.address, place.port), family=family, backlog=CONNECTIONS_MAX)
-    except (OSError, OverflowError) as problem:
+    except (OSError, OverflowError, TypeError, UnicodeError) as problem:
         where = target(place.address, place.port)
         raise ConfigError(f"cannot listen at {where}: {problem}. Choose another with --listen HOST:PORT") from None
