@@ -19,8 +19,10 @@ from tests.ports import free_port
 from tests.waiting import until
 from tests.wire.certificates import Authority
 from ttp.cli.main import main
+from ttp.cli.metrics import seen
 from ttp.controller.metrics import CONNECTIONS_MAX, Collector, RankNumbers, Snapshot
 from ttp.controller.tally import Tally
+from ttp.wire.v1 import controller_pb2 as pb
 
 Numbers = dict[tuple[str, str], float]
 ROOT = Path(__file__).parents[2]
@@ -121,6 +123,13 @@ def test_what_is_shown_follows_the_rules_of_names(tmp_path: Path) -> None:
     assert numbers["ttp_incident_seconds_bucket", "0.01,freeze"] == 0
     assert numbers["ttp_rank_version", 'h"ost\n,0'] == 9, "a hostile name stays within its quotes"
     assert all(name.startswith("ttp_") and not name.endswith("_ms") for name, _ in numbers)
+
+
+def test_when_all_ranks_are_lost_the_last_versions_are_told() -> None:
+    """As the controller itself does: a 0 would look like a job that begins anew."""
+    ranks = [pb.RankStatus(rank=r, host="n", state="lost", version=8 + r) for r in range(2)]
+    now = seen(pb.GetStatusResponse(world_size=3, ranks=[*ranks, pb.RankStatus(rank=2, state="missing")]))
+    assert (now.newest, now.oldest) == (9, 8)
 
 
 def scrape(port: int, tls: ssl.SSLContext | None = None) -> Numbers:

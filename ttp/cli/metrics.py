@@ -54,7 +54,7 @@ def seen(status: pb.GetStatusResponse) -> Snapshot:
     from ttp.controller.metrics import RANKS_MAX, RankNumbers, Snapshot
 
     speaking = [rank for rank in status.ranks if rank.state in ("live", "frozen", "broken")]
-    versions = [rank.version for rank in speaking]
+    versions = [rank.version for rank in speaking] or [rank.version for rank in status.ranks if rank.host]
     here = {rank.rank for rank in speaking}
     return Snapshot(
         stage=status.stage,
