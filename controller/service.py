@@ -303,7 +303,7 @@ async def _watch_health(requests: AsyncIterator[Any], context: Any) -> AsyncIter
 
 def _health() -> grpc.GenericRpcHandler:
     """Return the handlers of health checks. As these need no token, they read no request: all services are served."""
-    made = {
+    made: dict[str, Any] = {
         name: grpc.stream_stream_rpc_method_handler(answer, None, HealthCheckResponse.SerializeToString)
         for name, answer in (("Check", _check), ("Watch", _watch_health))
     }

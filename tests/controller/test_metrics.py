@@ -8,11 +8,13 @@ import socket
 import ssl
 import subprocess
 import sys
+import threading
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.ports import free_port
@@ -20,7 +22,8 @@ from tests.waiting import until
 from tests.wire.certificates import Authority
 from ttp.cli.main import main
 from ttp.cli.metrics import seen
-from ttp.controller.metrics import CONNECTIONS_MAX, Collector, RankNumbers, Snapshot
+from ttp.controller import metrics
+from ttp.controller.metrics import Collector, RankNumbers, Snapshot
 from ttp.controller.tally import Tally
 from ttp.wire.v1 import controller_pb2 as pb
 
@@ -200,25 +203,26 @@ def test_a_controller_and_the_command(start: Any, tmp_path: Path, capsys: pytest
     assert "cannot be written" in capsys.readouterr().err
 
 
-def test_silent_clients_take_a_bounded_number_of_threads(start: Any) -> None:
-    port = free_port()
-    controller = start(TTP_METRICS_PORT=str(port))
-    until(lambda: f"metrics on 127.0.0.1:{port}" in controller.output())
-
-    def threads() -> int:
-        status = Path(f"/proc/{controller.process.pid}/status").read_text()
-        return int(status.split("Threads:")[1].split()[0])
-
-    before = threads()
-    with contextlib.ExitStack() as silent:
-        for _ in range(3 * CONNECTIONS_MAX):
-            last = silent.enter_context(socket.create_connection(("127.0.0.1", port)))
-        last.settimeout(30)
-        with contextlib.suppress(ConnectionResetError):
-            assert last.recv(1) == b"", "the last one is disconnected at once"
-        assert threads() <= before + CONNECTIONS_MAX
-    until(lambda: threads() <= before + 1)
-    assert scrape(port)["ttp_controller_leader", ""] == 0
+def test_silent_clients_take_a_bounded_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "CONNECTIONS_MAX", 4)
+    server = metrics._server(make_wsgi_app(CollectorRegistry()), "127.0.0.1", 0, None)
+    serving = threading.Thread(target=server.serve_forever, args=(0.01,))
+    before = threading.active_count()
+    serving.start()
+    try:
+        with contextlib.ExitStack() as silent:
+            for _ in range(12):
+                last = silent.enter_context(socket.create_connection(server.server_address[:2]))
+            last.settimeout(30)
+            with contextlib.suppress(ConnectionResetError):
+                assert last.recv(1) == b"", "the last one is disconnected at once"
+            assert threading.active_count() <= before + 1 + 4
+        until(lambda: threading.active_count() <= before + 1)
+        assert scrape(server.server_port) == {}
+    finally:
+        server.shutdown()
+        server.server_close()
+        serving.join()
 
 
 def test_a_port_that_is_taken_is_said_and_nothing_stops(start: Any) -> None:

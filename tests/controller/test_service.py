@@ -107,8 +107,8 @@ def test_a_host_that_was_drained_is_taken_back_by_any_of_its_names(controller: C
         controller.rank(rank, host=host, address=f"10.0.0.{rank}").expect(m.Welcome)
     until(lambda: controller.status().stage == "training")
 
-    def ask(host: str, **how: bool) -> pb.ReportFaultResponse:
-        request = pb.ReportFaultRequest(host=host, **how)
+    def ask(host: str, *, drain: bool = False, recovered: bool = False) -> pb.ReportFaultResponse:
+        request = pb.ReportFaultRequest(host=host, drain=drain, recovered=recovered)
         answer: pb.ReportFaultResponse = controller.stub.ReportFault(request, metadata=controller.metadata, timeout=10)
         return answer
 
