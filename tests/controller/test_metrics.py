@@ -212,7 +212,7 @@ def test_silent_clients_take_a_bounded_number_of_threads(monkeypatch: pytest.Mon
     try:
         with contextlib.ExitStack() as silent:
             for _ in range(12):
-                last = silent.enter_context(socket.create_connection(server.server_address[:2]))
+                last = silent.enter_context(socket.create_connection(("127.0.0.1", server.server_port)))
             last.settimeout(30)
             with contextlib.suppress(ConnectionResetError):
                 assert last.recv(1) == b"", "the last one is disconnected at once"
