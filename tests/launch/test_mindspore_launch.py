@@ -152,7 +152,8 @@ def test_a_restart_that_cannot_begin_leaves_the_job_saved(
     job = parse(["--mindspore", *TWO, "--max-restarts=3", str(tmp_path / "train.py")], {})
     warm = SimpleNamespace(hurry=lambda: None)
     nothing = dict.fromkeys(("before_workers", "watch", "hold", "expect_stop"), lambda *_, **__: None)
-    host: Any = SimpleNamespace(**nothing, has_ended=lambda _: False, starts_in_vain=lambda _: False, warm=warm)
+    never = dict.fromkeys(("has_ended", "starts_in_vain", "is_drained"), lambda *_, **__: False)
+    host: Any = SimpleNamespace(**nothing, **never, warm=warm)
     starts = launch._Starts(job, [], Config(), host, launch._Signals())
 
     class Workers(Saved):
