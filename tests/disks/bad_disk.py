@@ -40,16 +40,17 @@ class BadDisk:
         mountpoint: made if it does not exist.
         directory: the directory with the bytes; likewise.
         journal: record every change, see ``tests.disks.crash``.
+        writeback: let the kernel keep written data until it is synced, as most file systems do.
 
     Raises:
         OSError: it cannot be mounted.
     """
 
-    def __init__(self, mountpoint: Path, directory: Path, *, journal: bool = False) -> None:
+    def __init__(self, mountpoint: Path, directory: Path, *, journal: bool = False, writeback: bool = False) -> None:
         self.mountpoint, self.directory = mountpoint, directory
         for made in (mountpoint, directory):
             made.mkdir(parents=True, exist_ok=True)
-        options = ["--journal"] if journal else []
+        options = ["--journal"] * journal + ["--writeback"] * writeback
         self._lock = threading.Lock()
         self._server = subprocess.Popen(
             [sys.executable, "-m", "tests.disks.fuse_server", str(mountpoint), str(directory), *options],

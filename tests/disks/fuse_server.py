@@ -75,10 +75,12 @@ class Server:
     Args:
         device: descriptor of ``/dev/fuse``.
         tree: the directory.
+        writeback: let the kernel keep written data until it is synced, as most file systems do.
     """
 
     device: int
     tree: Tree
+    writeback: bool = False
     rules: list[Rule] = field(default_factory=list)
     frozen: bool = False
     done: bool = False
@@ -148,7 +150,7 @@ class Server:
             case "INTERRUPT":
                 pass
             case "INIT":
-                self._answer(request, 0, wire.init(request))
+                self._answer(request, 0, wire.init(request, self.writeback))
             case _:
                 self._do(request)
 
@@ -190,7 +192,7 @@ def main(mountpoint: str, directory: str, *options: str) -> None:
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     print(json.dumps({"done": None}), flush=True)
-    server = Server(device, tree)
+    server = Server(device, tree, "--writeback" in options)
     try:
         server.run()
     finally:

@@ -36,7 +36,7 @@ _INIT_OUT = struct.Struct("<4I2H2I2H8I")
 _DIRENT = struct.Struct("<QQII")
 _STATFS = struct.Struct("<5Q10I")
 _MINOR = 31
-_BIG_WRITES, _MAX_PAGES = 1 << 5, 1 << 22
+_BIG_WRITES, _WRITEBACK_CACHE, _MAX_PAGES = 1 << 5, 1 << 16, 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +76,10 @@ def answer(unique: int, error: int = 0, payload: bytes = b"") -> bytes:
     return _OUT.pack(_OUT.size + len(payload), -error, unique) + payload
 
 
-def init(request: Request) -> bytes:
-    """Return the agreed settings: the kernel caches no written data, so that the server sees every write and fsync."""
+def init(request: Request, writeback: bool) -> bytes:
+    """Return the agreed settings. Without ``writeback`` the kernel caches no written data: the server sees it all."""
     _, _, readahead, offered = request.take("4I")
-    flags = offered & (_BIG_WRITES | _MAX_PAGES)
+    flags = offered & (_BIG_WRITES | _MAX_PAGES | _WRITEBACK_CACHE * writeback)
     return _INIT_OUT.pack(7, _MINOR, readahead, flags, 16, 12, WRITE_MAX, 1, WRITE_MAX // 4096, 0, *[0] * 8)
 
 

@@ -131,6 +131,19 @@ def test_a_disk_that_took_the_bytes_and_cannot_keep_them(world: World) -> None:
         old_is_whole(on_disk)
 
 
+@pytest.mark.parametrize("code", [errno.EIO, errno.ETIMEDOUT, errno.EACCES, errno.EPERM, errno.EREMOTEIO])
+def test_a_server_that_refuses_what_the_kernel_has_taken(world: World, tmp_path: Path, code: int) -> None:
+    """The kernel reports such an error once; a save that missed it would find that fsync succeeds."""
+    with BadDisk(tmp_path / "mount", tmp_path / "directory", writeback=True) as disk:
+        on_disk = make(type(world)(disk.mountpoint / "checkpoints"))
+        disk.rules(Rule(("WRITE",), name=r"distcp$", error=code))
+        with pytest.raises(OSError, match="distcp") as caught:
+            on_disk.save(12)
+        assert caught.value.errno == code
+        disk.rules()
+        old_is_whole(on_disk)
+
+
 # -------------------------------------------------------------------------------------------------- a mount that goes
 
 

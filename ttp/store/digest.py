@@ -213,7 +213,7 @@ def ignore(_: int) -> None:
 
 _sync_file_range = _find_sync_file_range()
 _WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4
-_REFUSALS = frozenset({errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE, errno.ENOTCONN})
+_UNSUPPORTED = frozenset({errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EOPNOTSUPP})
 
 
 def _start_writeback(fd: int, start: int, size: int) -> None:
@@ -225,5 +225,8 @@ def _finish_writeback(fd: int, start: int, size: int) -> None:
     """Wait until this range is written. The kernel reports a failed write only once, here or at fsync."""
     if _sync_file_range is None or _sync_file_range(fd, start, size, _WAIT_BEFORE | _WRITE | _WAIT_AFTER) == 0:
         return
-    if (problem := ctypes.get_errno()) in _REFUSALS:  # other errors: the call is not supported, and fsync does it all
+    problem = ctypes.get_errno()
+    _sync_file_range(-1, 0, 0, 0)
+    forbidden = ctypes.get_errno() != errno.EBADF  # a sandbox refuses the call itself, with any error
+    if problem not in _UNSUPPORTED and not forbidden:  # else fsync does it all
         raise OSError(problem, os.strerror(problem))
