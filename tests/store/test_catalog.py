@@ -270,6 +270,17 @@ def test_old_drafts_go_and_work_in_progress_stays(world: World, four: dict[int, 
     assert same.exists() and newer.exists() and safe.exists()
 
 
+@pytest.mark.parametrize("damaged", [True, False])
+def test_drafts_of_a_job_that_went_back_stay(world: World, four: dict[int, Path], damaged: bool) -> None:
+    """The ranks could not restore version 8, and are at the save after version 5."""
+    if damaged:
+        flip(four[8] / "__0_1.distcp")
+    base = world.make(5)
+    kept, old = world.write_draft(7, "running"), world.write_draft(3, "of a kill")
+    assert prune(world.save_dir, 9, {base.name}) == [old.name]
+    assert kept.exists()
+
+
 def test_a_draft_that_cannot_be_deleted_does_not_keep_the_others(world: World, four: dict[int, Path]) -> None:
     stubborn = world.write_draft(7, "a")
 

@@ -169,8 +169,9 @@ def prune(
     to keep, and the next one is read. That takes as long as a restore reads, so no rank should wait for this function.
 
     Too old are whole checkpoints beyond the ``keep`` newest, superseded ones older than all that stay, and drafts older
-    than the newest whole checkpoint (a draft of that version or newer may still be written). Never removed: the last
-    whole checkpoint, entries that cannot be read, foreign entries, and the names in ``protect``.
+    than the newest whole checkpoint and than those in ``protect`` (a draft of that version or newer may still be
+    written). Never removed: the last whole checkpoint, entries that cannot be read, foreign entries, and the names in
+    ``protect``.
 
     Each is renamed to a draft before it is deleted, so that a half-deleted checkpoint never looks whole.
 
@@ -187,8 +188,7 @@ def prune(
             not be deleted, and the others were.
     """
     disk = disk or Disk()
-    found = _too_old(scan(save_dir), max(keep, 1), lambda e: e.path.name in verified or _is_sound(e))
-    victims = [e for e in found if e.path.name not in protect]
+    victims = list(_too_old(scan(save_dir), max(keep, 1), protect, lambda e: e.path.name in verified or _is_sound(e)))
     taken = set(disk.names(Path(save_dir))) if victims else set()
     doomed = [_set_aside(entry, taken, disk) for entry in victims]
     if doomed:
@@ -253,16 +253,17 @@ def _unfinished(entries: list[CatalogEntry], whole: list[Candidate]) -> list[str
 
 
 def _too_old(
-    entries: list[CatalogEntry], keep: int, is_sound: Callable[[CatalogEntry], bool]
+    entries: list[CatalogEntry], keep: int, protect: Collection[str], is_sound: Callable[[CatalogEntry], bool]
 ) -> Iterator[CatalogEntry]:
     whole = [entry for entry in entries if entry.kind == "checkpoint" and entry.whole]
-    newest = _version(whole[0]) if whole else -1
+    bases = [*whole[:1], *(entry for entry in whole if entry.path.name in protect)]
+    newest = min(map(_version, bases), default=-1)  # a job that could not restore a later one saves older versions
     while _aged(entries, whole, keep) and not is_sound(whole[0]):
         del whole[0]
     aged = _aged(entries, whole, keep)
     for entry in entries:
         stale = entry.kind == "draft" and _version(entry) < newest
-        if (stale or entry in aged) and not entry.path.is_symlink():
+        if (stale or entry in aged) and entry.path.name not in protect and not entry.path.is_symlink():
             yield entry
 
 
