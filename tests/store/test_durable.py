@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from ttp.store.durable import sync_directory, write_durably
+from ttp.store.durable import replace_file, sync_directory, write_durably
 
 
 def test_the_bytes_are_there_and_nothing_else_is(tmp_path: Path) -> None:
@@ -45,6 +46,34 @@ def test_the_old_file_survives_a_full_disk(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(OSError, match="No space"):
         write_durably(tmp_path / "file", b"new")
     assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("file", b"old")]
+
+
+@pytest.mark.parametrize("write", [replace_file, write_durably])
+def test_writers_with_one_pid_publish_whole_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path, bytes], None]
+) -> None:
+    """Ranks in containers of their own share the directory, and each of them is process 1."""
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    real = Path.replace
+
+    def meanwhile(self: Path, target: Path) -> Path:
+        monkeypatch.setattr(Path, "replace", real)
+        write(tmp_path / "file", b"another's")
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "replace", meanwhile)
+    write(tmp_path / "file", b"one's")
+    assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("file", b"one's")]
+
+
+def test_nothing_is_left_of_a_write_that_was_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(fd: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_durably(tmp_path / "file", b"new")
+    assert not list(tmp_path.iterdir())
 
 
 def test_another_name_of_the_old_bytes_keeps_them(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import os
 from pathlib import Path
 
 from ttp.launch.run_dir import make_private
+from ttp.store.durable import replace_file
 
 logger = logging.getLogger("ttp.launch.leases")
 
@@ -96,12 +97,10 @@ def entries(directory: Path) -> list[Path]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a draft and rename it, so that readers see the whole text or none. Never raises; logs a failure."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")  # several processes may write the same file
+    """Write a file so that readers see the whole text or the old one. Never raises; logs a failure."""
     try:
         make_private(path.parent)
-        draft.write_text(text)
-        draft.replace(path)
+        replace_file(path, text.encode())
     except OSError as problem:
         logger.warning("cannot write %s (%s): the launcher may not wait for this rank to save", path, problem)
 

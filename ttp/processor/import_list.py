@@ -13,6 +13,7 @@ from typing import Any
 
 from ttp.launch.warm.memory import anonymous
 from ttp.launch.warm.rules import digest
+from ttp.store.durable import replace_file
 
 log = logging.getLogger("ttp.processor")
 
@@ -54,11 +55,10 @@ class ImportList:
 
     def _write(self) -> None:
         found = [[name, file] for name, module in list(sys.modules.items()) if (file := _file(name, module))]
-        draft = self._run_dir / f".{FILE}.{os.getpid()}"
         path = sys.path[0 if getattr(sys.flags, "safe_path", False) else 1 :]
         environ = {name: digest(value) for name, value in os.environ.items()}
-        draft.write_text(json.dumps({"path": path, "modules": found, "environ": environ, "bytes": anonymous()}))
-        draft.replace(self._run_dir / FILE)
+        facts = {"path": path, "modules": found, "environ": environ, "bytes": anonymous()}
+        replace_file(self._run_dir / FILE, json.dumps(facts).encode())
 
 
 def is_library(file: str) -> bool:

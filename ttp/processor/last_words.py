@@ -13,6 +13,7 @@ from pathlib import Path
 from ttp.errors import EXIT_BAD_CONFIG, ConfigError, DirectoryInUseError
 from ttp.launch.rank_names import in_torchruns_names
 from ttp.processor.faults import called_torch_at, describe, is_collective_error
+from ttp.store.durable import replace_file
 
 log = logging.getLogger("ttp")
 
@@ -84,6 +85,4 @@ def write_error_file(problem: BaseException) -> None:
     }
     with contextlib.suppress(OSError):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        draft = Path(f"{path}.{os.getpid()}")
-        draft.write_text(json.dumps(content))
-        draft.replace(path)
+        replace_file(Path(path), json.dumps(content).encode())

@@ -1,4 +1,4 @@
-"""Writes small files and makes directories so that they survive a power cut."""
+"""Writes small files whole, and makes files and directories survive a power cut."""
 
 from __future__ import annotations
 
@@ -14,23 +14,39 @@ def write_durably(path: Path, data: bytes) -> None:
     An old file of that name is replaced, not overwritten, because its bytes may also have another name.
 
     Raises:
+        OSError: the disk refused. The old file is still there, unless only the directory could not be synced.
+    """
+    replace_file(path, data, durable=True)
+    sync_directory(Path(path).parent)
+
+
+def replace_file(path: Path, data: bytes, *, durable: bool = False) -> None:
+    """Write ``data`` to the file ``path``, so that readers see all of it or the old file.
+
+    Several processes may write the same file at once.
+
+    Args:
+        path: the file.
+        data: its bytes.
+        durable: have the bytes on the disk before they have the name.
+
+    Raises:
         OSError: the disk refused; an old file of that name is still there.
     """
     path = Path(path)
-    draft = path.with_name(f".{path.name}.{os.getpid()}.new")
-    draft.unlink(missing_ok=True)
+    draft = path.with_name(f".{path.name}.{os.urandom(8).hex()}.new")  # containers that share it may share pids
     try:
         with naming(path), draft.open("xb", buffering=0) as file:
             remaining = memoryview(data)
             while remaining:
                 remaining = remaining[file.write(remaining) :]
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         draft.replace(path)
-    except OSError:
+    except BaseException:
         with suppress(OSError):  # the first error says more
             draft.unlink(missing_ok=True)
         raise
-    sync_directory(path.parent)
 
 
 def make_directory(path: Path) -> None:

@@ -27,6 +27,7 @@ from typing import TypeVar
 from ttp.core.layout import Version
 from ttp.errors import CheckpointError
 from ttp.store import catalog, names
+from ttp.store.durable import replace_file
 from ttp.store.manifest import Manifest
 
 T = TypeVar("T")
@@ -183,9 +184,7 @@ class Held:
         return None
 
     def _write(self, name: str, facts: object) -> None:
-        draft = self.root / f".{name}.{os.getpid()}"
-        draft.write_text(json.dumps(facts))
-        draft.replace(self.root / name)
+        replace_file(self.root / name, json.dumps(facts).encode())
 
     # ------------------------------------------------------------------------------------------------------------ speed
 
