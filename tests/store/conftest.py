@@ -130,9 +130,9 @@ def digested(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Return the list of pieces whose digest is computed, in order."""
     read: list[Path] = []
 
-    def spy(path: Path, progress: Progress | None) -> tuple[int, str]:
+    def spy(path: Path, progress: Progress | None, *, fresh: bool = False) -> tuple[int, str]:
         read.append(path)
-        return digest_file(path, progress)
+        return digest_file(path, progress, fresh=fresh)
 
     monkeypatch.setattr(verify, "digest_file", spy)
     return read

@@ -95,7 +95,7 @@ def test_without_a_manifest_the_problem_is_that(tmp_path: Path) -> None:
 
 
 def test_a_piece_that_cannot_be_read_is_a_problem(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(path: Path, progress: object = None) -> tuple[int, str]:
+    def broken(path: Path, progress: object, **_: object) -> tuple[int, str]:
         raise OSError(5, "Input/output error")
 
     path = world.make(12)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -120,6 +122,26 @@ def test_the_last_good_checkpoint_stays_when_a_new_one_is_damaged(world: World, 
     assert versions == [8, 6, 4][: keep + 1], "the damaged one does not count"
     whole, _ = find_whole(world.save_dir)
     assert [c.version for c in whole] == versions[1:]
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_only_what_the_storage_has_permits_a_removal(
+    world: World, monkeypatch: pytest.MonkeyPatch, refused: bool
+) -> None:
+    """The page cache of the host that wrote a checkpoint would show the bytes that were meant to be written."""
+    forgotten: list[str] = []
+
+    def forget(fd: int, start: int, size: int, advice: int) -> None:
+        assert (start, advice) == (0, os.POSIX_FADV_DONTNEED)
+        forgotten.append(Path(f"/proc/self/fd/{fd}").readlink().name)
+        if refused:
+            raise OSError(errno.EINVAL, "no such advice")
+
+    monkeypatch.setattr(os, "posix_fadvise", forget)
+    paths = [world.make(version) for version in (2, 4)]
+    assert find_whole(world.save_dir)[0] and not forgotten, "a restore may read the cache"
+    assert tidy(world.save_dir, 1, paths[1].name, verified=False) == [paths[0].name]
+    assert sorted(forgotten) == sorted(Path(piece.file).name for piece in Manifest.load(paths[1]).pieces)
 
 
 def test_when_all_are_damaged_none_goes(world: World) -> None:

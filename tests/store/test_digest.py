@@ -14,7 +14,7 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ttp.store import digest
+from ttp.store import digest, plain_file
 from ttp.store.digest import HashingFile, digest_bytes, digest_file
 
 SIZES = st.one_of(st.integers(0, 300), st.sampled_from([65535, 65536, 65537, 1 << 20, (1 << 20) + 1, 9 << 20]))
@@ -150,6 +150,16 @@ def test_progress_adds_up_to_the_size(tmp_path: Path) -> None:
     size, _ = digest_file(tmp_path / "piece", steps.append)
     assert sum(steps) == size == (5 << 20) + 3
     assert len(steps) > 1
+
+
+def test_a_fresh_digest_forgets_what_it_is_about_to_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(plain_file, "FORGET", 2 << 20)
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, start, size, advice: seen.append(start))
+    data = os.urandom((5 << 20) + 3)
+    (tmp_path / "piece").write_bytes(data)
+    assert digest_file(tmp_path / "piece", fresh=True) == (len(data), expected(data))
+    assert seen == [0, 2 << 20, 4 << 20]
 
 
 def test_no_kernel_help_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,7 +129,7 @@ class Bringer:
         if not newest or newest[0].version < manifest.version:
             raise CheckpointError(f"the checkpoint is not in {place}, although it was committed there")
         path = place / newest[0].name
-        if wrong := verify_checkpoint(path):
+        if wrong := verify_checkpoint(path, fresh=True):
             self._set_aside(path, manifest)
             raise CheckpointError(f"{path} differs from what was written: {'; '.join(wrong[:3])}")
         return path, Manifest.load(path).size

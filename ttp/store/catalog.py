@@ -124,20 +124,23 @@ def newest_whole(directory: Path, progress: Progress | None = None) -> tuple[Pat
     return directory / whole[0].name, skipped
 
 
-def sound(entry: CatalogEntry, progress: Progress | None = None, share: Share = WHOLE) -> Manifest:
+def sound(
+    entry: CatalogEntry, progress: Progress | None = None, share: Share = WHOLE, *, fresh: bool = False
+) -> Manifest:
     """Return the manifest of a checkpoint after recomputing its digests.
 
     Args:
         entry: the checkpoint.
         progress: called with the number of bytes newly read.
         share: the part of the pieces to read.
+        fresh: see ``plain_file.chunks``.
 
     Raises:
         CheckpointError: the checkpoint is not whole; the text begins with its name.
         NotTriedError: it has no readable manifest, so no piece was read.
     """
     manifest = _promising(entry)
-    for problem in verify.piece_problems(entry.path, manifest, progress, share):
+    for problem in verify.piece_problems(entry.path, manifest, progress, share, fresh=fresh):
         raise CheckpointError(f"{entry.path.name}: {problem}")
     return manifest
 
@@ -275,7 +278,7 @@ def _aged(entries: list[CatalogEntry], whole: list[CatalogEntry], keep: int) -> 
 
 def _is_sound(entry: CatalogEntry) -> bool:
     try:
-        sound(entry)
+        sound(entry, fresh=True)  # the page cache does not show what happened on the way to the disk
     except (CheckpointError, NotTriedError) as problem:
         _log.error("an older checkpoint is kept, because a newer one is damaged: %s", problem)
         return False

@@ -174,14 +174,14 @@ class HashingFile(io.BufferedIOBase):
         os.fsync(self.fileno())
 
 
-def digest_file(path: Path, progress: Progress | None = None) -> tuple[int, str]:
-    """Return the size and the digest of a file, from its bytes.
+def digest_file(path: Path, progress: Progress | None = None, *, fresh: bool = False) -> tuple[int, str]:
+    """Return the size and the digest of a file, from its bytes; ``fresh``: see ``chunks``.
 
     Raises:
         OSError: the file cannot be read.
     """
     hashed, size = xxhash.xxh3_128(), 0
-    for chunk in chunks(path):
+    for chunk in chunks(path, fresh=fresh):
         hashed.update(chunk)
         size += len(chunk)
         if progress is not None:

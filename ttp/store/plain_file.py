@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
@@ -11,6 +12,8 @@ from pathlib import Path
 
 CHUNK = 1 << 20
 """Bytes that are read at once; they stay in the CPU's cache until they are hashed and written."""
+FORGET = 64 << 20
+"""Bytes that are dropped from the page cache at once: more than is read ahead, less than a restart would miss."""
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
@@ -36,15 +39,25 @@ def open_plain(path: Path) -> io.FileIO:
         raise
 
 
-def chunks(path: Path) -> Iterator[memoryview]:
+def chunks(path: Path, *, fresh: bool = False) -> Iterator[memoryview]:
     """Yield the bytes of a regular file in chunks. All chunks use one buffer: use each before the next.
+
+    Args:
+        path: the file.
+        fresh: read bytes from the storage although the page cache has them, where the system can do that.
 
     Raises:
         OSError: as ``open_plain``, or reading failed.
     """
-    buffer = memoryview(bytearray(CHUNK))
+    buffer, start = memoryview(bytearray(CHUNK)), 0
     with open_plain(path) as file:
-        while count := file.readinto(buffer):
+        while True:
+            if fresh and start % FORGET == 0:
+                with contextlib.suppress(OSError, AttributeError):
+                    os.posix_fadvise(file.fileno(), start, FORGET, os.POSIX_FADV_DONTNEED)
+            if not (count := file.readinto(buffer)):
+                return
+            start += count
             yield buffer[:count]
 
 

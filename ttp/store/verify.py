@@ -13,7 +13,9 @@ from ttp.store.manifest import MANIFEST, Manifest
 from ttp.store.share import WHOLE, Share
 
 
-def verify_checkpoint(path: Path, progress: Progress | None = None, share: Share = WHOLE) -> list[str]:
+def verify_checkpoint(
+    path: Path, progress: Progress | None = None, share: Share = WHOLE, *, fresh: bool = False
+) -> list[str]:
     """Read the pieces of the checkpoint at ``path`` and return its problems in words; empty: it is whole.
 
     A file that the manifest does not list is not a problem, see ``unlisted_files``.
@@ -22,13 +24,14 @@ def verify_checkpoint(path: Path, progress: Progress | None = None, share: Share
         path: directory of the checkpoint.
         progress: called with the number of bytes newly read; for all pieces they add up to ``Manifest.size``.
         share: the part of the pieces to read.
+        fresh: see ``plain_file.chunks``.
     """
     path = Path(path)
     try:
         manifest = Manifest.load(path)
     except CheckpointError as problem:
         return [str(problem)]
-    return [*name_problems(path, manifest), *piece_problems(path, manifest, progress, share)]
+    return [*name_problems(path, manifest), *piece_problems(path, manifest, progress, share, fresh=fresh)]
 
 
 def name_problems(path: Path, manifest: Manifest) -> list[str]:
@@ -46,7 +49,7 @@ def size_problems(path: Path, manifest: Manifest) -> list[str]:
 
 
 def piece_problems(
-    path: Path, manifest: Manifest, progress: Progress | None = None, share: Share = WHOLE
+    path: Path, manifest: Manifest, progress: Progress | None = None, share: Share = WHOLE, *, fresh: bool = False
 ) -> Iterator[str]:
     """Read the pieces of ``share``, compare their digests with the manifest, and yield each problem in words."""
     for piece in share.of(manifest.pieces):
@@ -56,7 +59,7 @@ def piece_problems(
             yield describe(piece.file, size, piece.size)
             continue
         try:
-            read, digest = digest_file(file, progress)
+            read, digest = digest_file(file, progress, fresh=fresh)
         except OSError as problem:
             yield f"piece {piece.file} cannot be read: {problem.strerror or problem}"
             continue
