@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 import threading
 import time
 from dataclasses import replace
@@ -166,6 +167,23 @@ def test_it_stays_while_somebody_restores_it(held: Held, save_dir: Path) -> None
     assert not path.exists()
 
 
+def test_without_the_lock_a_restore_goes_on(held: Held) -> None:
+    """The file system in memory may be full, or a launcher may have removed the directory just now."""
+    (held.root / "readers").symlink_to("elsewhere")
+    with held.reading():
+        held.root.rename(held.root.with_name("gone"))
+    with held.reading():
+        pass
+    with pytest.raises(FileExistsError), held.reading():
+        raise FileExistsError("of the restore itself")
+
+
+def test_a_place_whose_name_is_not_utf_8_has_one(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(os.fsdecode(b"caf\xe9"))
+    (tmp_path / os.fsdecode(b"caf\xe9")).mkdir()
+    assert Held.of(tmp_path / "link").root == Held.of(tmp_path / os.fsdecode(b"caf\xe9")).root
+
+
 def test_a_process_does_it_and_there_is_one(held: Held, save_dir: Path, tmp_path: Path) -> None:
     """The launcher, which finds the file, starts a writer if none lives."""
     hold(held)
@@ -227,6 +245,13 @@ def test_the_speed_of_the_storage_is_measured(held: Held, save_dir: Path) -> Non
     assert held.speed() > 0 and not list(save_dir.iterdir())
     held.measure(save_dir / "not there")
     assert held.speed() > 0
+
+
+def test_a_look_whether_there_is_a_writer_makes_no_file(tmp_path: Path) -> None:
+    """The launcher may be removing the directory."""
+    held = Held(tmp_path / "held")
+    held.make()
+    assert not held.is_served() and list(held.root.iterdir()) == [held.memory]
 
 
 def test_a_look_whether_there_is_a_writer_does_not_turn_one_away(tmp_path: Path) -> None:

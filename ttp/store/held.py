@@ -101,7 +101,7 @@ class Held:
             place = f"{found.st_dev}:{found.st_ino}"  # containers may share memory and use one path for different disks
         except OSError:
             place = ""
-        key = hashlib.sha256(f"{os.path.realpath(save_dir)}|{place}".encode()).hexdigest()[:16]
+        key = hashlib.sha256(os.fsencode(f"{os.path.realpath(save_dir)}|{place}")).hexdigest()[:16]
         return cls(shared_memory / f"{PREFIX}{os.getuid()}-{key}")
 
     # --------------------------------------------------------------------------------------------------------- contents
@@ -229,21 +229,24 @@ class Held:
 
     def is_served(self) -> bool:
         """Return whether a writer process is running."""
-        with self._locked("writer", fcntl.LOCK_EX | fcntl.LOCK_NB) as free:
+        how = fcntl.LOCK_EX | fcntl.LOCK_NB
+        with contextlib.suppress(FileNotFoundError), self._locked("writer", how, create=False) as free:
             return not free
+        return False
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Keep the writer from removing the checkpoint while the block runs. Without the directory it does nothing."""
-        if not self.usable:
-            yield
-            return
-        with self._locked("readers", fcntl.LOCK_SH):
+        """Keep the writer from removing the checkpoint during the block, if the directory is there and can be used."""
+        with contextlib.ExitStack() as lock:
+            with contextlib.suppress(OSError):  # the memory is full, or a launcher removes the directory
+                if self.usable:
+                    lock.enter_context(self._locked("readers", fcntl.LOCK_SH))
             yield
 
     @contextlib.contextmanager
-    def _locked(self, name: str, how: int) -> Iterator[bool]:
-        handle = os.open(self.root / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    def _locked(self, name: str, how: int, *, create: bool = True) -> Iterator[bool]:
+        flags = os.O_RDWR | os.O_CREAT * create | os.O_CLOEXEC | os.O_NOFOLLOW
+        handle = os.open(self.root / name, flags, 0o600)
         try:
             try:
                 fcntl.flock(handle, how)
