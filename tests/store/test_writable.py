@@ -52,6 +52,18 @@ def test_the_path_is_absolute_and_home_is_known(tmp_path: Path, monkeypatch: pyt
     assert check_writable("checkpoints") == check_writable("~/checkpoints") == tmp_path / "checkpoints"
 
 
+def test_what_a_killed_rank_was_trying_is_removed(tmp_path: Path) -> None:
+    old, new = tmp_path / ".ttp-probe-speed-old", tmp_path / ".ttp-probe-speed-new"
+    folder = tmp_path / ".ttp-probe-folder"
+    folder.mkdir()
+    for path in (old, new, folder / "piece"):
+        path.touch()
+    for path in (old, folder):
+        os.utime(path, (1e9, 1e9))
+    check_writable(str(tmp_path))
+    assert list(tmp_path.iterdir()) == [new]
+
+
 def test_all_ranks_may_ask_at_once(tmp_path: Path) -> None:
     problems: list[BaseException] = []
 

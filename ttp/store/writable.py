@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import re
+import time
 import uuid
 from contextlib import suppress
 from pathlib import Path
@@ -30,6 +31,9 @@ _HINTS = {
     errno.ENOTCONN: "the mount has lost its server; mount it again, or choose another {what}",
     errno.ESTALE: "the mount has lost its server; mount it again, or choose another {what}",
 }
+
+PROBE_MAX_S = 3600.0
+"""A probe that is older belongs to no living rank, even if the clock of the storage is not that of the host."""
 
 FALLBACK = "TTP_FALLBACK_DIR"
 
@@ -99,6 +103,8 @@ def check_writable(save_dir: str, what: str = "save_dir") -> Path:
             for left in (probe, _renamed(probe)):
                 with suppress(OSError):  # the first error says more
                     disk.remove_tree(left)
+        with suppress(OSError):
+            _remove_old_probes(disk, path)
     except OSError as problem:
         name = errno.errorcode.get(problem.errno or 0, "unknown error")
         hint = _HINTS.get(problem.errno or 0, "check the file system, or choose another {what}").format(what=what)
@@ -135,6 +141,13 @@ def _rehearse(disk: Disk, probe: Path) -> None:
     disk.sync_directory(probe)
     disk.rename(probe, _renamed(probe))
     disk.sync_directory(probe.parent)
+
+
+def _remove_old_probes(disk: Disk, directory: Path) -> None:
+    """Remove what ranks have left that were killed while they tried or measured the directory."""
+    for left in directory.glob(f"{names.PROBE_PREFIX}*"):
+        if time.time() - left.lstat().st_mtime > PROBE_MAX_S:
+            disk.remove_tree(left) if left.is_dir() else disk.remove(left)
 
 
 def _renamed(probe: Path) -> Path:
