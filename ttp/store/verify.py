@@ -9,6 +9,7 @@ from pathlib import Path
 from ttp.errors import CheckpointError
 from ttp.store import names
 from ttp.store.digest import Progress, digest_file
+from ttp.store.disk import Disk
 from ttp.store.manifest import MANIFEST, Manifest
 from ttp.store.share import WHOLE, Share
 
@@ -118,8 +119,6 @@ def describe(file: str, size: int | str | None, wanted: int) -> str:
 def _size(file: Path) -> int | str | None:
     """Return the bytes of a regular file; None if there is none; the reason, as a text, if the size is unknown."""
     try:
-        return file.stat().st_size if file.is_file() else None
-    except FileNotFoundError:
-        return None
+        return Disk().size(file)
     except OSError as problem:
         return problem.strerror or str(problem)
