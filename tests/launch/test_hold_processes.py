@@ -83,16 +83,17 @@ def test_stopped_rank_is_killed_when_the_others_have_left(launcher: str, start: 
     assert not psutil.pid_exists(pids[2])
 
 
-def test_operators_sigterm_leaves_time_to_save_and_a_second_one_does_not_cut_it_short(
-    launcher: str, start: Start, controller: Controller
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGQUIT])
+def test_operators_signal_leaves_time_to_save_and_a_second_one_does_not_cut_it_short(
+    how: signal.Signals, launcher: str, start: Start, controller: Controller
 ) -> None:
     """These saves take 4 s. Stock torchrun with a shutdown timeout of 1 s would kill the ranks."""
     flags = [*THREE, "--shutdown-timeout", "1"]
     job = start(launcher, flags, "fake_worker.py", plan(save_s=4, on_sigterm="save"))
     job.pids(3)
-    job.process.send_signal(signal.SIGTERM)
+    job.process.send_signal(how)
     job.wait_for("saving-0-0")
-    job.process.send_signal(signal.SIGTERM)
+    job.process.send_signal(how)
     assert job.finish() == exit_code(launcher, 75)
     assert all(job.has(f"saved-{rank}-0") for rank in range(3))
     assert controller.faults == []

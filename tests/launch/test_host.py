@@ -90,6 +90,15 @@ def test_ctrl_c_that_a_shell_has_them_ignore_is_sigterm(host: Host, workers: Sta
     assert group[0].poll() == 75 and group[1].poll() not in (None, 75), "whoever hears Ctrl-C gets it as it is"
 
 
+@pytest.mark.parametrize("how", [signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1])
+def test_a_signal_on_which_ranks_would_just_die_is_sigterm_for_them(
+    how: signal.Signals, host: Host, workers: StartWorkers
+) -> None:
+    group = workers({"on_sigterm": "save", "save_s": 0.1})
+    host.stop(group, how, 5.0)
+    assert group[0].poll() == 75
+
+
 def test_patience_ends(host: Host, workers: StartWorkers, out: Path) -> None:
     """After TTP_OT (here 5 s) the launcher stops waiting."""
     group = workers({"save_s": 60}, {})

@@ -193,18 +193,19 @@ class Host:
         self._send(self.again.marks(), signal.SIGKILL, workers)
 
     def stop(self, workers: Workers, how: signal.Signals, grace_s: float) -> None:
-        """Send ``how`` to the workers and wait while they save; kill armed ones that neither save nor leave.
+        """Ask the workers to save and wait while they do; kill armed ones that neither save nor leave.
 
         Does nothing if no worker is armed.
 
         Args:
             workers: worker processes by global rank.
-            how: the signal.
+            how: the operator's signal. Ranks save on SIGINT and SIGTERM only, so they get SIGTERM for any other.
             grace_s: seconds to wait for a worker that holds no lease.
         """
         if not self._armed(workers):
             return
-        self._send(_alive(workers), how, workers)
+        asked = signal.SIGINT if how == signal.SIGINT else signal.SIGTERM
+        self._send(_alive(workers), asked, workers)
         verdict = self._wait(workers, Hold(time.monotonic(), self.config.rescue_patience_s, grace_s))
         if verdict in (HoldDecision.STOP, HoldDecision.OUT_OF_PATIENCE):
             self._send(self._armed(workers), signal.SIGKILL, workers)
