@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
 
-from tests.launch.conftest import LAUNCHERS, OF_MINDSPORE
+from tests.launch.conftest import HERE, LAUNCHERS, OF_MINDSPORE
 
 if TYPE_CHECKING:
     from tests.launch.conftest import Controller, Job
@@ -52,6 +54,16 @@ def test_saving_ranks_are_not_stopped(launcher: str, start: Start, controller: C
     ]
     if launcher == "torchrun":  # its summary names the dead rank, not one that saved
         assert "Signal 9 (SIGKILL) received by PID" in job.log.split("Root Cause")[1]
+
+
+def test_a_rank_below_a_shell_saves_after_an_operators_signal(start: Start, controller: Controller, out: Path) -> None:
+    script = out / "run.sh"
+    script.write_text(f'#!/bin/sh\n"{sys.executable}" "{HERE / "fake_worker.py"}" "$@"\nexit $?\n')
+    script.chmod(0o700)
+    job = start("ttp-run", ["--nproc-per-node", "1", "--no-python"], str(script), plan(save_s=1, on_sigterm="save"))
+    job.pids(1)
+    job.process.send_signal(signal.SIGTERM)
+    assert job.finish() == 75 and job.has("saved-0-0")
 
 
 @pytest.mark.parametrize("launcher", EVERY, indirect=True)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.waiting import until
@@ -48,6 +49,8 @@ def workers(environ: dict[str, str], out: Path) -> Iterator[StartWorkers]:
         for rank, plan in enumerate(plans):
             env = environ | {"RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": "0"}
             command = [sys.executable, str(HERE / "fake_worker.py"), str(out), json.dumps(plan)]
+            if shell := plan.get("shell"):
+                command = ["sh", "-c", str(shell), *command]
             started[rank] = subprocess.Popen(command, env=env, start_new_session=True)
         for rank in started:
             until((out / f"pid-{rank}-0").exists)
@@ -97,6 +100,44 @@ def test_a_signal_on_which_ranks_would_just_die_is_sigterm_for_them(
     group = workers({"on_sigterm": "save", "save_s": 0.1})
     host.stop(group, how, 5.0)
     assert group[0].poll() == 75
+
+
+SHELLS = {
+    "a shell": '"$0" "$@"; exit $?',
+    "a shell that gives its rank a session": 'setsid "$0" "$@"; exit $?',
+    "a rank whose shell has no other process": 'exec "$0" "$@"',
+}
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_the_rank_of_a_shell_script_saves_before_its_shell_ends(shell: str, host: Host, workers: StartWorkers) -> None:
+    plan: dict[str, object] = {"shell": SHELLS[shell], "on_sigterm": "save", "save_s": 0.5}
+    group = workers(plan, plan)
+    host.stop(group, signal.SIGTERM, 5.0)
+    assert [worker.poll() for worker in group.values()] == [75, 75]
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_the_rank_of_a_shell_script_is_waited_for(shell: str, host: Host, workers: StartWorkers, out: Path) -> None:
+    plan: dict[str, object] = {"shell": SHELLS[shell], "save_s": 0.5}
+    group = workers(plan, {})
+    group[1].kill()
+    (out / "rescue").touch()
+    until((out / "saving-0-0").exists)
+    host.hold(group)
+    assert group[0].poll() == 75
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_rank_that_does_not_stop_is_killed_with_its_shell(
+    shell: str, host: Host, workers: StartWorkers, out: Path
+) -> None:
+    group = workers({"shell": SHELLS[shell]})
+    rank = int((out / "pid-0-0").read_text())
+    os.kill(rank, signal.SIGSTOP)
+    host.stop(group, signal.SIGTERM, 0.1)
+    until(lambda: not psutil.pid_exists(rank) or psutil.Process(rank).status() == psutil.STATUS_ZOMBIE)
+    assert group[0].wait(10) < 0
 
 
 def test_patience_ends(host: Host, workers: StartWorkers, out: Path) -> None:

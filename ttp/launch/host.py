@@ -9,6 +9,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from operator import itemgetter
 from pathlib import Path
 from subprocess import Popen
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from ttp.launch.early_failures import EarlyFailures
 from ttp.launch.fault_report import FaultReporter
 from ttp.launch.hold import FIRST_LEASE_S, Hold, HoldDecision, WorkersNow
 from ttp.launch.job_verdict import ask_verdict, say_start, settled_code
-from ttp.launch.leases import Leases
+from ttp.launch.leases import Leases, worker_of
 from ttp.launch.ring import forget_ring, job_is_busy, places, reigning
 from ttp.launch.sentinel_watch import SentinelWatch
 from ttp.launch.shadow import Shadows
@@ -331,24 +332,28 @@ class Host:
         return verdict
 
     def _scene(self, workers: Workers) -> WorkersNow:
-        exits = {worker.pid: worker.poll() for worker in workers.values()}
+        exits, leases = {worker.pid: worker.poll() for worker in workers.values()}, self._leases.deadlines()
         return WorkersNow(
             alive=frozenset(pid for pid, code in exits.items() if code is None),
             exits={pid: code for pid, code in exits.items() if code is not None},
-            armed=frozenset(self._leases.armed()),
-            deadlines=self._leases.deadlines(),
+            armed=frozenset(worker_of(pid, exits) for pid in self._leases.armed()),
+            deadlines={worker_of(pid, exits): until for pid, until in sorted(leases.items(), key=itemgetter(1))},
             again=self.again.marks(),
         )
 
     def _armed(self, workers: Workers) -> set[int]:
-        return _alive(workers) & self._leases.armed()
+        alive = _alive(workers)
+        return alive & {worker_of(pid, alive) for pid in self._leases.armed()}
 
     def _send(self, pids: Iterable[int], how: signal.Signals, workers: Workers) -> None:
         self._watch.expect(pids)
-        for pid in _alive(workers) & set(pids):
-            deaf = how is signal.SIGINT and _ignores(pid, how)
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGTERM if deaf else how)
+        alive, armed = _alive(workers), self._leases.armed()
+        for pid in alive & set(pids):
+            ranks = [rank for rank in armed - {pid} if worker_of(rank, alive) == pid]
+            if not ranks or how is signal.SIGKILL:
+                _kill(os.killpg, pid, how)
+            for rank in ranks:  # of a shell script, which would end at once, before its rank has saved
+                _kill(os.kill, rank, how)
 
     def _wait_for_other_nodes(self) -> None:
         """Wait while ranks of other nodes train or save; all ranks of this node may have died."""
@@ -368,6 +373,12 @@ class Host:
 
 def _alive(workers: Workers) -> set[int]:
     return {worker.pid for worker in workers.values() if worker.poll() is None}
+
+
+def _kill(send: Callable[[int, int], None], pid: int, how: signal.Signals) -> None:
+    deaf = how is signal.SIGINT and _ignores(pid, how)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        send(pid, signal.SIGTERM if deaf else how)
 
 
 def _ignores(pid: int, number: int) -> bool:

@@ -16,6 +16,7 @@ import contextlib
 import logging
 import math
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 from ttp.launch.run_dir import make_private
@@ -86,6 +87,22 @@ class Leases:
         for path in (*entries(self._armed), *entries(self._leases), *entries(self._ended)):
             if not _exists(int(path.name)):
                 remove(path)
+
+
+def worker_of(pid: int, workers: Collection[int]) -> int:
+    """Return which of these workers a process is or belongs to; the process itself if it belongs to none.
+
+    The rank of a worker that is a shell script is a process below it. Each worker leads a session.
+    """
+    above = pid
+    while above > 1 and above not in workers:
+        try:
+            words = Path(f"/proc/{above}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return pid
+        parent, session = int(words[1]), int(words[3])
+        above = session if session in workers else parent
+    return above if above in workers else pid
 
 
 def entries(directory: Path) -> list[Path]:
