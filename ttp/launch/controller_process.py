@@ -11,12 +11,12 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from ttp.errors import EXIT_PORT_TAKEN, ConfigError
+from ttp.launch.own_module import own_module
 from ttp.launch.presence import PROBE_S, Presence, controller_pid, is_local, listens, port_owner, probe
 from ttp.launch.run_dir import make_private
 from ttp.wire.tls import diagnose
@@ -24,7 +24,7 @@ from ttp.wire.tls import diagnose
 logger = logging.getLogger("ttp.launch")
 
 LOG_FILE = "controller.log"
-COMMAND = (sys.executable, "-m", "ttp.controller")
+COMMAND = own_module("ttp.controller")
 
 STRANGER_S = 10.0
 """Seconds for which a program may listen on the port and not answer, or refuse the job's token, before that is an
@@ -47,7 +47,7 @@ def start_controller(
     orphan_s: float | None = None,
     save_dir: str = "",
 ) -> subprocess.Popen[bytes]:
-    """Start ``python -m ttp.controller`` in its own session, logging to ``run_dir/controller.log``. Does not wait.
+    """Start a controller in its own session, logging to ``run_dir/controller.log``. Does not wait.
 
     Args:
         port: port to listen on.

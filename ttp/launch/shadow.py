@@ -24,6 +24,7 @@ from pathlib import Path
 from ttp.core import messages as m
 from ttp.core.layout import Rank
 from ttp.errors import CheckpointError
+from ttp.launch.own_module import own_module
 from ttp.store import catalog, names
 from ttp.store.commit import commit, tidy
 from ttp.store.disk import Disk
@@ -224,7 +225,7 @@ def serve(held: Held) -> None:
     """
     if held.is_served():
         return
-    command = [sys.executable, "-m", "ttp.launch.shadow", str(held.root)]
+    command = [*own_module("ttp.launch.shadow"), str(held.root)]
     nothing = subprocess.DEVNULL
     with contextlib.suppress(subprocess.TimeoutExpired):  # the process forks the writer and ends
         subprocess.Popen(command, stdin=nothing, stdout=nothing, start_new_session=True).wait(START_S)

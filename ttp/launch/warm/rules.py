@@ -42,6 +42,11 @@ class Program:
     module: bool
     arguments: tuple[str, ...]
 
+    @property
+    def folder(self) -> Path:
+        """The first folder where its imports are searched."""
+        return Path.cwd() if self.module else Path(self.name).resolve().parent
+
 
 def program(command: Sequence[str], interpreter: str) -> Program | str:
     """Return the program of a worker's command line, or why it is not known.

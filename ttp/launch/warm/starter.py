@@ -28,7 +28,10 @@ from ttp.processor.import_list import FILE
 
 logger = logging.getLogger("ttp.launch")
 
-CODE = "from ttp.launch.warm.template import main; main({}, {}, {!r}, {!r})"
+CODE = (
+    "import sys; sys.path[0] = sys.path[0] or {!r}; from ttp.launch.warm.template import main; main({}, {}, {!r}, {!r})"
+)
+"""The first entry of the path is that of the workers to come. Python has the current directory there."""
 PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
 MESSAGE_BYTES = 1 << 20
 STALL_S = 3.0
@@ -200,7 +203,9 @@ class WarmStarter:
             return
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._started_with = {name: value for name, value in environ.items() if name not in PER_WORKER}
-        code = CODE.format(theirs.fileno(), os.getpid(), str(self._run_dir / FILE), ",".join(self._skip))
+        code = CODE.format(
+            str(wanted.folder), theirs.fileno(), os.getpid(), str(self._run_dir / FILE), ",".join(self._skip)
+        )
         command = [wanted.interpreter, *wanted.options, "-c", code.ljust(4096)]  # room for the workers' command lines
         try:
             with (self._run_dir / "warm.log").open("ab") as log, theirs:

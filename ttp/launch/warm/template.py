@@ -265,9 +265,8 @@ def _call_it(command: list[str]) -> None:
 def _run(program: Program) -> NoReturn:
     """Run the program as the interpreter would: same ``__main__``, same end."""
     sys.argv = [program.name, *program.arguments]
-    folder = Path.cwd() if program.module else Path(program.name).resolve().parent
     if FIRST_IS_OURS:
-        sys.path[:1] = [str(folder)]
+        sys.path[:1] = [str(program.folder)]
     main: Any = sys.modules["__main__"]
     main.__dict__.clear()
     main.__dict__.update(
