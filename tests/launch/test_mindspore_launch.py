@@ -136,9 +136,8 @@ def test_a_signal_repeated_while_ranks_are_stopped_loses_neither_processes_nor_c
         warm=None,
     )
     monkeypatch.setattr(launch, "Processes", Saved)
-    signals = launch._Signals()
-    starts = launch._Starts(job, [], Config(), host, signals)
-    with signals.raised(), pytest.raises(launch.Interrupted):
+    starts = launch._Starts(job, [], Config(), host)
+    with launch._interrupting(), pytest.raises(launch.Interrupted):
         starts._start(0)
     assert starts.codes == [75]
 
@@ -154,7 +153,7 @@ def test_a_restart_that_cannot_begin_leaves_the_job_saved(
     nothing = dict.fromkeys(("before_workers", "watch", "hold", "expect_stop"), lambda *_, **__: None)
     never = dict.fromkeys(("has_ended", "starts_in_vain", "is_drained"), lambda *_, **__: False)
     host: Any = SimpleNamespace(**nothing, **never, warm=warm)
-    starts = launch._Starts(job, [], Config(), host, launch._Signals())
+    starts = launch._Starts(job, [], Config(), host)
 
     class Workers(Saved):
         def start(self, *_: object) -> None:
@@ -176,10 +175,9 @@ def test_a_restart_that_cannot_begin_leaves_the_job_saved(
 
 @pytest.mark.parametrize("nohup", [True, False])
 def test_under_nohup_a_closed_terminal_does_not_end_the_job(nohup: bool) -> None:
-    signals = launch._Signals()
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
     try:
-        with signals.raised(), nullcontext() if nohup else pytest.raises(launch.Interrupted, match="SIGHUP"):
+        with launch._interrupting(), nullcontext() if nohup else pytest.raises(launch.Interrupted, match="SIGHUP"):
             os.kill(os.getpid(), signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, before)

@@ -19,6 +19,7 @@ from ttp.config import Config
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_TRAINED, ConfigError
 from ttp.launch.admission import admitted
 from ttp.launch.host import GRACE_S, Host
+from ttp.launch.later import later
 from ttp.launch.mindspore.environment import patience
 from ttp.launch.mindspore.flags import LOOK_S, Job, parse, with_names
 from ttp.launch.mindspore.processes import Processes
@@ -47,41 +48,20 @@ class Interrupted(BaseException):
         self.how = how
 
 
-class _Signals:
-    """Raises ``Interrupted`` for the signals that end a job. Main thread only."""
+@contextlib.contextmanager
+def _interrupting() -> Iterator[None]:
+    """Raise ``Interrupted`` for signals while the block runs. ``nohup`` keeps its effect: SIGHUP stays ignored."""
+    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
+    before = {how: signal.signal(how, _interrupt) for how in SIGNALS if how not in ignored}
+    try:
+        yield
+    finally:
+        for how, handler in before.items():
+            signal.signal(how, handler)
 
-    def __init__(self) -> None:
-        self._held = False
-        self._waiting: signal.Signals | None = None
 
-    @contextlib.contextmanager
-    def raised(self) -> Iterator[None]:
-        """Raise ``Interrupted`` for signals while the block runs. ``nohup`` keeps its effect: SIGHUP stays ignored."""
-        ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
-        before = {how: signal.signal(how, self._on_signal) for how in SIGNALS if how not in ignored}
-        try:
-            yield
-        finally:
-            for how, handler in before.items():
-                signal.signal(how, handler)
-
-    @contextlib.contextmanager
-    def later(self) -> Iterator[None]:
-        """Hold signals back while the block runs: a started process must be recorded, a stopped one waited for."""
-        self._held = True
-        try:
-            yield
-        finally:
-            self._held = False
-        if self._waiting is not None:
-            how, self._waiting = self._waiting, None
-            raise Interrupted(how)
-
-    def _on_signal(self, number: int, _: FrameType | None) -> None:
-        if self._held:
-            self._waiting = signal.Signals(number)
-            return
-        raise Interrupted(signal.Signals(number))
+def _interrupt(number: int, _: FrameType | None) -> None:
+    raise Interrupted(signal.Signals(number))
 
 
 class MindSporeLaunch:
@@ -108,12 +88,11 @@ class MindSporeLaunch:
         """Launch the job, again after failures while restarts are left, and return the exit code."""
         config, _ = admitted(config, self._job.master_addr, several=self.several_nodes)
         host = Host(config, config.resolved_run_dir())
-        signals = _Signals()
         codes = [EXIT_FAILED]
         renamed = (self.mindio or config.mindio) and ours_counts(config.mindio)
         job = replace(self._job, command=with_names(self._job.command)) if renamed else self._job
-        starts = _Starts(job, self._argv, config, host, signals)
-        with signals.raised():
+        starts = _Starts(job, self._argv, config, host)
+        with _interrupting():
             try:
                 codes[0] = starts.run()
             except Interrupted as signalled:
@@ -128,8 +107,8 @@ class MindSporeLaunch:
 class _Starts:
     """The starts of a job, one after the other."""
 
-    def __init__(self, job: Job, argv: list[str], config: Config, host: Host, signals: _Signals) -> None:
-        self._job, self._argv, self._host, self._signals = job, argv, host, signals
+    def __init__(self, job: Job, argv: list[str], config: Config, host: Host) -> None:
+        self._job, self._argv, self._host = job, argv, host
         self._log_dir = job.log_dir or config.resolved_run_dir()
         self._run_id = os.environ.get("TORCHELASTIC_RUN_ID") or _run_id(job)
         self._environ = dict(os.environ)
@@ -195,7 +174,7 @@ class _Starts:
         self._host.before_workers(self._job.master_addr, first_node=self._job.node_rank == 0)
         processes = Processes(self._job, self._environ, self._log_dir, self._host.warm)
         try:
-            with self._signals.later():
+            with later():
                 processes.start(address, self._run_id, launch)
             _fail_open(lambda: self._host.watch(processes.workers))
             trained = self._wait(processes)
@@ -208,7 +187,7 @@ class _Starts:
             self._obey(processes, signalled)
             raise
         finally:
-            with self._signals.later():  # a repeated signal must leave no worker behind, nor lose the exit codes
+            with later():  # a repeated signal must leave no worker behind, nor lose the exit codes
                 _fail_open(lambda: self._host.expect_stop(processes.workers))
                 processes.stop()
                 self.codes = list(self._codes_of(processes).values())

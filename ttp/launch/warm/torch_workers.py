@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import inspect
 import logging
+import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
+from ttp.launch.later import later
 from ttp.launch.warm.starter import WarmStarter
 
 logger = logging.getLogger("ttp.launch")
@@ -33,7 +35,14 @@ def forking(warm: WarmStarter, go_on: tuple[str, str] = ("", "")) -> Iterator[No
         yield
         return
 
+    made: list[SubprocessHandler] = []
+
     class Handler(SubprocessHandler):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            with later():
+                super().__init__(*args, **kwargs)
+                made.append(self)
+
         def _popen(self, args: Any, env: Any) -> Any:
             out, err = (Path(path).open("a") if path else None for path in go_on)  # noqa: SIM115 # torch closes them
             self._stdout, self._stderr = out or self._stdout, err or self._stderr
@@ -42,6 +51,12 @@ def forking(warm: WarmStarter, go_on: tuple[str, str] = ("", "")) -> Iterator[No
     place.get_subprocess_handler = Handler
     try:
         yield
+    except BaseException:  # such as a signal: torch does not know the workers that it has started so far
+        with later():
+            for handler in made:
+                with suppress(ProcessLookupError):
+                    handler.close(signal.SIGKILL)
+        raise
     finally:
         place.get_subprocess_handler = stock
 

@@ -1,0 +1,57 @@
+"""Signals while a launcher starts its workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.waiting import until
+from ttp.config import Config
+from ttp.launch.later import later
+from ttp.launch.warm.starter import WarmStarter
+
+
+class SignalError(Exception):
+    """The launcher got a signal."""
+
+
+@pytest.fixture(autouse=True)
+def handled() -> Any:
+    def handler(*_: object) -> None:
+        raise SignalError
+
+    before = signal.signal(signal.SIGTERM, handler)
+    yield
+    assert signal.signal(signal.SIGTERM, before) is handler
+
+
+def test_the_handler_is_called_after_the_block() -> None:
+    done = False
+    with pytest.raises(SignalError), later():
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        done = True
+    assert done
+
+
+def test_a_signal_while_torch_starts_workers_leaves_none_behind(tmp_path: Path) -> None:
+    """torch itself knows a worker only when all have started."""
+    api: Any = pytest.importorskip("torch.distributed.elastic.multiprocessing.api")
+    from ttp.launch.warm.torch_workers import forking
+
+    def start(script: str) -> subprocess.Popen[bytes]:
+        handler = api.get_subprocess_handler("sh", ("-c", script), {}, None, None, 0, None)
+        return handler.proc  # type: ignore[no-any-return] # torch has no types here
+
+    before = set(psutil.Process().children())
+    with pytest.raises(SignalError), forking(WarmStarter(Config(continuity="off"), tmp_path)):
+        for script in ("sleep 60", 'kill -TERM "$PPID"; sleep 60', *["sleep 60"] * 20):
+            start(script)
+    left = set(psutil.Process().children()) - before
+    until(lambda: all(process.status() == psutil.STATUS_ZOMBIE for process in left))
