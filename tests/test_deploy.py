@@ -149,6 +149,16 @@ def test_slurm_leaves_the_time_to_save() -> None:
     assert lead_s >= Config().rescue_patience_s
 
 
+def test_slurm_gives_each_job_ports_of_its_own() -> None:
+    """A job's two ports differ, and so do those of jobs whose ids are near: they may share their first node."""
+    text = (DEPLOY / "slurm.sbatch").read_text()
+    formulas = re.findall(r"=\$\(\((\d+) \+ SLURM_JOB_ID % (\d+)\)\)", text)
+    (first, count), (second, same_count) = [(int(start), int(number)) for start, number in formulas]
+    assert count == same_count and first + count <= second and second + count <= 32768, "the kernel draws from there"
+    assert "$MASTER_ADDR:$meet" in text
+    assert f"$(({first} + job % {count}))" in (DEPLOY.parent / "docs" / "operations.md").read_text()
+
+
 def test_every_key_of_a_manifest_is_one_that_its_model_knows() -> None:
     """The models drop unknown keys, so a lost key is a typo. ``nox -s manifests`` installs them."""
     models = pytest.importorskip("kubeflow_trainer_api.models")
