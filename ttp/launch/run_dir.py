@@ -28,11 +28,12 @@ def prepare_run_dir(path: Path) -> Path:
     """Create the run directory (mode 0700), or check that an existing one belongs to this user alone.
 
     By default it lies below a directory that all users may write to, and it holds the job's token. So a directory that
-    another user has prepared is refused.
+    another user has prepared is refused. Returns its absolute path: programs may change their current directory.
 
     Raises:
         ConfigError: it cannot be created, belongs to another user, or others may write to it or replace it.
     """
+    path = path.absolute()
     try:
         make_private(path)
         found, above = path.stat(), path.parent.stat()
