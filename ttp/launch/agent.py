@@ -259,6 +259,11 @@ def _world_size(worker_group: Any) -> int:
 def _root_causes_first(failures: dict[int, Any]) -> dict[int, Any]:
     """Move the failures of ranks that saved behind all others.
 
-    If several failures have the same time stamp (in seconds), torch reports the first one as the root cause.
+    torch reports the failure with the earliest time (in seconds) as the root cause, of several the first one. The time
+    of a killed rank is that of its report, after the others have saved.
     """
+    last = max((failure.timestamp for failure in failures.values()), default=0)
+    for failure in failures.values():
+        if failure.exitcode in ORDERLY_EXITS:
+            failure.timestamp = last
     return dict(sorted(failures.items(), key=lambda item: (item[1].exitcode in ORDERLY_EXITS, item[0])))
