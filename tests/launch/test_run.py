@@ -89,6 +89,58 @@ def test_both_spellings_of_flags() -> None:
         assert (parsed.nproc_per_node, parsed.training_script_args) == ("3", ["--lr", "1"])
 
 
+def test_under_nohup_torch_leaves_sighup_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert _parse(["x.py"]).signals_to_handle == "SIGTERM,SIGINT,SIGQUIT"
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    if before is not signal.SIG_IGN:
+        assert "SIGHUP" in _parse(["x.py"]).signals_to_handle
+
+
+@pytest.mark.parametrize("pid", [1, 2])
+def test_process_1_of_a_container_ends_on_sigterm_from_the_start(pid: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    codes: list[int] = []
+
+    def launch(_: object) -> Any:
+        os.kill(real_pid, signal.SIGTERM)
+        raise ConfigError("seen")
+
+    real_pid, before = os.getpid(), signal.signal(signal.SIGTERM, lambda *_: codes.append(0))
+    try:
+        monkeypatch.setattr(os, "getpid", lambda: pid)
+        monkeypatch.setattr(os, "_exit", codes.append)
+        monkeypatch.setattr("ttp.launch.run._launch", launch)
+        run(["x.py"])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert codes == [143 if pid == 1 else 0]
+
+
+def test_ranks_that_change_their_directory_find_the_run_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with settled(Config(port=29999, run_dir="mine"), several_nodes=False) as job:
+        assert os.environ["TTP_RUN_DIR"] == str(job.resolved_run_dir()) == str(tmp_path / "mine")
+
+
+def test_torch_takes_no_rank_that_has_saved_for_the_root_cause(tmp_path: Path) -> None:
+    """torch's own time of the killed rank is that of its report, after the others have saved."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    from ttp.launch.agent import _root_causes_first
+
+    failures = {
+        rank: ProcessFailure(local_rank=rank, pid=rank + 1, exitcode=code, error_file=str(tmp_path / "none"))
+        for rank, code in enumerate([75, -9, 70])
+    }
+    for rank, second in enumerate([5, 9, 6]):
+        failures[rank].timestamp = second
+    assert ChildFailedError("job", _root_causes_first(failures)).get_first_failure()[0] == 1
+
+
 # ------------------------------------------------------------------------------------------------------ real processes
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import sys
 import traceback
@@ -86,6 +87,10 @@ def run(argv: list[str]) -> int:
         The exit code, see ``--help``. Wrong settings are printed to stderr as one message.
     """
     launch: Launch | None = None
+    if (
+        os.getpid() == 1
+    ):  # of a container: the kernel drops signals that it does not handle. Launchers set their own
+        signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
     try:
         launch = _launch(argv)
         if launch.continuity is not None:
@@ -162,6 +167,9 @@ def _parse(argv: list[str]) -> Any:
     if arguments.elastic:
         arguments.nnodes = f"1:{_nodes(arguments.nnodes)}"
     arguments.rdzv_conf = _rendezvous_settings(arguments)
+    handled = getattr(arguments, "signals_to_handle", None)
+    if handled and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # torch would undo what ``nohup`` has done
+        arguments.signals_to_handle = ",".join(name for name in handled.split(",") if name.strip() != "SIGHUP")
     return arguments
 
 
