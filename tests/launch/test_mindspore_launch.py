@@ -173,6 +173,34 @@ def test_a_restart_that_cannot_begin_leaves_the_job_saved(
     assert starts.run() == 75
 
 
+@pytest.mark.parametrize(("hosts", "patience_s"), [(1, 0), (2, 600)])
+def test_hosts_wait_for_the_name_of_the_first_as_for_each_other(
+    hosts: int, patience_s: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A headless service of Kubernetes gives a name only once its pod exists."""
+    (tmp_path / "train.py").touch()
+    several = [f"--worker-num={2 * hosts}", "--local-worker-num=2", "--node-rank=1", "--master-addr=first"]
+    flags = [*(several if hosts > 1 else TWO), *(["--master-port=8118"] if hosts > 1 else [])]
+    job = parse(["--mindspore", *flags, str(tmp_path / "train.py")], {})
+    asked: list[float] = []
+    told: list[dict[str, Any]] = []
+
+    def number_of(_: str, patience_s: float) -> str:
+        asked.append(patience_s)
+        return "127.0.0.1"
+
+    def before_workers(_: str, **more: Any) -> None:
+        told.append(more)
+        raise ConfigError("far enough")
+
+    monkeypatch.setattr(launch, "_number_of", number_of)
+    host: Any = SimpleNamespace(before_workers=before_workers)
+    with pytest.raises(ConfigError, match="far enough"):
+        launch._Starts(job, [], Config(), host)._start(0)
+    assert asked == [patience_s]
+    assert told == [{"first_node": hosts == 1, "world_size": 2 * hosts, "here": 2}]
+
+
 @pytest.mark.parametrize("nohup", [True, False])
 def test_under_nohup_a_closed_terminal_does_not_end_the_job(nohup: bool) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)

@@ -166,13 +166,17 @@ class _Starts:
     def _start(self, launch: int) -> bool:
         """Start the job once and wait for its end. Returns whether all workers of this host trained to the end."""
         patience_s = RESTART_PATIENCE_S if launch else 0.0
+        named_s = max(patience_s, self._job.topology_s if self._job.several_nodes else 0)  # a pod's name comes with it
         with self._port(patience_s) as port:
-            return self._start_at((_number_of(self._job.master_addr, patience_s), port), launch)
+            return self._start_at((_number_of(self._job.master_addr, named_s), port), launch)
 
     def _start_at(self, address: tuple[str, int], launch: int) -> bool:
         self._excused.clear()
-        self._host.before_workers(self._job.master_addr, first_node=self._job.node_rank == 0)
-        processes = Processes(self._job, self._environ, self._log_dir, self._host.warm)
+        job = self._job
+        self._host.before_workers(
+            job.master_addr, first_node=job.node_rank == 0, world_size=job.world_size, here=job.local_size
+        )
+        processes = Processes(job, self._environ, self._log_dir, self._host.warm)
         try:
             with later():
                 processes.start(address, self._run_id, launch)
