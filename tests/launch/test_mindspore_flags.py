@@ -44,6 +44,7 @@ def job(script: str, *flags: str, environ: dict[str, str] | None = None) -> Job:
         ["--nproc-per-node", "2", "--mindspore", "x.py"],
         ["--nproc-per-node=2", "--mindspore", "train"],
         ["--max-restarts=1", "--node_rank", "0", "--mindspore"],
+        ["--mindio", "--nnodes", "2", "--mindspore", "x.py"],
     ],
 )
 def test_it_is_asked_for(words: list[str]) -> None:
@@ -57,6 +58,9 @@ def test_it_is_asked_for(words: list[str]) -> None:
         ["--nproc-per-node", "2", "x.py", "--mindspore"],
         ["--standalone", "x.py", "--mindspore"],
         ["--nproc-per-node", "2", "train", "--mindspore"],
+        ["-m", "timeit", "--mindspore"],
+        ["--no-python", "bash", "--mindspore"],
+        ["--mindio", "train", "--mindspore"],
         [],
     ],
 )

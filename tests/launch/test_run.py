@@ -53,6 +53,7 @@ BAD: dict[str, tuple[dict[str, str], list[str], str]] = {
     ),
     "nnodes": ({}, ["--nnodes", "many", "x.py"], "neither a number nor MIN:MAX"),
     "no process": ({}, ["--nproc-per-node", "0", "x.py"], "does not accept these flags"),
+    "elastic, but all are waited for": ({}, ["--nnodes", "2", "--elastic", "x.py"], "use --rdzv-backend c10d"),
     "no script": ({}, [], "training_script"),
     "unknown flag": ({}, ["--no-such-flag", "x.py"], "training_script"),
     "run dir": ({"TTP_RUN_DIR": "/dev/null/x"}, ["x.py"], "TTP_RUN_DIR"),
@@ -87,6 +88,11 @@ def test_both_spellings_of_flags() -> None:
     for flag in ("--nproc-per-node", "--nproc_per_node"):
         parsed = _parse([flag, "3", "x.py", "--lr", "1"])
         assert (parsed.nproc_per_node, parsed.training_script_args) == ("3", ["--lr", "1"])
+
+
+@pytest.mark.parametrize(("nnodes", "taken"), [("4", "1:4"), ("3:4", "3:4"), ("1", "1:1")])
+def test_elastic_keeps_the_fewest_hosts_that_are_given(nnodes: str, taken: str) -> None:
+    assert _parse(["--nnodes", nnodes, "--rdzv-backend", "c10d", "--elastic", "x.py"]).nnodes == taken
 
 
 def test_under_nohup_torch_leaves_sighup_ignored() -> None:

@@ -42,6 +42,8 @@ ttp run --mindspore --help.
 """
 
 MINDSPORE = "--mindspore"
+ALONE = ("-m", "--module", "--no-python", "--no_python", "--standalone", "--stand-by", "--elastic", "--mindio")
+"""Flags after which comes no value of theirs."""
 ELASTIC_HELP = (
     "when a host is lost and none takes its place, go on with the remaining hosts (--nnodes 1:N), and with more again "
     "when one joins; the checkpoint is then read by another number of ranks"
@@ -87,9 +89,7 @@ def run(argv: list[str]) -> int:
         The exit code, see ``--help``. Wrong settings are printed to stderr as one message.
     """
     launch: Launch | None = None
-    if (
-        os.getpid() == 1
-    ):  # of a container: the kernel drops signals that it does not handle. Launchers set their own
+    if os.getpid() == 1:  # of a container: the kernel drops signals that it does not handle. Launchers set their own
         signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
     try:
         launch = _launch(argv)
@@ -131,7 +131,7 @@ def asks_for_mindspore(argv: list[str]) -> bool:
     for word in argv:
         if word == MINDSPORE:
             return True
-        value = before.startswith("-") and "=" not in before
+        value = before.startswith("-") and "=" not in before and before not in ALONE
         if word.endswith(".py") or not (word.startswith("-") or value):
             return False
         before = "" if value and not word.startswith("-") else word
@@ -165,12 +165,22 @@ def _parse(argv: list[str]) -> Any:
             "place of another"
         )
     if arguments.elastic:
-        arguments.nnodes = f"1:{_nodes(arguments.nnodes)}"
+        _let_hosts_go(arguments)
     arguments.rdzv_conf = _rendezvous_settings(arguments)
     handled = getattr(arguments, "signals_to_handle", None)
     if handled and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # torch would undo what ``nohup`` has done
         arguments.signals_to_handle = ",".join(name for name in handled.split(",") if name.strip() != "SIGHUP")
     return arguments
+
+
+def _let_hosts_go(arguments: Any) -> None:
+    if _nodes(arguments.nnodes) > 1 and arguments.rdzv_backend not in LETS_IN:
+        raise ConfigError(
+            "--elastic goes on with fewer hosts, and this job's rendezvous waits for all: use --rdzv-backend c10d with "
+            "--rdzv-endpoint and --rdzv-id"
+        )
+    if ":" not in arguments.nnodes:
+        arguments.nnodes = f"1:{arguments.nnodes}"
 
 
 def _rendezvous_settings(arguments: Any) -> str:
