@@ -161,6 +161,19 @@ def test_unarmed_ones_are_left_to_the_launcher(host: Host, workers: StartWorkers
     assert not (out / "sigterm-0-0").exists()
 
 
+def test_a_signal_while_all_is_ended_does_not_leave_the_controller(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    stopped: list[bool] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(host.warm, "close", interrupted)
+        patch.setattr(host._keeper, "stop", lambda: stopped.append(True))
+        with pytest.raises(KeyboardInterrupt):
+            host.close(several_nodes=False, code=0)
+    assert stopped == [True]
+
+
 def test_leases_of_earlier_processes_are_swept(host: Host, workers: StartWorkers, tmp_path: Path) -> None:
     group = workers({}, {})
     for worker in group.values():

@@ -271,14 +271,14 @@ class Host:
             The exit code of the whole job if a controller answers within ``ASK_S``, else ``code``. It is 70 instead of
             75 if a checkpoint in memory could not be copied to the storage, and 70 if the job was started in vain.
         """
-        self.warm.close()
-        self._watch.close()
-        self._sentinels.close()
-        if self._reporter is not None:
-            self._reporter.close()
         if self._early.enough and code not in (EXIT_TRAINED, EXIT_BAD_CONFIG):
             code = EXIT_NOT_SAVED
-        try:
+        try:  # a signal may come meanwhile, and the controller must not stay
+            self.warm.close()
+            self._watch.close()
+            self._sentinels.close()
+            if self._reporter is not None:
+                self._reporter.close()
             if self._keeps and several_nodes:
                 self._wait_for_other_nodes()
             code = self._ask_verdict(several_nodes, code)
