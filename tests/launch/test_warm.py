@@ -238,6 +238,32 @@ def test_no_process_is_prepared(said: str, reason: str, tmp_path: Path, monkeypa
     assert reason in json.loads((tmp_path / "warm.json").read_text())["state"]
 
 
+def test_a_scheduler_with_another_environment_does_not_make_the_ranks_cold(tmp_path: Path) -> None:
+    """It starts first and is no rank, so it has no ``TTP_PORT``; a module may look at all variables."""
+    (tmp_path / "lib" / "site-packages").mkdir(parents=True)
+    odd = tmp_path / "lib" / "site-packages" / "odd.py"
+    odd.write_text("import os\nseen = dict(os.environ)\n")
+    rank = {**os.environ, "OF_RANKS": "4711"}
+    starter, command = WarmStarter(Config(), tmp_path), [sys.executable, "-u", __file__]
+    variables = {name: digest(text) for name, text in rank.items()}
+    said = {"path": [str(odd.parent), *sys.path[1:]], "modules": [["odd", str(odd)]], "environ": variables, "bytes": 0}
+
+    def start(name: str, environ: dict[str, str], is_rank: bool) -> bool:
+        with (tmp_path / name).open("wb") as output:
+            worker = starter.worker(command, environ, output, output, stdin=False, is_rank=is_rank)
+        return worker is not None and worker.wait(PATIENCE_S) == 0
+
+    try:
+        for _ in range(2):
+            scheduler = start("scheduler", {**rank, "OF_RANKS": ""}, is_rank=False)
+            forked = start("rank", rank, is_rank=True)
+            (tmp_path / "imports.json").write_text(json.dumps(said))
+            starter.look()
+        assert forked and not scheduler
+    finally:
+        starter.close()
+
+
 @pytest.mark.parametrize("inherited", [0, 1024])
 def test_of_the_moment_of_the_fork(inherited: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program with a relative path gets no input, and the launcher's cores at the time of the fork.

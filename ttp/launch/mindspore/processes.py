@@ -50,7 +50,7 @@ class Processes:
         title = f"--- start {launch} of the job, {time.strftime('%Y-%m-%d %H:%M:%S')}\n"
         if job.node_rank == 0:
             environ = {**self._environ, **scheduler_environ(job, scheduler)}
-            self.scheduler = self._spawn(environ, self.scheduler_log, title)
+            self.scheduler = self._spawn(environ, self.scheduler_log, title, is_rank=False)
         for rank in job.ranks:
             log = None if job.log_dir is None else self._log_dir / f"worker_{rank}.log"
             environ = {**self._environ, **worker_environ(job, scheduler, rank, run_id, launch)}
@@ -95,7 +95,7 @@ class Processes:
         """Return the last lines that the scheduler wrote."""
         return tail(self.scheduler_log)
 
-    def _spawn(self, environ: dict[str, str], log: Path | None, title: str) -> Any:
+    def _spawn(self, environ: dict[str, str], log: Path | None, title: str, is_rank: bool = True) -> Any:
         """Start a process in a process group of its own, so that signals of a terminal go to the launcher only."""
         try:
             output: IO[bytes] | None = None
@@ -105,7 +105,7 @@ class Processes:
                 output.write(title.encode())
                 output.flush()
             try:
-                forked = self._warm.worker(self._job.command, environ, output, output, stdin=False)
+                forked = self._warm.worker(self._job.command, environ, output, output, stdin=False, is_rank=is_rank)
                 return forked or subprocess.Popen(
                     self._job.command,
                     env=environ,

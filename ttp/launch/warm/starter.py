@@ -135,6 +135,7 @@ class WarmStarter:
         stderr: IO[Any] | None,
         *,
         stdin: bool = True,
+        is_rank: bool = True,
     ) -> ForkedWorker | None:
         """Fork a worker. None: it has to be started, and the reason is logged.
 
@@ -144,12 +145,13 @@ class WarmStarter:
             stdout: its standard output; None: that of this process.
             stderr: its standard error; None: that of this process.
             stdin: whether it has the standard input of this process; else it has none.
+            is_rank: False: its environment may differ from that of the ranks, for which nothing follows from that.
         """
         if self._off:
             return None
         try:
             outputs = (stdout.fileno() if stdout else 1, stderr.fileno() if stderr else 2)
-            return self._worker(command, environ, outputs, stdin)
+            return self._worker(command, environ, outputs, stdin, is_rank)
         except (OSError, ValueError, LookupError, TypeError, AssertionError) as problem:  # no signal to the launcher
             self._give_up(repr(problem))
             return None
@@ -164,14 +166,14 @@ class WarmStarter:
         self._process = self._socket = None
 
     def _worker(
-        self, command: Sequence[str], environ: Mapping[str, str], outputs: tuple[int, int], stdin: bool
+        self, command: Sequence[str], environ: Mapping[str, str], outputs: tuple[int, int], stdin: bool, is_rank: bool
     ) -> ForkedWorker | None:
         wanted = program(command, sys.executable)
         if isinstance(wanted, str):
             self._give_up(wanted)
             return None
         if self._process is None:
-            self._first = self._first or (wanted, dict(environ))
+            self._first = self._first or ((wanted, dict(environ)) if is_rank else None)
             return None
         if self._ready is None and not self._wait_ready():
             return None
@@ -180,7 +182,8 @@ class WarmStarter:
         if reason is None and self._first is not None and self._first[0].options != wanted.options:
             reason = f"workers have other options of Python: {' '.join(wanted.options)}"
         if reason is not None:
-            self._give_up(reason)
+            if is_rank:
+                self._give_up(reason)
             return None
         order = {
             "program": {name: getattr(wanted, name) for name in Program.__slots__},
