@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -58,6 +59,83 @@ def test_the_users_handler_still_runs_and_comes_back() -> None:
         assert mine == [signal.SIGTERM] and len(heard) == 1
         preemption.uninstall()
         assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+async def _use_a_signal() -> None:
+    """Take the wake-up descriptor, as clients and servers of asyncio do."""
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, lambda: None)
+
+
+async def _send_inside(told: threading.Event) -> None:
+    await _use_a_signal()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await asyncio.to_thread(told.wait, 10)
+
+
+@pytest.mark.parametrize("when", ["before", "after", "inside"])
+def test_a_signal_is_reported_once_although_asyncio_takes_the_wakeup_descriptor(when: str) -> None:
+    heard: list[str] = []
+    told, mine = threading.Event(), threading.Event()
+
+    def note(text: str) -> None:
+        heard.append(text)
+        told.set()
+
+    before = signal.signal(signal.SIGTERM, lambda *_: mine.set())
+    try:
+        if when == "before":
+            asyncio.run(_use_a_signal())
+        preemption = Preemption(note)
+        preemption.install()
+        if when == "inside":
+            asyncio.run(_send_inside(told))
+        else:
+            if when == "after":
+                asyncio.run(_use_a_signal())
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert told.wait(10) and mine.wait(10)
+        preemption.uninstall()
+        assert len(heard) == 1 and signal.set_wakeup_fd(-1) == -1
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_asyncio_still_has_its_signals_while_and_after_ttp_listens() -> None:
+    async def main() -> None:
+        loop, preemption = asyncio.get_running_loop(), Preemption(print)
+        for at in ("over asyncio", "under asyncio", "gone"):
+            came = asyncio.Event()
+            if at == "over asyncio":
+                loop.add_signal_handler(signal.SIGUSR1, came.set)
+                preemption.install()
+            else:
+                loop.add_signal_handler(signal.SIGUSR1, came.set)
+                if at == "gone":
+                    preemption.uninstall()
+            signal.raise_signal(signal.SIGUSR1)
+            await asyncio.wait_for(came.wait(), 10)
+
+    asyncio.run(main())
+
+
+def test_a_handler_that_was_installed_later_stays_and_may_call_the_former_one() -> None:
+    mine: list[int] = []
+    before, preemption = signal.getsignal(signal.SIGTERM), Preemption(print)
+    try:
+        preemption.install()
+        former = signal.getsignal(signal.SIGTERM)
+
+        def handler(signum: int, frame: object) -> None:
+            mine.append(signum)
+            former(signum, frame)  # type: ignore[operator, arg-type]  # it is ttp's, a function
+
+        signal.signal(signal.SIGTERM, handler)
+        preemption.uninstall()
+        assert signal.getsignal(signal.SIGTERM) is handler
+        signal.raise_signal(signal.SIGTERM)
+        assert mine == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGTERM, before)
 

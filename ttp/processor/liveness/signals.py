@@ -1,7 +1,8 @@
 """Reports SIGTERM as a fault, even while the main thread is blocked in C code.
 
 A Python signal handler runs only when the main thread gets back to Python, which can take half an hour in a collective.
-The C-level handler serves ``signal.set_wakeup_fd`` at once, so a reader thread learns of the signal in any case.
+The C-level handler serves ``signal.set_wakeup_fd`` at once, so a reader thread learns of the signal in any case. There
+is one such descriptor per process, and asyncio takes it for its own signals; then only the Python handler is left.
 
 A forked child inherits both, but is not the rank: SIGTERM has to end it, and must not be reported by its parent.
 """
@@ -22,6 +23,9 @@ from typing import Any
 log = logging.getLogger("ttp.processor")
 
 LOOK_S = 1.0
+
+_HANDLED = b"\0"
+"""What the Python handler writes into the pipe: no signal has this number."""
 
 Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 
@@ -76,14 +80,16 @@ class Preemption:
         threading.Thread(target=self._listen, name="ttp-signals", daemon=True).start()
 
     def uninstall(self) -> None:
-        """Restore the former handler of SIGTERM."""
+        """Restore the former handler of SIGTERM, unless another has been installed over this one."""
         if not self._installed or threading.current_thread() is not threading.main_thread():
             return
         self._installed = False
         _installed.discard(self)
-        signal.signal(signal.SIGTERM, self._previous if self._previous is not None else signal.SIG_DFL)
-        with contextlib.suppress(ValueError, OSError):
-            signal.set_wakeup_fd(self._previous_fd)
+        if self._handles():
+            signal.signal(signal.SIGTERM, self._previous if self._previous is not None else signal.SIG_DFL)
+        current = signal.set_wakeup_fd(-1)
+        with contextlib.suppress(ValueError, OSError):  # it may be closed by now
+            signal.set_wakeup_fd(self._previous_fd if current == self._write_fd else current)
         with contextlib.suppress(OSError):
             os.close(self._write_fd)
 
@@ -93,29 +99,43 @@ class Preemption:
         with contextlib.suppress(OSError):
             os.close(self._read_fd)
 
+    def _handles(self) -> bool:
+        return signal.getsignal(signal.SIGTERM) == self._handle
+
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         """Replace the default action of SIGTERM. The user's handler still runs, unless ``alone``."""
+        if self._installed:  # a handler that was installed over this one may call it later, too
+            with contextlib.suppress(OSError):
+                os.write(self._write_fd, _HANDLED)
         if callable(self._previous) and not self.alone:
             self._previous(signum, frame)
 
     def _listen(self) -> None:
-        while data := os.read(self._read_fd, 64):
+        reported = False  # the signal that the Python handler serves next
+        while data := os.read(self._read_fd, 1):
+            if data == _HANDLED:
+                if not reported:
+                    self._tell()
+                reported = False
+                continue
             if self._previous_fd >= 0:
                 with contextlib.suppress(OSError):
                     os.write(self._previous_fd, data)
-            if signal.SIGTERM in data:
-                self._report("SIGTERM: this process was asked to end (preemption, or a launcher that stops the job)")
-                if self._in_vain is not None:
-                    threading.Thread(
-                        target=self._end_if, args=(self._in_vain,), name="ttp-preempted", daemon=True
-                    ).start()
-                    self._in_vain = None
+            if data[0] == signal.SIGTERM:
+                reported = True
+                self._tell()
         os.close(self._read_fd)
+
+    def _tell(self) -> None:
+        self._report("SIGTERM: this process was asked to end (preemption, or a launcher that stops the job)")
+        if self._in_vain is not None:
+            threading.Thread(target=self._end_if, args=(self._in_vain,), name="ttp-preempted", daemon=True).start()
+            self._in_vain = None
 
     def _end_if(self, in_vain: Callable[[float], bool]) -> None:
         while not in_vain(LOOK_S):
             pass
-        if self._installed and self._previous is signal.SIG_DFL:
+        if self._installed and self._previous is signal.SIG_DFL and self._handles():
             log.error("no controller can order a save after SIGTERM: this process ends as it would without ttp")
             set_default(signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGTERM)
