@@ -201,7 +201,7 @@ class Session:
             preemption.alone = False
         log.error("no controller has ordered a save after this error: it is raised as it would be without ttp")
         self.processor.close()
-        self.processor = None
+        self.processor = self.adapter = self.wrap_again = None
 
     def report(self, problem: BaseException) -> None:
         """Report that this rank cannot train on, and wait. Returns if it is to go on, or if no controller answers."""
@@ -240,7 +240,7 @@ class Session:
             self.processor.leave(reason)
             if reason is GoodbyeReason.DONE:
                 self._go_on(None)
-            self.processor = None
+            self.processor = self.adapter = self.wrap_again = None  # the exit handler keeps this session
 
     def _at_exit(self, pid: int) -> None:
         """Say goodbye for a program that does not decorate ``train()``, unless the program ends by an exception.
@@ -393,8 +393,9 @@ def reset() -> None:
 
 def _forget_rank() -> None:
     """Forget the processor in a forked child, which is not the rank: it must not report, and nobody would answer it."""
-    if _session is not None:
+    if _session is not None and _session.processor is not None:
         _session.processor = None
+        getattr(_session.adapter, "forget", lambda: None)()  # its hooks write to memory that is shared with the rank
 
 
 os.register_at_fork(after_in_child=_forget_rank)

@@ -355,6 +355,12 @@ class TorchAdapter(Restoring):
             self._barrier.close()
             self._barrier = None
 
+    def forget(self) -> None:
+        """Remove the hooks in a forked child, which is not the rank. Takes no lock: no thread may be left to free it."""
+        attachment, self._attachment = self._attachment, None
+        if attachment is not None:
+            attachment()
+
     def step_done(self) -> None:
         """See ``ttp.step_done``."""
         if self._attachment is not None:
