@@ -44,3 +44,7 @@ class RestoreError(CheckpointError):
 
 class RefusedError(TtpError):
     """The controller refused this process: wrong protocol, wrong token, rank taken, fenced."""
+
+
+class SeatTakenError(RefusedError):
+    """Another process holds this rank; this one may be a subprocess that has inherited the environment of the rank."""

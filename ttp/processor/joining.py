@@ -10,8 +10,9 @@ from pathlib import Path
 
 from ttp.config import Config, RankEnv
 from ttp.core.layout import Layout, Version, describe_copies
+from ttp.core.messages import RefusalCode
 from ttp.core.restore_messages import RestoreDecision
-from ttp.errors import ConfigError, RefusedError, RestoreError, TtpError
+from ttp.errors import ConfigError, RefusedError, RestoreError, SeatTakenError, TtpError
 from ttp.inbox import Inbox
 
 log = logging.getLogger("ttp.processor")
@@ -126,9 +127,10 @@ class Joining:
         """Note that the controller has accepted this rank."""
         self._known.set()
 
-    def refused(self, text: str) -> None:
+    def refused(self, code: RefusalCode, text: str) -> None:
         """Note that the controller does not accept this rank."""
-        self.failed(RefusedError(f"the controller at {self._at} refused this rank: {text}"))
+        kind = SeatTakenError if code is RefusalCode.RANK_TAKEN else RefusedError
+        self.failed(kind(f"the controller at {self._at} refused this rank: {text}"))
 
     def failed(self, problem: TtpError) -> None:
         """Note that this rank can never join. A rank that trains already goes on without protection."""

@@ -10,7 +10,7 @@ import time
 import traceback
 from pathlib import Path
 
-from ttp.errors import EXIT_BAD_CONFIG, ConfigError, DirectoryInUseError
+from ttp.errors import EXIT_BAD_CONFIG, ConfigError, DirectoryInUseError, SeatTakenError
 from ttp.launch.rank_names import in_torchruns_names
 from ttp.processor.faults import called_torch_at, describe, is_collective_error
 from ttp.store.durable import replace_file
@@ -30,10 +30,11 @@ def asked_for(save_dir: str) -> None:
 def leave_word(why: object) -> None:
     """Record for ``ttp verdict`` that this rank exits with 64, and why. Never raises.
 
-    In a directory that another job uses nothing is recorded: it would be taken for the end of that job.
+    In a directory that another job uses, or the job whose rank another process is, nothing is recorded: it would be
+    taken for the end of that job.
     """
     directory = os.environ.get("TTP_SAVE_DIR") or _asked_dir
-    if not os.environ.get("TTP_PORT") or not directory or isinstance(why, DirectoryInUseError):
+    if not os.environ.get("TTP_PORT") or not directory or isinstance(why, (DirectoryInUseError, SeatTakenError)):
         return
     from ttp.store import history
     from ttp.store.writable import as_path

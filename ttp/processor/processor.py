@@ -26,7 +26,7 @@ from ttp.core.rank import events as ev
 from ttp.core.rank.machine import ProcessorMachine
 from ttp.core.rank.program import RankProgram
 from ttp.core.restore_messages import Candidate, Reading, RestoreDecision
-from ttp.errors import EXIT_BAD_CONFIG, ConfigError, TtpError
+from ttp.errors import EXIT_BAD_CONFIG, ConfigError
 from ttp.inbox import Inbox
 from ttp.launch.standby import own_address
 from ttp.mindio.protocol.rank_side import NoHandlers
@@ -140,8 +140,8 @@ class Processor:
         self._thread.start()
         try:
             self._joining.wait()
-        except TtpError:
-            self._lease.disarm()
+        except BaseException:
+            self.close()
             raise
 
     @property
@@ -336,8 +336,8 @@ class Processor:
             case act.Joined(incarnation, first, joins, guest):
                 self.joins, self.was_guest = self.joins or joins, self.was_guest or guest
                 self._on_joined(incarnation, first)
-            case act.Rejected(_, text):
-                self._joining.refused(text)
+            case act.Rejected(code, text):
+                self._joining.refused(code, text)
             case act.Decided(decision):
                 self._joining.decide(decision)
             case act.LetGo():

@@ -1,0 +1,98 @@
+"""The life of a rank: what remains of it in the process when it has left its job, or was refused."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import socket
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ttp
+from tests.controller.conftest import Controller
+from tests.processor.fake_source import FakeSource
+from tests.waiting import until
+from ttp import session
+from ttp.config import RankEnv
+from ttp.core.layout import Layout
+from ttp.store.history import read_word
+
+
+class Adapter:
+    """Stands for the objects of a training."""
+
+    def __init__(self) -> None:
+        self.source = FakeSource()
+
+
+def join(save_dir: Path) -> Adapter:
+    """Join the job of this environment with new objects."""
+    current: Any = session.current()
+    adapter = Adapter()
+    current.start_processor(RankEnv.from_env(), Layout.data_parallel(1), adapter.source, save_dir)
+    current.adapter = adapter
+    return adapter
+
+
+@pytest.fixture
+def controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Controller]:
+    running = Controller(tmp_path)
+    env = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "TTP_PORT": str(running.port)}
+    for name, value in (env | {"TTP_RUN_DIR": str(tmp_path / "run")}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    session.reset()
+    yield running
+    session.reset()
+    running.close()
+
+
+def test_what_was_trained_can_be_freed_when_train_has_returned(controller: Controller, tmp_path: Path) -> None:
+    kept: list[weakref.ref[Adapter]] = []
+
+    @ttp.ttp_to_persist
+    def train() -> None:
+        kept.append(weakref.ref(join(tmp_path)))
+        session.current().wrap_again = lambda kept=kept[0](): kept  # type: ignore[misc]  # its default holds it
+
+    train()
+    until(lambda: gc.collect() >= 0 and kept[0]() is None)
+
+
+def test_a_rank_that_cannot_join_leaves_no_threads(
+    controller: Controller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The port belongs to something else than a controller."""
+    before = set(threading.enumerate())
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("TTP_PORT", str(server.getsockname()[1]))
+        threading.Thread(target=_answer, args=(server,), daemon=True).start()
+        with pytest.raises(ttp.ConfigError):
+            join(tmp_path)
+        until(lambda: not [t.name for t in set(threading.enumerate()) - before if t.name.startswith("ttp-")], 5)
+        server.shutdown(socket.SHUT_RDWR)
+
+
+def _answer(server: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            client, _ = server.accept()
+            with client:
+                client.recv(100)
+                client.sendall(b"HTTP/1.0 400 no\r\n\r\n")
+
+
+def test_a_program_that_finds_its_seat_taken_says_nothing_in_the_name_of_the_job(
+    controller: Controller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A subprocess of a rank has its environment; its error would count as the end of the job."""
+    monkeypatch.setenv("TTP_SAVE_DIR", str(tmp_path / "ck"))
+    controller.rank(0, world_size=1, run_id="none")
+    with pytest.raises(SystemExit, match="64"):
+        ttp.ttp_to_persist(join)(tmp_path)
+    assert read_word(tmp_path / "ck") is None
