@@ -235,12 +235,11 @@ class Session:
     def _leave(self, reason: GoodbyeReason) -> None:
         if self._preemption is not None:
             self._preemption.uninstall()
-            self._preemption = None
         if self.processor is not None:
             self.processor.leave(reason)
             if reason is GoodbyeReason.DONE:
                 self._go_on(None)
-            self.processor = self.adapter = self.wrap_again = None  # the exit handler keeps this session
+            self.processor = self.adapter = self.wrap_again = self._preemption = None  # the exit handler keeps this
 
     def _at_exit(self, pid: int) -> None:
         """Say goodbye for a program that does not decorate ``train()``, unless the program ends by an exception.

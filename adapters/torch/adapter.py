@@ -356,7 +356,7 @@ class TorchAdapter(Restoring):
             self._barrier = None
 
     def forget(self) -> None:
-        """Remove the hooks in a forked child, which is not the rank. Takes no lock: no thread may be left to free it."""
+        """Remove the hooks in a forked child, which is not the rank. Takes no lock: its holder may be gone."""
         attachment, self._attachment = self._attachment, None
         if attachment is not None:
             attachment()
