@@ -9,6 +9,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, overload
 
@@ -90,6 +91,8 @@ def _run_once(
     try:
         if not current.enabled:
             return train(*args, **kwargs)
+        if any(kind(train) for kind in (iscoroutinefunction, isgeneratorfunction, isasyncgenfunction)):
+            raise UsageError("ttp_to_persist: decorate a plain function, which may call asyncio.run(...) inside")
         if (goes_on := continuing.current()) is not None:
             goes_on.enter()
         return _protected(current, train, args, kwargs)
@@ -233,22 +236,22 @@ def register(
 ) -> None:
     """Register an adapter and join the job, for ``wrap_optimizer`` and ``protect``. Raises as ``wrap_optimizer``."""
     from ttp.launch import nccl, other_jobs
-    from ttp.store.writable import check_places
+    from ttp.store.writable import absolute, check_places
 
     current = session.current()
     if current.processor is None:
         asked_for(str(save_dir))
     directory = current.config.save_dir or str(save_dir)
-    path = Path(directory)
+    path = absolute(directory)
     if current.enabled:
         env = RankEnv.from_env()
         restart = env.launch > 0
         with _refused_everywhere(adapter.refused):
             path = check_places(directory, current.config.fallback_dir, restart=restart)
             if env.rank == 0 and not restart:
-                other_jobs.refuse_shared(path.absolute(), current.config, env.run_id)
+                other_jobs.refuse_shared(path, current.config, env.run_id)
             nccl.check(current.config)
-    current.register(adapter, path.absolute(), layout, buddy=buddy)
+    current.register(adapter, path, layout, buddy=buddy)
 
 
 @contextlib.contextmanager

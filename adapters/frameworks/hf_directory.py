@@ -21,6 +21,7 @@ from ttp.errors import CheckpointError
 from ttp.store.choice import look_back
 from ttp.store.encoding import decode
 from ttp.store.manifest import Manifest
+from ttp.store.writable import absolute
 
 log = logging.getLogger("ttp.adapters.frameworks")
 
@@ -49,7 +50,7 @@ def choose(trainer: Any, save_dir: Any) -> dict[str, Any]:
         CheckpointError: there are checkpoints of ttp, but none is whole.
     """
     current = session.current()
-    place = Path(current.config.save_dir or save_dir).absolute()
+    place = absolute(str(current.config.save_dir or save_dir))
     found = look_back(place, current.fallback_dir)
     own = None if trainer.args.save_only_model else _newest_of_trainer(trainer.args.output_dir)
     if not found.candidates:

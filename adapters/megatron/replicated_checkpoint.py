@@ -39,6 +39,7 @@ from ttp.adapters.torch.sharding.exchange import gather_bytes
 from ttp.errors import CheckpointError, ConfigError, UsageError
 from ttp.store.digest import digest_file
 from ttp.store.durable import make_directory, sync_directory, write_durably
+from ttp.store.writable import absolute
 
 log = logging.getLogger("ttp.adapters.megatron")
 
@@ -236,7 +237,7 @@ def save_directory(*, loading: bool = False) -> Path:
     asked = (getattr(args, "load", None) if loading else None) or getattr(args, "save", None)
     if not (given or asked):
         raise ConfigError("no directory for checkpoints is set: give Megatron --save, or set TTP_SAVE_DIR")
-    return Path(given or str(asked)).absolute()
+    return absolute(given or str(asked))
 
 
 def _megatron_args() -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ttp.processor.last_words import write_error_file
+from ttp.processor.last_words import asked_for, leave_word, write_error_file
 
 
 def test_the_report_of_an_error_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,3 +21,13 @@ def test_the_report_of_an_error_is_there_whole_or_not_at_all(tmp_path: Path, mon
     told = [json.loads(file.read_text())["message"]["message"] for file in (before, path)]
     assert told == ["ValueError: first", "ValueError: second"]
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_the_word_is_left_in_the_directory_that_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TTP_PORT", "1")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    asked_for("ck")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    leave_word("it")
+    assert (tmp_path / "ck" / "incidents" / "wrong.json").exists() and not list((tmp_path / "elsewhere").iterdir())

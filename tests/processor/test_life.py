@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import socket
 import threading
@@ -57,8 +58,9 @@ def test_what_was_trained_can_be_freed_when_train_has_returned(controller: Contr
 
     @ttp.ttp_to_persist
     def train() -> None:
-        kept.append(weakref.ref(join(tmp_path)))
-        session.current().wrap_again = lambda kept=kept[0](): kept  # type: ignore[misc]  # its default holds it
+        adapter = join(tmp_path)
+        kept.append(weakref.ref(adapter))
+        session.current().wrap_again = functools.partial(repr, adapter)
 
     train()
     until(lambda: gc.collect() >= 0 and kept[0]() is None)
@@ -96,3 +98,12 @@ def test_a_program_that_finds_its_seat_taken_says_nothing_in_the_name_of_the_job
     with pytest.raises(SystemExit, match="64"):
         ttp.ttp_to_persist(join)(tmp_path)
     assert read_word(tmp_path / "ck") is None
+
+
+def test_an_asynchronous_train_is_refused_before_it_trains_unprotected(controller: Controller) -> None:
+    @ttp.ttp_to_persist(exit_on_bad_config=False)
+    async def train() -> None:
+        raise AssertionError
+
+    with pytest.raises(ttp.UsageError, match="plain function"):
+        train()

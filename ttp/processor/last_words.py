@@ -22,9 +22,13 @@ _asked_dir = ""
 
 
 def asked_for(save_dir: str) -> None:
-    """Remember the save_dir that the program asks for."""
+    """Remember the save_dir that the program asks for: where a relative path is now, as it may change directory."""
     global _asked_dir
-    _asked_dir = save_dir
+    from ttp.store.writable import as_path
+
+    _asked_dir = ""
+    with contextlib.suppress(ConfigError, OSError):
+        _asked_dir = str(as_path(os.environ.get("TTP_SAVE_DIR") or save_dir))
 
 
 def leave_word(why: object) -> None:
@@ -33,7 +37,7 @@ def leave_word(why: object) -> None:
     In a directory that another job uses, or the job whose rank another process is, nothing is recorded: it would be
     taken for the end of that job.
     """
-    directory = os.environ.get("TTP_SAVE_DIR") or _asked_dir
+    directory = _asked_dir or os.environ.get("TTP_SAVE_DIR")
     if not os.environ.get("TTP_PORT") or not directory or isinstance(why, (DirectoryInUseError, SeatTakenError)):
         return
     from ttp.store import history

@@ -19,6 +19,8 @@ _log = logging.getLogger("ttp.store")
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
+_VARIABLE = re.compile(r"\$(\{|[A-Za-z_])")
+
 _HINTS = {
     errno.EACCES: "give this user write permission, or choose another {what}",
     errno.EPERM: "give this user write permission, or choose another {what}",
@@ -118,11 +120,14 @@ def as_path(save_dir: str, what: str = "save_dir") -> Path:
     """Return the absolute path of a directory that a user has named.
 
     Raises:
-        ConfigError: it is empty, a URL, or not UTF-8, so that other processes could not use it.
+        ConfigError: it is empty, a URL, contains a variable or the home of nobody, or is not UTF-8, so that other
+            processes could not use it.
     """
     text = os.fspath(save_dir)
     if not text.strip():
         raise ConfigError(f"{what} is empty; give the directory where checkpoints shall be kept")
+    if "\0" in text:
+        raise ConfigError(f"{what} {text!r} contains a null character; choose another {what}")
     if text.encode(errors="replace").decode() != text:
         raise ConfigError(
             f"{what} {text!a} is not UTF-8 as this process reads it; set LC_ALL=C.UTF-8 where the job is launched, or "
@@ -132,7 +137,20 @@ def as_path(save_dir: str, what: str = "save_dir") -> Path:
         raise ConfigError(
             f"{what} {text!r} is a URL; ttp writes to mounted file systems only: mount the storage and give its path"
         )
-    return Path(os.path.abspath(Path(text).expanduser()))  # noqa: PTH100 - resolve() would follow links of the user's
+    path = absolute(text)
+    if _VARIABLE.search(text) and not os.path.isdir(path):  # noqa: PTH112 - Path's raises if it may not look
+        raise ConfigError(f"{what} {text!r} contains a variable, which only a shell replaces: give the path itself")
+    if text.startswith("~") and Path.cwd() / text == path:
+        raise ConfigError(f"{what} {text!r} is in the home of a user who is not known here; give the path itself")
+    return path
+
+
+def absolute(text: str) -> Path:
+    """Return the absolute path of what a user has named, unchecked: for programs that train without ttp, too."""
+    path = Path.cwd() / os.path.expanduser(text)  # noqa: PTH111 - Path's raises for a user who is not known
+    plain = os.path.normpath(path)
+    through_link = ".." in path.parts and os.path.realpath(path) != os.path.realpath(plain)
+    return path if through_link else Path(plain)
 
 
 def _rehearse(disk: Disk, probe: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 
 import ttp
 from ttp import session
+from ttp.store.writable import as_path
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +22,7 @@ def _off(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     session.reset()
 
 
-def wrap(place: Path) -> None:
+def wrap(place: Path | str) -> None:
     model = torch.nn.Linear(2, 2)
     ttp.wrap_optimizer(torch.optim.SGD(model.parameters()), model=model, save_dir=place)
 
@@ -44,3 +46,31 @@ def test_what_was_wrapped_before_train_stays_and_misuse_is_raised(tmp_path: Path
     assert [train(), train()] == [0, 0]
     with pytest.raises(ttp.UsageError, match="called twice"):
         ttp.ttp_to_persist(wrap)(tmp_path)
+
+
+@pytest.mark.parametrize("named", ["~/ck", "link/../ck", "ck"])
+def test_it_looks_where_the_job_has_saved(named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere" / "inner").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere" / "inner")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    model = torch.nn.Linear(2, 2)
+    ttp.wrap_optimizer(torch.optim.SGD(model.parameters()), model=model, save_dir=named)
+    assert session.current().save_dir == as_path(named)
+    place = tmp_path / ("elsewhere" if "link" in named else "") / "ck"
+    assert as_path(named).resolve() == place.resolve()
+
+
+@pytest.mark.parametrize("named", ["s3://bucket/ck", "~nobody-of-this-name/ck", "$NOWHERE/ck"])
+def test_a_directory_that_a_job_would_refuse_does_not_keep_it_from_training(named: str) -> None:
+    wrap(named)
+    with pytest.raises(ttp.ConfigError):
+        as_path(named)
+
+
+def test_an_asynchronous_train_is_called_as_without_ttp() -> None:
+    @ttp.ttp_to_persist
+    async def train() -> int:
+        return 3
+
+    assert asyncio.run(train()) == 3
