@@ -307,7 +307,11 @@ class Config:
         known = {f.metadata["env"]: f for f in fields(cls)}
         values: dict[str, Any] = {}
         ignored = NAMES_OF_MINDIO if environ.get(MINDIO_SWITCH) else frozenset()
+        services = [n.removesuffix("SERVICE_HOST") for n in environ if n.endswith("_SERVICE_HOST")]  # of Kubernetes
+        links = tuple(service + part for service in services for part in ("SERVICE_", "PORT"))
         for name in sorted(n for n in environ if n.startswith(PREFIX) and n not in ignored):
+            if name.startswith(links) and (name not in known or "://" in environ[name]):
+                continue
             if name not in known:
                 close = difflib.get_close_matches(name, known, n=1)
                 hint = f"; did you mean {close[0]}?" if close else f"; known names: {', '.join(sorted(known))}"
@@ -356,10 +360,8 @@ class RankEnv:
             raise ConfigError(f"RANK={rank} is not in 0..{world_size - 1} (WORLD_SIZE={world_size})")
         home = CONTROLLER_ADDR if environ.get(CONTROLLER_ADDR) else "MASTER_ADDR"
         if not environ.get(home):
-            raise ConfigError(
-                "TTP_PORT is set but MASTER_ADDR is not: start the job with `ttp run` or torchrun, or set it to the "
-                "address of rank 0's host"
-            )
+            told = "TTP_PORT is set but MASTER_ADDR is not: start the job with `ttp run` or torchrun"
+            raise ConfigError(f"{told}, or set it to the address of rank 0's host")
         return cls(
             rank=rank,
             world_size=world_size,
@@ -379,11 +381,9 @@ def _of_launcher(environ: Mapping[str, str], name: str, parse: Callable[[str], A
 
 
 def _integer(environ: Mapping[str, str], name: str) -> int:
-    text = environ.get(name)
-    if text is None:
-        raise ConfigError(
-            f"TTP_PORT is set but {name} is not: start the job with `ttp run` or torchrun, or unset TTP_PORT"
-        )
+    if (text := environ.get(name)) is None:
+        told = f"TTP_PORT is set but {name} is not"
+        raise ConfigError(f"{told}: start the job with `ttp run` or torchrun, or unset TTP_PORT")
     try:
         return int(text)
     except ValueError:
