@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import gc
@@ -106,4 +107,4 @@ def test_an_asynchronous_train_is_refused_before_it_trains_unprotected(controlle
         raise AssertionError
 
     with pytest.raises(ttp.UsageError, match="plain function"):
-        train()
+        asyncio.run(train())

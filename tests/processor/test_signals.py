@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -125,11 +126,11 @@ def test_a_handler_that_was_installed_later_stays_and_may_call_the_former_one() 
     before, preemption = signal.getsignal(signal.SIGTERM), Preemption(print)
     try:
         preemption.install()
-        former = signal.getsignal(signal.SIGTERM)
+        former: Any = signal.getsignal(signal.SIGTERM)
 
         def handler(signum: int, frame: object) -> None:
             mine.append(signum)
-            former(signum, frame)  # type: ignore[operator, arg-type]  # it is ttp's, a function
+            former(signum, frame)
 
         signal.signal(signal.SIGTERM, handler)
         preemption.uninstall()
