@@ -241,8 +241,8 @@ def test_two_hosts_share_one_scheduler(start: Start, environ: dict[str, str], co
     first = start(OF_MINDSPORE, [*flags, "--node_rank=0", f"--log_dir={logs}"], "fake_worker.py", plan(save_s=1))
     second = start(OF_MINDSPORE, [*flags, "--node-rank", "1"], "fake_worker.py", plan(save_s=1), name="second")
     assert first.pids(2) and scheduler(first)[1] == int(port)
+    second.wait_for("pid-2-0")  # before its launcher, which ends a rank that has nothing to save yet
     os.kill(int(second.wait_for("pid-3-0")), signal.SIGKILL)
-    first.wait_for("pid-2-0")
     first.rescue()
     assert (first.finish(), second.finish()) == (75, 75)
     assert [first.has(f"saved-{rank}-0") for rank in range(4)] == [True, True, True, False]
