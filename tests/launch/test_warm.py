@@ -244,7 +244,7 @@ def test_a_scheduler_with_another_environment_does_not_make_the_ranks_cold(tmp_p
     odd = tmp_path / "lib" / "site-packages" / "odd.py"
     odd.write_text("import os\nseen = dict(os.environ)\n")
     rank = {**os.environ, "OF_RANKS": "4711"}
-    starter, command = WarmStarter(Config(), tmp_path), [sys.executable, "-u", __file__]
+    starter, command = WarmStarter(Config(), tmp_path), [sys.executable, "-u", str(odd)]
     variables = {name: digest(text) for name, text in rank.items()}
     said = {"path": [str(odd.parent), *sys.path[1:]], "modules": [["odd", str(odd)]], "environ": variables, "bytes": 0}
 

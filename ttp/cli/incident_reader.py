@@ -157,7 +157,7 @@ class IncidentLog:
 
 
 def incident_files(directory: Path) -> list[Path]:
-    """Return the incident files of a ``save_dir`` (or of its ``incidents`` directory), newest first.
+    """Return the incident files of a ``save_dir``, or of its ``incidents`` directory, newest first.
 
     Raises:
         CheckpointError: the directory cannot be listed.
@@ -168,6 +168,8 @@ def incident_files(directory: Path) -> list[Path]:
         folder = inner if inner.is_dir() else directory
         files = (p for p in folder.iterdir() if p.suffix == SUFFIX and p.is_file())  # glob hides what it may not list
         return sorted(files, key=_sort_key, reverse=True)
+    except FileNotFoundError:
+        return []
     except OSError as problem:
         raise CheckpointError(f"cannot list {folder}: {problem.strerror or problem}") from None
 
