@@ -72,6 +72,7 @@ def run(folder: Path, text: str, *flags: str) -> list[dict[str, Any]]:
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("chaos")
 @pytest.mark.timeout(PATIENCE_S + 60)
 def test_a_rank_is_killed_and_all_is_checked(tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ def test_the_controller_is_lost_at_each_point_of_what_is_done_meanwhile() -> Non
     assert "nothing_new" in model.taken_over, "a takeover has found what was saved meanwhile"
 
 
+@pytest.mark.slow
 def test_the_model_sees_a_checkpoint_that_is_believed_and_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Meanwhile.note
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import signal
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,6 +18,9 @@ from ttp.launch.later import later
 from ttp.launch.warm.starter import WarmStarter
 
 logger = logging.getLogger("ttp.launch")
+
+KILLED_S = 1.0
+"""Seconds to wait for the end of a worker that was killed."""
 
 
 @contextmanager
@@ -56,6 +60,9 @@ def forking(warm: WarmStarter, go_on: tuple[str, str] = ("", "")) -> Iterator[No
             for handler in made:
                 with suppress(ProcessLookupError):
                     handler.close(signal.SIGKILL)
+            for handler in made:
+                with suppress(subprocess.TimeoutExpired):
+                    handler.proc.wait(KILLED_S)
         raise
     finally:
         place.get_subprocess_handler = stock
