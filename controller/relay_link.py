@@ -17,7 +17,7 @@ from ttp.core import messages as m
 from ttp.core.controller import events as ce
 from ttp.core.layout import Rank
 from ttp.core.relay import ALIKE, LineId, Lines, Unfolded, folded
-from ttp.wire.convert import WireError
+from ttp.wire.limits import WireError
 from ttp.wire.relay import LINES_MAX, orders_to_wire, parse_frame
 from ttp.wire.v1 import controller_pb2 as pb
 

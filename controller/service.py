@@ -36,7 +36,8 @@ from ttp.wire import limits, tls
 from ttp.wire.access import aio_guards, listening_address
 from ttp.wire.address import target
 from ttp.wire.channel import SERVER_OPTIONS
-from ttp.wire.convert import WireError, enum_from_wire, enum_to_wire, order_to_wire, pages_from_wire, parse_report
+from ttp.wire.convert import enum_from_wire, enum_to_wire, order_to_wire, pages_from_wire, parse_report
+from ttp.wire.limits import WireError
 from ttp.wire.relay import PROTOCOL, mismatch
 from ttp.wire.v1 import controller_pb2 as pb
 from ttp.wire.v1 import controller_pb2_grpc as rpc

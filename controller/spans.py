@@ -10,12 +10,12 @@ import json
 import logging
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ttp.controller.journal import Happening, line_of
+from ttp.launch.own_module import own_module
 from ttp.store.history import BEGINS, HISTORY_KINDS
 from ttp.store.history import line_of as history_line
 
@@ -69,7 +69,7 @@ class SpanSender:
             thread.join(LEAVING_S / len(self._threads))
 
     def _send(self, arguments: tuple[str, ...], story: Callable[[], str]) -> None:
-        command = [sys.executable, "-m", "ttp.cli.spans", *arguments]
+        command = [*own_module("ttp.cli.spans"), *arguments]
         try:
             with os.fdopen(os.memfd_create("ttp-spans"), "w+b") as lines:
                 lines.write(story().encode())

@@ -11,7 +11,7 @@ from typing import Any
 RANK = int(os.environ["RANK"])
 os.environ["TTP_HOST"] = "one" if RANK < 2 else "two"
 
-from ttp.store.digest import HashingFile  # noqa: E402 - after the name of the host is set
+from ttp.store.digest import HashingFile
 
 _write = HashingFile.write
 

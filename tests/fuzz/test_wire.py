@@ -38,7 +38,8 @@ from ttp.mindio.protocol.rank_side import RankRounds
 from ttp.testing.network import apart
 from ttp.testing.toy import hello
 from ttp.wire import limits
-from ttp.wire.convert import WireError, order_from_wire, order_to_wire, parse_report, report_to_wire
+from ttp.wire.convert import order_from_wire, order_to_wire, parse_report, report_to_wire
+from ttp.wire.limits import WireError
 from ttp.wire.v1 import controller_pb2 as pb
 
 LAYOUT = Layout.data_parallel(3)

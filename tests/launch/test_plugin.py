@@ -13,11 +13,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent  # noqa: E402
-from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry as registry  # noqa: E402
-from torch.distributed.launcher import api as launcher_api  # noqa: E402
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry as registry
+from torch.distributed.launcher import api as launcher_api
 
-from ttp.launch import plugin, torch_compat  # noqa: E402
+from ttp.launch import plugin, torch_compat
 
 api: Any = launcher_api
 PYPROJECT = Path(__file__).parent.parent.parent / "pyproject.toml"

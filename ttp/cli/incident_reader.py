@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -159,6 +160,8 @@ class IncidentLog:
 def incident_files(directory: Path) -> list[Path]:
     """Return the incident files of a ``save_dir``, or of its ``incidents`` directory, newest first.
 
+    Without such a directory there are none.
+
     Raises:
         CheckpointError: the directory cannot be listed.
     """
@@ -172,6 +175,11 @@ def incident_files(directory: Path) -> list[Path]:
         return []
     except OSError as problem:
         raise CheckpointError(f"cannot list {folder}: {problem.strerror or problem}") from None
+
+
+def id_of(path: Path) -> str:
+    """Return the id of the incident of a file, whose name may be any bytes."""
+    return os.fsencode(path.stem).decode(errors="replace")
 
 
 def _sort_key(path: Path) -> tuple[str, str, int, str]:
@@ -190,8 +198,7 @@ def read_incident(path: Path) -> IncidentLog:
     """
     try:
         with open_plain(path) as raw, io.BufferedReader(raw) as file:
-            named = path.name.removesuffix(SUFFIX).encode(errors="replace").decode()  # a name may be any bytes
-            return parse_incident(file, named, path)
+            return parse_incident(file, id_of(path), path)
     except OSError as problem:
         raise CheckpointError(f"cannot read {path}: {problem.strerror or problem}") from None
 

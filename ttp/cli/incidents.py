@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from ttp.cli.directories import SaveDir, existing, holds_ours
-from ttp.cli.incident_reader import SUFFIX, IncidentLog, incident_files, read_incident
+from ttp.cli.incident_reader import IncidentLog, id_of, incident_files, read_incident
 from ttp.cli.output import Json, complain, count_text, print_json, say, screen, table, when_text
 from ttp.cli.spans import restore_span, send, spans, trace_id
 from ttp.cli.timeline import rows, style_of
@@ -97,7 +97,7 @@ def _pick(files: list[Path], incident: str | None, directory: Path) -> Path:
         raise CheckpointError(f"there are no incidents in {directory}; {ELSEWHERE}")
     if incident is None:
         return files[0]
-    ids = {path.name.removesuffix(SUFFIX): path for path in files}
+    ids = {id_of(path): path for path in files}
     meant = [incident] if incident in ids else [i for i in ids if i.startswith(incident) or i.endswith(incident)]
     if len(meant) != 1:
         what = f"{len(meant)} incidents are called {incident!r}" if meant else f"there is no incident {incident!r}"

@@ -38,7 +38,16 @@ from ttp.cli import (
     web,
 )
 from ttp.cli.output import complain, open_streams, silence
-from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_TRAINED, CheckpointError, ConfigError, TtpError, UsageError
+from ttp.errors import (
+    EXIT_BAD_CONFIG,
+    EXIT_NOT_SAVED,
+    EXIT_PORT_TAKEN,
+    EXIT_TRAINED,
+    CheckpointError,
+    ConfigError,
+    TtpError,
+    UsageError,
+)
 
 EXIT_NEGATIVE = 1
 EXIT_BUG = EXIT_NOT_SAVED
@@ -88,7 +97,8 @@ def _control(argv: list[str]) -> int:
     from ttp.controller.__main__ import main as control
 
     try:
-        return min(control(argv), EXIT_BAD_CONFIG)  # 98 (the port is in use) is for launchers
+        code = control(argv)
+        return EXIT_BAD_CONFIG if code == EXIT_PORT_TAKEN else code  # which only launchers tell apart
     except SystemExit as leaving:  # argparse has printed its help or its error
         return EXIT_TRAINED if leaving.code in (None, 0) else EXIT_BAD_CONFIG
 

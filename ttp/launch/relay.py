@@ -32,7 +32,8 @@ from ttp.inbox import Inbox
 from ttp.wire import access, tls
 from ttp.wire.address import split, target
 from ttp.wire.channel import SERVER_OPTIONS, metadata, open_channel, stub
-from ttp.wire.convert import WireError, order_to_wire, report_from_wire
+from ttp.wire.convert import order_to_wire, report_from_wire
+from ttp.wire.limits import WireError
 from ttp.wire.relay import PROTOCOL, frame_to_wire, mismatch, orders_from_wire
 from ttp.wire.sockets import Sockets, peers
 from ttp.wire.v1 import controller_pb2 as pb

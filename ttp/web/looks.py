@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ttp.cli.connection import Client, find
-from ttp.cli.incident_reader import IncidentLog, incident_files, read_incident
+from ttp.cli.incident_reader import IncidentLog, id_of, incident_files, read_incident
 from ttp.cli.incidents import describe
 from ttp.errors import TtpError
 from ttp.store.history import read_launches
@@ -116,8 +116,7 @@ class Incidents:
                 known = self._known.get(path)
                 if known is None or known[0] != stamp:
                     story, changed = read_incident(path), True
-                    more = {"id": _id_of(path), "good": tell(story).get("good"), "lines": len(story.lines)}
-                    known = (stamp, describe(story) | more)
+                    known = (stamp, {**describe(story), "good": tell(story).get("good"), "lines": len(story.lines)})
                     if self.newest is None or _age(story) >= _age(self.newest):
                         self.newest = story
                 found[path] = known
@@ -149,14 +148,9 @@ class Incidents:
         Raises:
             TtpError: a file of the incident cannot be read.
         """
-        paths = [path for path in self._files() if _id_of(path) == name]
+        paths = [path for path in self._files() if id_of(path) == name]
         stories = [read_incident(path) for path in paths]
         return max(stories, key=lambda story: len(story.lines), default=None)
-
-
-def _id_of(path: Path) -> str:
-    """Return the id of an incident from its file's name, which need not be UTF-8."""
-    return path.stem.encode(errors="surrogateescape").decode(errors="replace")
 
 
 def _age(story: IncidentLog) -> tuple[float, str, int]:

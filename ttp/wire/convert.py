@@ -23,7 +23,7 @@ from ttp.core import messages as m
 from ttp.core import restore_messages as sm
 from ttp.mindio.protocol import messages as rm
 from ttp.wire import limits
-from ttp.wire.limits import WireError as WireError  # noqa: PLC0414 - callers catch it, and import it from here
+from ttp.wire.limits import WireError
 from ttp.wire.v1 import controller_pb2 as pb
 
 

@@ -15,7 +15,8 @@ from ttp._version import __version__
 from ttp.core import messages as m
 from ttp.core.relay import Frame, LineId, Lines
 from ttp.wire import limits
-from ttp.wire.convert import WireError, order_from_wire, order_to_wire, parse_report, report_to_wire
+from ttp.wire.convert import order_from_wire, order_to_wire, parse_report, report_to_wire
+from ttp.wire.limits import WireError
 from ttp.wire.v1 import controller_pb2 as pb
 
 PROTOCOL = ("ttp-protocol", str(m.PROTOCOL_MAJOR))

@@ -25,14 +25,14 @@ class NoTorch(MetaPathFinder):
 
 sys.meta_path.insert(0, NoTorch())
 
-from mindspore.train import Callback  # noqa: E402
+from mindspore.train import Callback
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "mindspore_mnist"))
 
-import train_mnist  # noqa: E402
+import train_mnist
 
-from ttp import session  # noqa: E402 - torch has to be hidden first
-from ttp.adapters.mindspore import adapter, barrier  # noqa: E402 - as above
+from ttp import session
+from ttp.adapters.mindspore import adapter, barrier
 
 
 def replace(owner: type, name: str, function: Any) -> None:

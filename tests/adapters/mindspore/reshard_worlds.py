@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import mindspore as ms
 import numpy as np
 
 from ttp.mindspore_files.reshard import Resharded, Wish, reshard
@@ -76,8 +77,6 @@ def pieces(tensors: Tensors, cuts: Cuts, rank: int) -> dict[str, Array]:
 
 def save(directory: Path, tensors: Tensors, cuts: Cuts, ranks: Iterable[int], step: int = 12, first: int = 0) -> Path:
     """Write files of ``ranks`` as stock MindSpore does, with what training adds; ``first``: the stage's first rank."""
-    import mindspore as ms
-
     for rank in ranks:
         entries = {
             name: cuts[name].piece(full, rank - first) if name in cuts else full for name, full in tensors.items()
@@ -118,8 +117,6 @@ def write_strategy(path: Path, cuts: Cuts, stage: int = 0) -> Path:
 
 def load(directory: Path, rank: int) -> dict[str, Any]:
     """Read a rank's file with stock MindSpore, including its CRC."""
-    import mindspore as ms
-
     (file,) = (directory / f"rank_{rank}").glob("*.ckpt")
     loaded = ms.load_checkpoint(str(file), crc_check=True)
     return {name: value if isinstance(value, str) else value.asnumpy() for name, value in loaded.items()}

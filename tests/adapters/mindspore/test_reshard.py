@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
+import mindspore as ms
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -33,10 +33,6 @@ from ttp.mindspore_files.reshard_source import open_newest
 from ttp.mindspore_files.reshard_strategy import read_strategy
 from ttp.mindspore_files.tensor_layout import Cell
 from ttp.store.verify import verify_checkpoint
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # what importing MindSpore warns of is not ours
-    import mindspore as ms
 
 pytestmark = pytest.mark.xdist_group("mindspore-files")
 

@@ -6,7 +6,6 @@ import itertools
 import os
 import shutil
 import tracemalloc
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,10 +36,6 @@ from ttp.mindspore_files.reshard_source import open_newest
 from ttp.mindspore_files.reshard_strategy import read_strategy
 from ttp.store.digest import Watch, digest_file
 from ttp.store.manifest import MANIFEST, Manifest
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # what importing MindSpore warns of is not ours
-    import mindspore  # noqa: F401 - before the tests, whose warnings are errors
 
 pytestmark = pytest.mark.xdist_group("mindspore-files")
 

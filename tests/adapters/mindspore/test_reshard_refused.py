@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import mindspore as ms
 import numpy as np
 import pytest
 
@@ -36,10 +36,6 @@ from ttp.mindspore_files.reshard_fit import TargetTensor
 from ttp.mindspore_files.reshard_rank import blocks
 from ttp.store.digest import HashingFile, digest_file
 from ttp.store.manifest import MANIFEST
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # what importing MindSpore warns of is not ours
-    import mindspore as ms
 
 pytestmark = pytest.mark.xdist_group("mindspore-files")
 

@@ -113,6 +113,15 @@ class Driver(Callback):
 CASES = [("graph", How.AS_IS), ("pynative", How.AS_IS), ("graph", How.UNDO)]
 
 
+def saved_by(training: Training) -> Path:
+    """Train, and return the checkpoint that is saved meanwhile."""
+    driver = Driver(training, how=How.AS_IS)
+    training.train(driver)
+    (checkpoint,) = driver.saved
+    assert isinstance(checkpoint, Path), checkpoint
+    return checkpoint
+
+
 @pytest.mark.parametrize(("mode", "how"), CASES)
 def test_who_goes_on_from_it_ends_where_the_other_ends(mode: str, how: How, tmp_path: Path) -> None:
     ms.set_context(mode=MODES[mode])
@@ -132,11 +141,7 @@ def test_who_goes_on_from_it_ends_where_the_other_ends(mode: str, how: How, tmp_
 
 
 def test_a_checkpoint_of_another_network_is_refused_and_nothing_is_changed(tmp_path: Path) -> None:
-    first = Training(tmp_path)
-    driver = Driver(first, how=How.AS_IS)
-    first.train(driver)
-    (checkpoint,) = driver.saved
-    assert isinstance(checkpoint, Path), checkpoint
+    checkpoint = saved_by(Training(tmp_path))
     other = Net()
     other.last = nn.Dense(16, 5)
     second = Training(tmp_path, net=other)
@@ -162,11 +167,7 @@ def test_restore_needs_an_optimizer() -> None:
 
 
 def test_what_reshard_makes_is_restored_with_its_position(tmp_path: Path) -> None:
-    first = Training(tmp_path)
-    driver = Driver(first, how=How.AS_IS)
-    first.train(driver)
-    (checkpoint,) = driver.saved
-    assert isinstance(checkpoint, Path), checkpoint
+    checkpoint = saved_by(Training(tmp_path))
     made = tmp_path / "made" / checkpoint.name
     reshard(Wish(checkpoint, made), lambda _what, _total: lambda _count: None)
     second = Training(tmp_path)

@@ -127,7 +127,7 @@ def hang(rank: int, save: Callable[[], None], model: DistributedDataParallel) ->
                 waiting.set()
 
         for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(ready)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(ready)
         threading.Thread(target=work).start()
 
 

@@ -329,11 +329,11 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
     return [value for a, value in named if a.alias_info is not None and a.alias_info.is_write]
 
 
-class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch has no types here
+class Watching(TorchDispatchMode):
     """While it is active, the devices run what this thread does with their memory."""
 
     def __init__(self, *devices: FakeDevice) -> None:
-        super().__init__()  # type: ignore[no-untyped-call] # torch has no types here
+        super().__init__()
         self._devices = devices
 
     def dispatch(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:

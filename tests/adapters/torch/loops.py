@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-from torch import nn  # noqa: E402
+from torch import nn
 
-from ttp.adapters.torch.loop.post_step_state import PostStepState  # noqa: E402
+from ttp.adapters.torch.loop.post_step_state import PostStepState
 
 
 class Loop:

@@ -358,7 +358,7 @@ def test_in_a_closure_behind_a_step_that_was_not_copied_there_is_no_way_back(gan
     assert job.gate.version == 3
 
 
-class Twice(RMSprop):  # type: ignore[misc]
+class Twice(RMSprop):
     def step(self, closure: Any = None) -> Any:
         if closure is not None:
             closure()

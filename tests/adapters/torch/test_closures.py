@@ -16,7 +16,7 @@ from ttp.core.messages import Phase
 SGD: Any = torch.optim.SGD
 
 
-class AsInTheDocs(SGD):  # type: ignore[misc]
+class AsInTheDocs(SGD):
     """An optimizer written like most optimizers outside of torch."""
 
     @torch.no_grad()
@@ -37,7 +37,7 @@ class Passing(AsInTheDocs):
         return super().step(closure)
 
 
-class Wrapping(SGD):  # type: ignore[misc]
+class Wrapping(SGD):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         assert closure is not None
@@ -45,14 +45,14 @@ class Wrapping(SGD):  # type: ignore[misc]
         return closure()
 
 
-class InOneLine(SGD):  # type: ignore[misc]
+class InOneLine(SGD):
     def step(self, closure: Any = None) -> Any:
         loss = None if closure is None else closure()
         super().step()
         return loss
 
 
-class Perturbing(SGD):  # type: ignore[misc]
+class Perturbing(SGD):
     """A sharpness-aware optimizer: it writes, and evaluates the closure afterwards."""
 
     @torch.no_grad()
@@ -67,26 +67,26 @@ class Perturbing(SGD):  # type: ignore[misc]
                 parameter.add_(1.0)
 
 
-class InPlace(SGD):  # type: ignore[misc]
+class InPlace(SGD):
     def step(self, closure: Any = None) -> Any:
         self.param_groups[0]["params"][0].data[:] = 0
         return closure()
 
 
-class Twice(SGD):  # type: ignore[misc]
+class Twice(SGD):
     def step(self, closure: Any = None) -> Any:
         closure()
         super().step()
         return closure()
 
 
-class Repeating(SGD):  # type: ignore[misc]
+class Repeating(SGD):
     def step(self, closure: Any = None) -> Any:
         for _ in range(3):
             closure()
 
 
-class Now(SGD):  # type: ignore[misc]
+class Now(SGD):
     """An optimizer that evaluates the closure in some steps."""
 
     number = 0
@@ -97,7 +97,7 @@ class Now(SGD):  # type: ignore[misc]
         super().step()
 
 
-class HandingOn(SGD):  # type: ignore[misc]
+class HandingOn(SGD):
     other: Any = None
 
     def step(self, closure: Any = None) -> Any:
@@ -208,7 +208,7 @@ class TestUpdate:
     def test_a_closure_that_is_not_called_is_said(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        class Lazy(SGD):  # type: ignore[misc]
+        class Lazy(SGD):
             def step(self, closure: Any = None) -> Any:
                 """Ignore the closure."""
 
@@ -222,7 +222,7 @@ class TestUpdate:
     def test_other_arguments_stay(self) -> None:
         seen: list[Any] = []
 
-        class Sophia(SGD):  # type: ignore[misc]
+        class Sophia(SGD):
             def step(self, closure: Any = None, bs: int = 5120) -> Any:
                 seen.append((closure, bs))
 

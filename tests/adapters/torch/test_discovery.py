@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-from hypothesis import given  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.optim import Optimizer  # noqa: E402
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim import Optimizer
 
-from ttp.adapters.torch.restoring.restore import groups_for  # noqa: E402
-from ttp.adapters.torch.sharding import dtensor_chunks, shard_discovery  # noqa: E402
-from ttp.adapters.torch.sharding.discovery import explicit, named, refuse_strangers, same_shards  # noqa: E402
-from ttp.adapters.torch.sharding.names import ModelNames  # noqa: E402
-from ttp.adapters.torch.sharding.shard_discovery import RankShards, StatedShards, label_of  # noqa: E402
-from ttp.adapters.torch.sharding.sharding import TrainingObjects, sharding_of  # noqa: E402
-from ttp.core.layout import Layout, Rank, Shard  # noqa: E402
-from ttp.errors import ConfigError  # noqa: E402
+from ttp.adapters.torch.restoring.restore import groups_for
+from ttp.adapters.torch.sharding import dtensor_chunks, shard_discovery
+from ttp.adapters.torch.sharding.discovery import explicit, named, refuse_strangers, same_shards
+from ttp.adapters.torch.sharding.names import ModelNames
+from ttp.adapters.torch.sharding.shard_discovery import RankShards, StatedShards, label_of
+from ttp.adapters.torch.sharding.sharding import TrainingObjects, sharding_of
+from ttp.core.layout import Layout, Rank, Shard
+from ttp.errors import ConfigError
 
 
 def view(*parts: str, scopes: tuple[int, ...] = (), stages: tuple[int, ...] = ()) -> RankShards:

@@ -8,8 +8,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tests.adapters.torch.fake_runtime import FakeRuntime  # noqa: E402
-from ttp.adapters.torch.device.accelerator import DeviceFence, HostFence, make_fence  # noqa: E402
+from tests.adapters.torch.fake_runtime import FakeRuntime
+from ttp.adapters.torch.device.accelerator import DeviceFence, HostFence, make_fence
 
 
 class TestFence:

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-from torch import nn  # noqa: E402
+from torch import nn
 
-from tests.adapters.torch.hooked import Job, exponential  # noqa: E402
-from tests.adapters.torch.order_worker import CASES  # noqa: E402
-from tests.adapters.torch.worlds import run_world  # noqa: E402
-from ttp.adapters.torch.loop import hooks  # noqa: E402
-from ttp.adapters.torch.loop.hooks import EVALUATING, Calls, gradient_triggers  # noqa: E402
-from ttp.core.messages import Phase  # noqa: E402
-from ttp.errors import UsageError  # noqa: E402
+from tests.adapters.torch.hooked import Job, exponential
+from tests.adapters.torch.order_worker import CASES
+from tests.adapters.torch.worlds import run_world
+from ttp.adapters.torch.loop import hooks
+from ttp.adapters.torch.loop.hooks import EVALUATING, Calls, gradient_triggers
+from ttp.core.messages import Phase
+from ttp.errors import UsageError
 
 UPDATE = [(1, "again"), "begin", (1, "final"), "after", "end"]
 
@@ -42,7 +42,7 @@ class TestBracket:
     def test_hooks_that_fire_twice_count_once(self) -> None:
         torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)  # patches the class, see Optimizer._patch_step_function
 
-        class Twice(torch.optim.SGD):  # type: ignore[misc,name-defined]
+        class Twice(torch.optim.SGD):
             def step(self, closure: Any = None) -> Any:
                 return super().step(closure)
 
@@ -257,7 +257,7 @@ class TestByHand:
         assert job.taken() == [*UPDATE, (1, "final")]
 
     def test_not_inside_a_step(self) -> None:
-        class Inside(torch.optim.SGD):  # type: ignore[misc,name-defined]
+        class Inside(torch.optim.SGD):
             def step(self, closure: Any = None) -> Any:
                 job.detach.step_done()
 

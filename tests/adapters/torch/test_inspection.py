@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-from torch import nn  # noqa: E402
+from torch import nn
 
-from tests.adapters.torch.checkpoints import Net, adamw, train  # noqa: E402
-from tests.adapters.torch.fake_device import FakeDevice, Watching  # noqa: E402
-from tests.adapters.torch.fake_runtime import FakeRuntime  # noqa: E402
-from tests.adapters.torch.stub_processor import StubProcessor, registered  # noqa: E402
-from ttp.adapters.torch.adapter import TorchAdapter  # noqa: E402
-from ttp.adapters.torch.saving import inspection  # noqa: E402
-from ttp.adapters.torch.saving.inspection import ComparedTensor, Inspector, replicated  # noqa: E402
-from ttp.adapters.torch.sharding.names import ModelNames  # noqa: E402
-from ttp.adapters.torch.sharding.sharding import PlainSharding, TrainingObjects  # noqa: E402
-from ttp.core.layout import Layout, Rank, Shard, Version  # noqa: E402
+from tests.adapters.torch.checkpoints import Net, adamw, train
+from tests.adapters.torch.fake_device import FakeDevice, Watching
+from tests.adapters.torch.fake_runtime import FakeRuntime
+from tests.adapters.torch.stub_processor import StubProcessor, registered
+from ttp.adapters.torch.adapter import TorchAdapter
+from ttp.adapters.torch.saving import inspection
+from ttp.adapters.torch.saving.inspection import ComparedTensor, Inspector, replicated
+from ttp.adapters.torch.sharding.names import ModelNames
+from ttp.adapters.torch.sharding.sharding import PlainSharding, TrainingObjects
+from ttp.core.layout import Layout, Rank, Shard, Version
 
 
 class Replica:

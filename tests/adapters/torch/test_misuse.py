@@ -67,7 +67,7 @@ class TestStrangers:
         assert job.taken() == []
 
     def test_one_that_passes_calls_on(self) -> None:
-        class Container(SGD):  # type: ignore[misc]
+        class Container(SGD):
             def step(self, closure: Any = None) -> Any:
                 return self.inner[0].step()
 
@@ -79,7 +79,7 @@ class TestStrangers:
         assert job.gate.version == 1
 
     def test_one_that_a_registered_one_calls(self) -> None:
-        class Outer(SGD):  # type: ignore[misc]
+        class Outer(SGD):
             def step(self, closure: Any = None) -> Any:
                 return inner.step()
 

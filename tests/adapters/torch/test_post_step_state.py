@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-from torch import nn  # noqa: E402
-from torch.optim import lr_scheduler as lr  # noqa: E402
+from torch import nn
+from torch.optim import lr_scheduler as lr
 
-from tests.adapters.torch.hooked import exponential  # noqa: E402
-from tests.adapters.torch.loops import Loop  # noqa: E402
-from ttp.adapters.torch.device.accelerator import AHEAD_MAX  # noqa: E402
-from ttp.adapters.torch.loop import schedules  # noqa: E402
-from ttp.adapters.torch.loop.post_step_state import PostStepState  # noqa: E402
-from ttp.adapters.torch.saving.job_state import JobState  # noqa: E402
-from ttp.errors import CheckpointError, UsageError  # noqa: E402
+from tests.adapters.torch.hooked import exponential
+from tests.adapters.torch.loops import Loop
+from ttp.adapters.torch.device.accelerator import AHEAD_MAX
+from ttp.adapters.torch.loop import schedules
+from ttp.adapters.torch.loop.post_step_state import PostStepState
+from ttp.adapters.torch.saving.job_state import JobState
+from ttp.errors import CheckpointError, UsageError
 
 SCHEDULERS = [
     exponential,

@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-from torch import nn  # noqa: E402
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn  # noqa: E402
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-import ttp  # noqa: E402
-from tests.adapters.torch.checkpoints import Net, digest  # noqa: E402
-from tests.adapters.torch.fake_runtime import FakeRuntime  # noqa: E402
-from tests.adapters.torch.stub_processor import Loop, starting  # noqa: E402
-from tests.adapters.torch.test_restore import OPTIMIZERS  # noqa: E402
-from ttp.adapters.torch.saving.preimage import PreImage  # noqa: E402
-from ttp.core.decide import How  # noqa: E402
-from ttp.core.messages import Phase  # noqa: E402
-from ttp.errors import CheckpointError, ConfigError  # noqa: E402
+import ttp
+from tests.adapters.torch.checkpoints import Net, digest
+from tests.adapters.torch.fake_runtime import FakeRuntime
+from tests.adapters.torch.stub_processor import Loop, starting
+from tests.adapters.torch.test_restore import OPTIMIZERS
+from ttp.adapters.torch.saving.preimage import PreImage
+from ttp.core.decide import How
+from ttp.core.messages import Phase
+from ttp.errors import CheckpointError, ConfigError
 
 Make = Callable[[nn.Module], Any]
 
@@ -36,7 +36,7 @@ class Job(Loop):
         model = Net()
         optimizer = make(model)
         self.scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
-        average: Any = get_ema_multi_avg_fn(0.9)  # type: ignore[no-untyped-call]
+        average: Any = get_ema_multi_avg_fn(0.9)
         self.average = AveragedModel(model, multi_avg_fn=average)
         more = {"scheduler": self.scheduler, "extra_state": {"ema": self.average}, "undo": undo}
         super().__init__(directory, model, optimizer, **more)

@@ -10,11 +10,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tests.adapters.torch.stub_processor import StubProcessor  # noqa: E402
-from tests.adapters.torch.worlds import run_world  # noqa: E402
-from ttp.adapters.torch.loop.barrier import UpdateBarrier, needs_barrier  # noqa: E402
-from ttp.core.layout import Layout, Rank, Shard  # noqa: E402
-from ttp.errors import ConfigError  # noqa: E402
+from tests.adapters.torch.stub_processor import StubProcessor
+from tests.adapters.torch.worlds import run_world
+from ttp.adapters.torch.loop.barrier import UpdateBarrier, needs_barrier
+from ttp.core.layout import Layout, Rank, Shard
+from ttp.errors import ConfigError
 
 WORKER = "tests.adapters.torch.replica_worker"
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from tests.adapters.torch.worlds import run_world  # noqa: E402 - torch decides whether these run
-from ttp.adapters.torch.sharding.partition import ShardPlacement, assign  # noqa: E402
-from ttp.adapters.torch.sharding.replicated_optimizer import ReplicatedOptimizer, _crowded  # noqa: E402
-from ttp.errors import ConfigError  # noqa: E402
+from tests.adapters.torch.worlds import run_world
+from ttp.adapters.torch.sharding.partition import ShardPlacement, assign
+from ttp.adapters.torch.sharding.replicated_optimizer import ReplicatedOptimizer, _crowded
+from ttp.errors import ConfigError
 
 WORKER = "tests.adapters.torch.zero_worlds"
 Told = Callable[..., list[dict[str, Any]]]

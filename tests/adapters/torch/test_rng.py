@@ -13,12 +13,12 @@ import pytest
 torch = pytest.importorskip("torch")
 numpy = pytest.importorskip("numpy")
 
-from tests.adapters.torch.going_on import seed  # noqa: E402 - torch may be missing
-from ttp.adapters.torch.local_state import capture  # noqa: E402 - torch may be missing
-from ttp.adapters.torch.local_state import rng as torch_rng  # noqa: E402
-from ttp.adapters.torch.local_state.rng import RngState, _split, _torch_state  # noqa: E402
-from ttp.errors import CheckpointError  # noqa: E402
-from ttp.processor.local_state import host_rng as rng  # noqa: E402
+from tests.adapters.torch.going_on import seed
+from ttp.adapters.torch.local_state import capture
+from ttp.adapters.torch.local_state import rng as torch_rng
+from ttp.adapters.torch.local_state.rng import RngState, _split, _torch_state
+from ttp.errors import CheckpointError
+from ttp.processor.local_state import host_rng as rng
 
 SLOW = {"_python_layout_holds": lambda: False, "_numpy_gauss_offset": lambda kind: None}
 

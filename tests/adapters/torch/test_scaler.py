@@ -11,15 +11,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tests.adapters.torch.fake_device import Watching  # noqa: E402
-from tests.adapters.torch.fake_runtime import FakeRuntime  # noqa: E402
-from tests.adapters.torch.hooked import exponential  # noqa: E402
-from tests.adapters.torch.loops import Loop  # noqa: E402
-from ttp.adapters.torch.device import accelerator  # noqa: E402
-from ttp.adapters.torch.loop import schedules  # noqa: E402
-from ttp.adapters.torch.loop.post_step_state import PostStepState  # noqa: E402
-from ttp.adapters.torch.saving.job_state import JobState  # noqa: E402
-from ttp.errors import CheckpointError  # noqa: E402
+from tests.adapters.torch.fake_device import Watching
+from tests.adapters.torch.fake_runtime import FakeRuntime
+from tests.adapters.torch.hooked import exponential
+from tests.adapters.torch.loops import Loop
+from ttp.adapters.torch.device import accelerator
+from ttp.adapters.torch.loop import schedules
+from ttp.adapters.torch.loop.post_step_state import PostStepState
+from ttp.adapters.torch.saving.job_state import JobState
+from ttp.errors import CheckpointError
 
 
 def to_the_gate(loop: Loop, overflow: bool) -> None:

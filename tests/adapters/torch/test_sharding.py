@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-from torch.distributed.checkpoint.state_dict import (  # noqa: E402
+from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
     set_state_dict,
 )
-from torch.distributed.checkpoint.state_dict_loader import load  # noqa: E402
+from torch.distributed.checkpoint.state_dict_loader import load
 
-from tests.adapters.torch.worlds import run_world  # noqa: E402
+from tests.adapters.torch.worlds import run_world
 
 WORKER = "tests.adapters.torch.shard_worker"
 ALL = [0, 1, 2, 3]

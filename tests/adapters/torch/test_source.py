@@ -13,26 +13,26 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-from torch import nn  # noqa: E402
+from torch import nn
 
-from tests.adapters.torch.fake_device import Watching  # noqa: E402
-from tests.adapters.torch.fake_runtime import FakeRuntime  # noqa: E402
-from tests.adapters.torch.stub_processor import Loop  # noqa: E402
-from tests.making import making  # noqa: E402
-from ttp.adapters.torch.device.accelerator import DeviceFence  # noqa: E402
-from ttp.adapters.torch.device.to_host import HostCopier  # noqa: E402
-from ttp.adapters.torch.loop.reporting import DeviceReporter  # noqa: E402
-from ttp.adapters.torch.loop.swapped import Swapped  # noqa: E402 - torch may be missing
-from ttp.adapters.torch.restoring.reader import read_values  # noqa: E402
-from ttp.adapters.torch.saving import standing  # noqa: E402
-from ttp.adapters.torch.saving.piece_index import items_of  # noqa: E402
-from ttp.adapters.torch.saving.preimage import PreImage  # noqa: E402
-from ttp.core.decide import How  # noqa: E402
-from ttp.core.layout import Rank, Version  # noqa: E402
-from ttp.core.messages import SaverOrder  # noqa: E402
-from ttp.errors import CheckpointError  # noqa: E402
-from ttp.processor.source import MovedError  # noqa: E402
-from ttp.store.manifest import Manifest  # noqa: E402
+from tests.adapters.torch.fake_device import Watching
+from tests.adapters.torch.fake_runtime import FakeRuntime
+from tests.adapters.torch.stub_processor import Loop
+from tests.making import making
+from ttp.adapters.torch.device.accelerator import DeviceFence
+from ttp.adapters.torch.device.to_host import HostCopier
+from ttp.adapters.torch.loop.reporting import DeviceReporter
+from ttp.adapters.torch.loop.swapped import Swapped
+from ttp.adapters.torch.restoring.reader import read_values
+from ttp.adapters.torch.saving import standing
+from ttp.adapters.torch.saving.piece_index import items_of
+from ttp.adapters.torch.saving.preimage import PreImage
+from ttp.core.decide import How
+from ttp.core.layout import Rank, Version
+from ttp.core.messages import SaverOrder
+from ttp.errors import CheckpointError
+from ttp.processor.source import MovedError
+from ttp.store.manifest import Manifest
 
 PATIENCE_S = 30
 

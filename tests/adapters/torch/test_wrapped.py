@@ -18,7 +18,7 @@ from tests.adapters.torch.wrappers import Base, Container, Lookahead, LookaheadI
 from ttp.errors import UsageError
 
 
-class Sign(Base):  # type: ignore[misc]
+class Sign(Base):
     """An optimizer without state."""
 
     def __init__(self, parameters: Any) -> None:
@@ -27,7 +27,7 @@ class Sign(Base):  # type: ignore[misc]
     def direction(self, _number: int, p: Any) -> Any:
         return p.grad.sign()
 
-    @no_grad()  # type: ignore[untyped-decorator]
+    @no_grad()
     def step(self, closure: Any = None) -> None:
         for number, p in enumerate(p for group in self.param_groups for p in group["params"] if p.grad is not None):
             p.sub_(self.direction(number, p), alpha=0.01)
@@ -130,7 +130,7 @@ def test_a_schedule_of_groups_that_are_not_saved_is_refused(tmp_path: Path) -> N
 
 
 def test_an_optimizer_of_whose_steps_nobody_is_told_is_refused(start: Callable[..., Job]) -> None:
-    class Silent(Base):  # type: ignore[misc]
+    class Silent(Base):
         def __init__(self, parameters: Any) -> None:
             self.param_groups = [{"params": list(parameters)}]
             self.state: Any = {}

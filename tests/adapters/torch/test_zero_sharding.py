@@ -10,8 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tests.adapters.torch.worlds import run_world  # noqa: E402 - torch decides whether these run
-from ttp.adapters.torch.sharding.zero_sharding import partitions  # noqa: E402
+from tests.adapters.torch.worlds import run_world
+from ttp.adapters.torch.sharding.zero_sharding import partitions
 
 WORKER = "tests.adapters.torch.zero_saves"
 Told = Callable[[str, int], list[dict[str, Any]]]

@@ -14,7 +14,7 @@ Base: Any = Optimizer
 no_grad: Any = torch.no_grad
 
 
-class Container(Base):  # type: ignore[misc]
+class Container(Base):
     """Like torchtitan's: one optimizer for each part of the model; its own state stays empty."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -51,7 +51,7 @@ class Schedulers:
         raise AssertionError("each of those inside has a state of its own")
 
 
-class Delegate(Base):  # type: ignore[misc]
+class Delegate(Base):
     """Like accelerate's: no hooks of its own, and every call is passed on."""
 
     def __init__(self, optimizer: Any) -> None:
@@ -75,7 +75,7 @@ class Delegate(Base):  # type: ignore[misc]
 Delegate.__name__ = "AcceleratedOptimizer"
 
 
-class Lookahead(Base):  # type: ignore[misc]
+class Lookahead(Base):
     """Like most implementations: slow weights in a state of its own, and ``Optimizer.__init__`` is not called."""
 
     def __init__(self, optimizer: Any) -> None:
@@ -136,7 +136,7 @@ class LookaheadInside(Lookahead):
             group["lookahead_step"] = count
 
 
-class Sam(Base):  # type: ignore[misc]
+class Sam(Base):
     """Like davda54/sam."""
 
     def __init__(self, parameters: Any) -> None:
@@ -145,21 +145,21 @@ class Sam(Base):  # type: ignore[misc]
         self.base_optimizer: Any = Adam(self.param_groups, lr=0.01)
         self.param_groups = self.base_optimizer.param_groups
 
-    @no_grad()  # type: ignore[untyped-decorator]
+    @no_grad()
     def first_step(self) -> None:
         for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
             self.state[parameter]["old_p"] = parameter.data.clone()
             parameter.add_(parameter.grad, alpha=0.05)
         self.zero_grad()
 
-    @no_grad()  # type: ignore[untyped-decorator]
+    @no_grad()
     def second_step(self) -> None:
         for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
             parameter.data = self.state[parameter]["old_p"]
         self.base_optimizer.step()
         self.zero_grad()
 
-    @no_grad()  # type: ignore[untyped-decorator]
+    @no_grad()
     def step(self, closure: Any = None) -> Any:
         closure = torch.enable_grad()(closure)
         self.first_step()

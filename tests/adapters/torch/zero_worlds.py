@@ -68,7 +68,7 @@ class Training:
         data = torch.Generator().manual_seed(1000 * len(self.losses) + dist.get_rank())
         self.optimizer.zero_grad()
         loss: Tensor = self.ddp(torch.randn(2, 3, 6, 6, generator=data)).square().mean()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return loss.detach()
 
     def step(self, count: int = 1) -> None:

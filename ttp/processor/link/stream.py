@@ -14,7 +14,8 @@ from ttp.core import messages as m
 from ttp.launch.relay import TO_KEY
 from ttp.processor.liveness import forks
 from ttp.wire import channel as wire
-from ttp.wire.convert import WireError, order_from_wire, report_to_wire
+from ttp.wire.convert import order_from_wire, report_to_wire
+from ttp.wire.limits import WireError
 from ttp.wire.v1 import controller_pb2 as pb
 
 log = logging.getLogger("ttp.processor")
