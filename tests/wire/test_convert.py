@@ -15,6 +15,7 @@ from ttp.core.decide import How
 from ttp.core.layout import Rank, Version
 from ttp.core.restore_messages import Candidate, RestoreView
 from ttp.wire import convert, limits
+from ttp.wire.limits import WireError
 from ttp.wire.v1 import controller_pb2 as pb
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -87,19 +88,19 @@ def test_a_text_that_is_not_valid_unicode_arrives_with_escapes() -> None:
 
 
 def test_an_empty_message_is_refused_in_words() -> None:
-    with pytest.raises(convert.WireError, match="without a report"):
+    with pytest.raises(WireError, match="without a report"):
         convert.report_from_wire(pb.RankReport())
-    with pytest.raises(convert.WireError, match="without a order"):
+    with pytest.raises(WireError, match="without a order"):
         convert.order_from_wire(pb.ControllerOrder())
 
 
 def test_an_unspecified_enum_is_refused_in_words() -> None:
-    with pytest.raises(convert.WireError, match="UNSPECIFIED is not known"):
+    with pytest.raises(WireError, match="UNSPECIFIED is not known"):
         convert.report_from_wire(pb.RankReport(heartbeat=pb.Heartbeat(rank=1)))
 
 
 def test_an_enum_value_of_the_future_is_refused_in_words() -> None:
     message = pb.RankReport(heartbeat=pb.Heartbeat(rank=1))
     message.heartbeat.phase = 99  # type: ignore[assignment]
-    with pytest.raises(convert.WireError, match="heartbeat: Phase 99 is not known here"):
+    with pytest.raises(WireError, match="heartbeat: Phase 99 is not known here"):
         convert.report_from_wire(message)

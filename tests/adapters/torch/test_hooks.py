@@ -9,6 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from torch import nn
+from torch.optim import SGD
 
 from tests.adapters.torch.hooked import Job, exponential
 from tests.adapters.torch.order_worker import CASES
@@ -42,7 +43,7 @@ class TestBracket:
     def test_hooks_that_fire_twice_count_once(self) -> None:
         torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)  # patches the class, see Optimizer._patch_step_function
 
-        class Twice(torch.optim.SGD):
+        class Twice(SGD):
             def step(self, closure: Any = None) -> Any:
                 return super().step(closure)
 
@@ -257,7 +258,7 @@ class TestByHand:
         assert job.taken() == [*UPDATE, (1, "final")]
 
     def test_not_inside_a_step(self) -> None:
-        class Inside(torch.optim.SGD):
+        class Inside(SGD):
             def step(self, closure: Any = None) -> Any:
                 job.detach.step_done()
 
