@@ -140,7 +140,7 @@ def _manifest(directory: Path) -> Manifest | None:
     try:
         return Manifest.load(directory)
     except CheckpointError as problem:
-        raise CheckpointError(f"{problem}. Restore it; or remove it, so that the CRC of each file counts") from None
+        raise CheckpointError(f"{problem}. Restore it; or remove it, and give --src-strategy") from None
 
 
 def _version(manifest: Manifest | None, held: Mapping[int, Mapping[str, FileTensor]]) -> int | None:

@@ -186,7 +186,7 @@ def test_it_is_said_what_to_do(s4: Path, tmp_path: Path) -> None:
         with pytest.raises((CheckpointError, UsageError), match=why):
             run(source, tmp_path / target, STRATEGIES / "s4.ckpt", None)
     (step / MANIFEST).write_text("{")
-    with pytest.raises(CheckpointError, match="remove it, so that the CRC of each file counts"):
+    with pytest.raises(CheckpointError, match="remove it, and give --src-strategy"):
         run(step, tmp_path / "made", STRATEGIES / "s4.ckpt", None)
 
 
