@@ -10,7 +10,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousHandler, Rendezvo
 
 def serve_store(address: str) -> Any:
     """Serve a new store on a free port of this host. The server ends with the last reference to the store."""
-    store: Any = torch.distributed.TCPStore  # type: ignore[attr-defined,unused-ignore]
+    store: Any = torch.distributed.TCPStore  # type: ignore[attr-defined,unused-ignore] # in torch, not in its types
     return store(address, 0, is_master=True, wait_for_workers=False)
 
 
