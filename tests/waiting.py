@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import psutil
+
 
 def until(
     condition: Callable[[], Any],
@@ -23,3 +25,11 @@ def until(
         assert time.monotonic() < deadline, story()
         time.sleep(every_s)
     return found
+
+
+def has_ended(pid: int) -> bool:
+    """Return whether a process has ended, even if nobody has waited for it."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

@@ -8,11 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.cli.conftest import Controller, Ttp
-from tests.waiting import until
+from tests.waiting import has_ended, until
 from ttp.launch.node_check import Course, Finding, Health, read_reset, run_check
 
 Start = Callable[..., Controller]
@@ -41,7 +40,7 @@ def test_a_check_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
     found = run_check(shell(f"sleep 60 & echo $! > {tmp_path}/pid; wait"), 0.5)
     assert isinstance(found, Finding) and found.health is Health.FAULTY
     child = int((tmp_path / "pid").read_text())
-    until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE, 5)
+    until(lambda: has_ended(child), 5)
 
 
 def test_a_check_may_leave_a_process_behind() -> None:

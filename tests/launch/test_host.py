@@ -11,10 +11,9 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.waiting import until
+from tests.waiting import has_ended, until
 from ttp.config import Config
 from ttp.launch import host as subject
 from ttp.launch.host import Host
@@ -114,7 +113,7 @@ def test_the_rank_of_a_shell_script_saves_before_its_shell_ends(shell: str, host
     plan: dict[str, object] = {"shell": SHELLS[shell], "on_sigterm": "save", "save_s": 0.5}
     group = workers(plan, plan)
     host.stop(group, signal.SIGTERM, 5.0)
-    assert [worker.poll() for worker in group.values()] == [75, 75]
+    assert [worker.wait(10) for worker in group.values()] == [75, 75]  # a shell ends after its rank
 
 
 @pytest.mark.parametrize("shell", SHELLS)
@@ -136,7 +135,7 @@ def test_a_rank_that_does_not_stop_is_killed_with_its_shell(
     rank = int((out / "pid-0-0").read_text())
     os.kill(rank, signal.SIGSTOP)
     host.stop(group, signal.SIGTERM, 0.1)
-    until(lambda: not psutil.pid_exists(rank) or psutil.Process(rank).status() == psutil.STATUS_ZOMBIE)
+    until(lambda: has_ended(rank))
     assert group[0].wait(10) < 0
 
 

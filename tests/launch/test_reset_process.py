@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.waiting import until
+from tests.waiting import has_ended, until
 from ttp.launch.reset_process import ResetProcess, Training, main
 
 RANK = """
@@ -116,16 +116,12 @@ def test_common_kills_all_and_starts_them_again_where_they_were(host: Host) -> N
     assert (host.out / "device1/newlog").read_text() == "training\n"
     assert not host.has("saved-0")
     host.says({0: "unrecovered"})  # once more, and the plugin clears the file afterwards
-    host.wait(lambda: not psutil.pid_exists(int((host.out / "rank-0-1-mine").read_text())) or zombie(host))
+    host.wait(lambda: has_ended(int((host.out / "rank-0-1-mine").read_text())))
     host.says({})
     host.wait(lambda: host.has("rank-0-2-mine") and host.has("rank-1-2-mine"))
     (host.out / "finish").write_text("")
     code, log = host.finish()
     assert code == 0, log
-
-
-def zombie(host: Host) -> bool:
-    return psutil.Process(int((host.out / "rank-0-1-mine").read_text())).status() == psutil.STATUS_ZOMBIE
 
 
 def test_elastic_lets_the_healthy_save(host: Host) -> None:
@@ -163,7 +159,7 @@ def test_without_ranks_the_main_process_goes_with_its_children(host: Host) -> No
     host.manage()
     host.says({0: "unrecovered"})
     assert main.wait(WAIT_S) == -9
-    host.wait(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE)
+    host.wait(lambda: has_ended(child))
     host.says({0: "failed"})
     code, log = host.finish()
     assert code == 1 and "rank 0 cannot be reset" in log
