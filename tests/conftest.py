@@ -30,3 +30,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     grouped = (item for item in session.items if item.get_closest_marker("xdist_group") is not None)
     if getattr(session.config.option, "loadgroup", False) and any("@" not in item.nodeid for item in grouped):
         raise pytest.UsageError("pytest-xdist cannot group tests with this pytest: pip install 'pytest>=8,<9.1'")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print why tests were tried again: pytest-rerunfailures only counts them."""
+    for report in terminalreporter.stats.get("rerun", ()):
+        terminalreporter.section(f"tried again: {report.nodeid}", sep="_")
+        terminalreporter.write_line(report.longreprtext)
