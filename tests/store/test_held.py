@@ -198,6 +198,15 @@ def test_a_process_does_it_and_there_is_one(held: Held, save_dir: Path, tmp_path
     assert versions(save_dir) == [12] and not held.unfinished() and not held.root.exists()
 
 
+def test_a_process_that_was_forked_meanwhile_keeps_no_lock(held: Held) -> None:
+    held.make()
+    with held.serving():
+        (lock,) = [each for each in Path("/proc/self/fd").iterdir() if each.resolve() == held.root / "writer"]
+        theirs = os.dup(int(lock.name))
+    assert not held.is_served()
+    os.close(theirs)
+
+
 def test_a_launcher_does_not_wait_for_a_writer_that_does_not_start(
     held: Held, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

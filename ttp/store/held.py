@@ -255,6 +255,7 @@ class Held:
                 return
             yield True
         finally:
+            fcntl.flock(handle, fcntl.LOCK_UN)  # a process that was forked meanwhile holds it too
             os.close(handle)
 
     def drop(self, but: str = "") -> None:
