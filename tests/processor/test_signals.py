@@ -103,20 +103,22 @@ def test_a_signal_is_reported_once_although_asyncio_takes_the_wakeup_descriptor(
         signal.signal(signal.SIGTERM, before)
 
 
-def test_asyncio_still_has_its_signals_while_and_after_ttp_listens() -> None:
+@pytest.mark.parametrize("first", ["asyncio", "ttp"])
+def test_asyncio_still_has_its_signals_while_and_after_ttp_listens(first: str) -> None:
+    """Whoever comes second takes the wake-up descriptor."""
+
     async def main() -> None:
-        loop, preemption = asyncio.get_running_loop(), Preemption(print)
-        for at in ("over asyncio", "under asyncio", "gone"):
-            came = asyncio.Event()
-            if at == "over asyncio":
-                loop.add_signal_handler(signal.SIGUSR1, came.set)
-                preemption.install()
-            else:
-                loop.add_signal_handler(signal.SIGUSR1, came.set)
-                if at == "gone":
-                    preemption.uninstall()
+        loop, preemption, came = asyncio.get_running_loop(), Preemption(print), asyncio.Event()
+        if first == "ttp":
+            preemption.install()
+        loop.add_signal_handler(signal.SIGUSR1, came.set)
+        if first == "asyncio":
+            preemption.install()
+        for _ in range(2):
             signal.raise_signal(signal.SIGUSR1)
             await asyncio.wait_for(came.wait(), 10)
+            came.clear()
+            preemption.uninstall()
 
     asyncio.run(main())
 
