@@ -171,11 +171,13 @@ def test_no_kernel_help_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_call_that_is_not_there_or_forbidden_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """EPERM is what sandboxes answer, EINVAL and others what file systems do that do not know the call."""
-    for number in (errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EOPNOTSUPP, errno.EPERM, errno.EACCES):
+    """A file system that does not know the call refuses it for its files, a sandbox (EPERM...) for any descriptor."""
+    unknown = (errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EOPNOTSUPP)
+    forbidden = (errno.ENOSYS, errno.EPERM, errno.EACCES)
+    for number, of_none in [*((code, errno.EBADF) for code in unknown), *((code, code) for code in forbidden)]:
 
-        def refuse(fd: int, *_: int, number: int = number) -> int:
-            ctypes.set_errno(number)
+        def refuse(fd: int, *_: int, number: int = number, of_none: int = of_none) -> int:
+            ctypes.set_errno(of_none if fd < 0 else number)
             return -1
 
         monkeypatch.setattr(digest, "_sync_file_range", refuse)
