@@ -55,16 +55,16 @@ def controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cont
 
 
 def test_what_was_trained_can_be_freed_when_train_has_returned(controller: Controller, tmp_path: Path) -> None:
-    kept: list[weakref.ref[Adapter]] = []
+    kept: list[weakref.ref[Any]] = []
 
     @ttp.ttp_to_persist
     def train() -> None:
         adapter = join(tmp_path)
-        kept.append(weakref.ref(adapter))
+        kept.extend(map(weakref.ref, (adapter, adapter.source)))
         session.current().wrap_again = functools.partial(repr, adapter)
 
     train()
-    until(lambda: gc.collect() >= 0 and kept[0]() is None)
+    until(lambda: gc.collect() >= 0 and not any(reference() for reference in kept))
 
 
 def test_a_rank_that_cannot_join_leaves_no_threads(
