@@ -77,13 +77,13 @@ def test_steps_are_lost_where_no_rank_is_left_to_answer(tmp_path: Path, capsys: 
     assert told(capsys, tmp_path)["lost_steps"] == 2900
 
 
-@pytest.mark.parametrize("later", [(), [("wrong", 61.0, {"text": "the disk is full"})]])
+@pytest.mark.parametrize("earlier", [(), [("wrong", 59.0, {"text": "the disk is full"})]])
 def test_a_fault_without_a_file_is_a_fault(
-    later: list[tuple[str, float, dict[str, Any]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    earlier: list[tuple[str, float, dict[str, Any]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The disk was full: the file is in the run directory, if anywhere."""
     (tmp_path / "incidents").mkdir()
-    (tmp_path / "incidents" / FILE).write_text(launch(0.0, ("released", 60.0, {"exit_code": 70}), *later))
+    (tmp_path / "incidents" / FILE).write_text(launch(0.0, *earlier, ("released", 60.0, {"exit_code": 70})))
     incident(tmp_path, 1, 50.0, ("thawed", 2.0, {"reason": "asked for"}), snapshot=True)
     found = told(capsys, tmp_path)
     assert (found["incidents"], found["unrecorded"]) == (1, 1)
