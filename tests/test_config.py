@@ -150,6 +150,6 @@ def test_what_kubernetes_says_of_services_is_not_a_setting() -> None:
     web = {"TTP_WEB_SERVICE_HOST": "10.0.0.7", "TTP_WEB_SERVICE_PORT": "80", "TTP_WEB_PORT_80_TCP_ADDR": "10.0.0.7"}
     own = {"TTP_SERVICE_HOST": "10.0.0.8", "TTP_SERVICE_PORT_HTTP": "80", "TTP_PORT": "tcp://10.0.0.8:80"}
     assert Config.from_env(web | own | {"TTP_WEB_PORT": "tcp://10.0.0.7:80", "TTP_KEEP": "7"}).port is None
-    assert Config.from_env(web | {"TTP_PORT": "7", "TTP_METRICS_PORT": "8"}).port == 7
+    assert Config.from_env(web | own | {"TTP_PORT": "7", "TTP_METRICS_PORT": "8"}).port == 7
     with pytest.raises(ConfigError, match="TTP_WEB_PORT"):
         Config.from_env({"TTP_WEB_PORT": "80"})

@@ -23,11 +23,15 @@ def test_the_report_of_an_error_is_there_whole_or_not_at_all(tmp_path: Path, mon
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_the_word_is_left_in_the_directory_that_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("named", "setting"), [("ck", ""), ("other", "ck")])
+def test_the_word_is_left_in_the_directory_that_was_asked_for(
+    named: str, setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TTP_PORT", "1")
+    monkeypatch.setenv("TTP_SAVE_DIR", setting)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
-    asked_for("ck")
+    asked_for(named)
     monkeypatch.chdir(tmp_path / "elsewhere")
     leave_word("it")
     assert (tmp_path / "ck" / "incidents" / "wrong.json").exists() and not list((tmp_path / "elsewhere").iterdir())
