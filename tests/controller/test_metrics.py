@@ -205,6 +205,7 @@ def test_a_controller_and_the_command(start: Any, tmp_path: Path, capsys: pytest
 
 def test_silent_clients_take_a_bounded_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "CONNECTIONS_MAX", 4)
+    monkeypatch.setattr(metrics._Handler, "timeout", 60)  # else silence ends the others meanwhile
     server = metrics._server(make_wsgi_app(CollectorRegistry()), "127.0.0.1", 0, None)
     serving = threading.Thread(target=server.serve_forever, args=(0.01,))
     before = threading.active_count()
