@@ -113,6 +113,15 @@ def test_what_cannot_be_read_counts_as_nothing(place: Path, capsys: pytest.Captu
     assert told(capsys, place, "--run-id", "job") == before | {"unreadable": 4}
 
 
+def test_the_rest_of_a_line_in_a_long_history_could_be_read(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = (place / "incidents" / FILE).stat().st_size
+    monkeypatch.setattr("ttp.store.history.TAIL_BYTES", size - 20)
+    found = told(capsys, place, "--run-id", "job")
+    assert (found["launches"], found["unreadable"]) == (2, 0)
+
+
 def test_a_directory_without_a_launch_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["goodput", str(tmp_path)]) == 1
     assert "no launch is recorded" in capsys.readouterr().err

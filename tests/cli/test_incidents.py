@@ -258,6 +258,11 @@ def test_only_the_directory_of_a_job_says_that_nothing_went_wrong(tmp_path: Path
     (tmp_path / "incidents" / FILE).write_text(lines)
     said = ttp("incidents", tmp_path)
     assert (said.code, said.out) == (0, "") and "the last launch is not here" in said.err
+    write(tmp_path, "one", SAVED)
+    assert ttp("incidents", tmp_path).err == ""
+    lines += line_of("incarnation", 1.9e9, {"run_id": "job"}) + line_of("released", 2e9, {"exit_code": 70})
+    (tmp_path / "incidents" / FILE).write_text(lines)
+    assert "the last launch is not here" in ttp("incidents", tmp_path).err, "what is here is of an earlier launch"
 
 
 def test_a_file_whose_name_is_not_utf_8(tmp_path: Path, ttp: Ttp) -> None:

@@ -202,6 +202,8 @@ def test_what_reshard_makes_is_one_checkpoint_by_any_name(tmp_path: Path) -> Non
     (made / "manifest.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"manifest.json is damaged"):
         load_newest(made, rank=0)
+    older = saved_by_ttp(tmp_path, 9)
+    assert found_in([made, older], rank=0).step_num == 9
 
 
 # MindSpore leaves such a file open, which Python warns of when it collects it.
