@@ -133,7 +133,9 @@ def test_a_disk_that_is_full_is_named(ttp: Ttp) -> None:
 
 
 def test_a_time_that_is_none_is_bad_usage(place: Path, ttp: Ttp) -> None:
-    assert ttp("verdict", place, "--since", "nan")[:2] == (64, "")
+    (place / "incidents" / FILE).write_text(begins() + DONE)
+    found = ttp("verdict", place, "--since", "nan")
+    assert found[:2] == (64, "") and "--since" in found.err
 
 
 def test_only_launches_of_the_job_that_is_meant(place: Path, ttp: Ttp) -> None:

@@ -233,11 +233,19 @@ def test_a_paused_job_can_be_ended(strategy: str, named: list[int]) -> None:
     assert world.named == named and world.released == {EXIT_SAVED if named else EXIT_NOT_SAVED}
 
 
-@pytest.mark.parametrize("how", ["it leaves", "it says nothing", "it cannot take what it is told"])
-def test_without_a_manager_nobody_is_left_standing(how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "wait_s", "asked_s"),
+    [
+        ("it leaves", 30, 0),
+        ("it says nothing", 30, 0),
+        ("it says nothing", 10, 30),
+        ("it cannot take what it is told", 30, 0),
+    ],
+)
+def test_without_a_manager_nobody_is_left_standing(how: str, wait_s: float, asked_s: float) -> None:
     world = HandlerWorld(FOUR)
-    world.attend(30)
-    world.say(NoticeKind.PAUSE_TRAIN)
+    world.attend(wait_s)
+    world.say(NoticeKind.PAUSE_TRAIN, seconds=asked_s)
     world.after(29)
     assert world.kinds()[-1] == "sync"
     if how == "it leaves":
