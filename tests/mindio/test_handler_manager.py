@@ -89,6 +89,7 @@ def test_the_manager_knows_of_more_faults_and_wants_more_time_to_choose() -> Non
     assert {int(fault.rank): fault.kind.value for fault in world.calls[-1].faults} == {1: 0, 2: 1}
     assert world.heard()[-1] == ("strategies", 0, "exit,dump")  # no retry with a broken process
     world.after(49)
+    assert world.kinds() == []
     world.say(NoticeKind.STRATEGY, strategy="dump")
     assert world.kinds() == ["save", "rename"] and set(world.acted(Kind.SAVE)) == {0, 3}
 
