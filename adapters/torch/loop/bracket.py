@@ -78,6 +78,7 @@ class Calls(NamedTuple):
         after_update: called after each update, before it is reported as finished; may not block.
         after_end: called after the update was reported as finished, before ``step()`` returns; may block, and may
             raise ``UsageError``.
+        before_forward: called at the beginning of each forward pass in training; may neither block nor raise.
         before_backward: called at the beginning of each backward pass; may neither block nor raise.
         evaluating: called at the beginning of each forward pass without gradients; may neither block nor raise.
     """
@@ -87,6 +88,7 @@ class Calls(NamedTuple):
     before_turn: Callable[[int, int, bool], bool] = _no_way_back
     after_update: Callable[[], None] = _nothing
     after_end: Callable[[], None] = _nothing
+    before_forward: Callable[[], None] = _nothing
     before_backward: Callable[[], None] = _nothing
     evaluating: Callable[[], None] = _nothing
 

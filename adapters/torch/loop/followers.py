@@ -66,7 +66,7 @@ class Followers:
         self._updates = 0
         self._mark: dict[str, Any] | None = None  # the parameters at the last look; None: they are not compared now
         self._entered = False  # a forward pass has begun since the last update
-        self._handles = [each.register_forward_pre_hook(Hook(self._forward)) for each in _called(model)]
+        self._handles = [each.register_forward_pre_hook(Hook(self._forward)) for each in called(model)]
 
     @property
     def all_small(self) -> bool:
@@ -141,10 +141,10 @@ class Followers:
         return parameter._version, parameter.data_ptr(), copied_bytes(parameter) if name in self.small else b""
 
 
-def _called(model: nn.Module) -> Iterator[nn.Module]:
+def called(model: nn.Module) -> Iterator[nn.Module]:
     """Return the modules that the loop calls: ``model``, or its parts if it is a container without a forward pass."""
     if type(model).forward is not nn.Module.forward:
         yield model
         return
     for child in model.children():
-        yield from _called(child)
+        yield from called(child)

@@ -34,6 +34,7 @@ from torch.optim import Optimizer
 
 from ttp.adapters.torch.device.accelerator import Fence
 from ttp.adapters.torch.loop.bracket import EVALUATING, Bracket, Calls, Capture
+from ttp.adapters.torch.loop.followers import called
 from ttp.adapters.torch.loop.hook import Hook
 from ttp.adapters.torch.loop.misuse import Strangers, capturing, graph_task, refuse_in_backward
 from ttp.adapters.torch.loop.no_sync import NoSync
@@ -117,10 +118,14 @@ class Attachment(Bracket):
             self._handles.append(optimizer.register_step_post_hook(Hook(self._after_step, traced=False)))
         for parameter in gradient_triggers(model, ddps):
             register: Any = parameter.register_post_accumulate_grad_hook
+            trained = parameter.requires_grad
+            parameter.requires_grad_(True)  # else torch registers no hook; the program may train it later
             self._handles.append(register(Hook(self._on_gradient)))
+            parameter.requires_grad_(trained)
         for module in gathering(model):
             self._handles.append(module.register_forward_hook(Hook(self._on_output)))
-        self._handles.append(model.register_forward_pre_hook(Hook(self._on_forward)))
+        for module in called(model):
+            self._handles.append(module.register_forward_pre_hook(Hook(self._on_forward)))
 
     def __call__(self) -> None:
         """Remove all hooks."""
@@ -142,6 +147,8 @@ class Attachment(Bracket):
         learning = _learns()
         if learning:
             self._pass()
+            if module.training:
+                self._calls.before_forward()
         else:
             if not self._reporter.activity:
                 self._reporter.activity, self._evaluating = EVALUATING, True

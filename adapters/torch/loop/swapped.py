@@ -2,9 +2,10 @@
 
 ttp reads the weights in place. A program that evaluates an average of its weights often copies the average into the
 model and takes it out again afterwards. A checkpoint that is made meanwhile would contain the average as the weights.
-No hook reports such a swap. So a few bytes of the weights are noted twice in each step: when an update ends, and when
-the next backward pass begins, or the gate is reached without one. The weights of training are the ones or the others;
-any other value belongs to an evaluation.
+No hook reports such a swap. So a few bytes of the weights are noted in each step: when an update ends, and when the
+next forward pass in training begins, which may wait for other ranks. The backward pass, or the gate, notes them once
+more, because layers may change their weights in the forward pass. The weights of training are the first or the last of
+these; any other value belongs to an evaluation.
 
 The same is done with a frozen parameter: adapters such as LoRA are often merged into frozen weights for an evaluation.
 
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ttp.adapters.torch.device.accelerator import Event, Runtime, holder, poll
+from ttp.adapters.torch.loop.misuse import capturing
 from ttp.adapters.torch.sharding.dtensor_chunks import is_distributed, local
 
 log = logging.getLogger("ttp.adapters.torch")
@@ -134,6 +136,11 @@ class Swapped:
         runtimes = {id(sample.runtime): sample.runtime for sample in self._on_device if sample.runtime is not None}
         self._learned = [runtime.mark(side=False) for runtime in runtimes.values()]
         return True
+
+    def entered(self) -> None:
+        """Note the weights with which a forward pass in training begins."""
+        if not self._used and not capturing():
+            self._note(_BEFORE)
 
     def used(self) -> None:
         """Note the weights that training uses: a backward pass begins, or the next update."""

@@ -34,8 +34,11 @@ class Job:
         scheduler = parts.pop("scheduler", None)
         self.scheduler: Any = scheduler(self.optimizer) if scheduler else None
         self.tail = PostStepState(self.optimizers, scheduler=self.scheduler, **parts)
+        self.connect()
+
+    def connect(self) -> None:
         self.detach = attach(
-            self.optimizers if optimizers > 1 else self.optimizer,
+            self.optimizers if len(self.optimizers) > 1 else self.optimizer,
             self.model,
             self,
             self,

@@ -125,6 +125,20 @@ class TestForward:
         job.scheduler.step()
         assert job.scheduler_state(1)["last_epoch"] == 1
 
+    def test_of_a_container_the_parts_are_called(self) -> None:
+        job = Job(averages=True)
+        job.detach()
+        part, job.model = job.model, nn.ModuleDict({"it": job.model})
+        job.connect()
+        part(torch.ones(4, 3)).sum().backward()
+        job.optimizer.step()
+        assert not job.tail.done()
+        with torch.no_grad():
+            part(torch.ones(4, 3))
+        assert job.activity == EVALUATING
+        part(torch.ones(4, 3))
+        assert job.tail.done() and job.mark == 1 and job.activity == ""
+
     @pytest.mark.supports("scripted modules")
     @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
     def test_the_module_can_be_traced_and_exported_in_training(self) -> None:

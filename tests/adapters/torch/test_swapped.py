@@ -213,16 +213,26 @@ def test_networks_that_are_clipped_do_not_hide_those_that_are_not(tmp_path: Path
     assert job.swapped
 
 
-def test_weights_that_are_changed_now_and_then_belong_to_training_from_the_next_backward_pass_on(
-    tmp_path: Path,
+@pytest.mark.parametrize("networks", [1, 2])
+def test_weights_that_are_changed_now_and_then_belong_to_training_from_the_next_forward_pass_on(
+    tmp_path: Path, networks: int
 ) -> None:
-    """Averages over ranks after many steps of their own, for example."""
-    job = Job(tmp_path)
+    """They are clipped, or averaged over ranks, for example. The forward pass may wait for a rank that is dead."""
+    job, inside = Job(tmp_path, networks=networks), list[bool]()
     for _ in range(7):
         job.step()
     clip(job)
-    assert job.swapped
-    job.networks[0](INPUT).sum().backward()
+    first: Any = job.networks[0]
+    first[0].register_forward_pre_hook(lambda *_: inside.append(job.swapped))
+    with torch.no_grad():
+        first(INPUT)
+    first.eval()(INPUT)
+    assert inside == [True, True], "an evaluation shows nothing"
+    loss = first.train()(INPUT).sum()
+    assert inside == [True, True, False]
+    clip(job)
+    first[2].weight.data.mul_(2)  # by a layer, in its forward pass
+    loss.backward()
     assert not job.swapped
     job.save_and_go_on()
     copied(job)
