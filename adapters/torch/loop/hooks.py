@@ -199,7 +199,8 @@ def gradient_triggers(model: nn.Module, ddps: Sequence[Ddp]) -> list[Tensor]:
 
     For each DistributedDataParallel that uses all its parameters in every pass this is the first parameter only: its
     gradient is ready last, so the capture includes what the backward pass changes (random streams, where activations
-    are recomputed). Of the rest of the model all parameters are returned, except those of ``gathering`` modules.
+    are recomputed). Of the rest of the model all parameters are returned, also those that are frozen now, except those
+    of ``gathering`` modules.
     """
     chosen: list[Tensor] = []
     covered = {id(parameter) for module in gathering(model) for parameter in module.parameters()}
@@ -211,7 +212,14 @@ def gradient_triggers(model: nn.Module, ddps: Sequence[Ddp]) -> list[Tensor]:
         fresh = [parameter for parameter in reduced if id(parameter) not in covered]
         chosen += fresh[:1]
         covered.update(map(id, reduced))
-    return chosen + [p for p in model.parameters() if p.requires_grad and id(p) not in covered and p.is_leaf]
+    others = [p for p in model.parameters() if id(p) not in covered and p.is_leaf]
+    return chosen + [p for p in others if p.requires_grad or _may_be_trained(p)]
+
+
+def _may_be_trained(frozen: Tensor) -> bool:
+    """Return whether a frozen parameter can be trained later."""
+    plain = type(frozen) is nn.Parameter and not frozen.is_inference()
+    return plain and (frozen.is_floating_point() or frozen.is_complex())
 
 
 def gathering(model: nn.Module) -> list[nn.Module]:

@@ -32,9 +32,10 @@ def network(inputs: int, outputs: int) -> nn.Module:
 class Gan(Loop):
     """Two networks, their optimizers and schedules, under a stub processor. Remembers the state of each version."""
 
-    def __init__(self, directory: Path, scaler: Any = None, second: Any = RMSprop) -> None:
+    def __init__(self, directory: Path, scaler: Any = None, second: Any = RMSprop, frozen: bool = False) -> None:
         torch.manual_seed(5)
         self.critic, self.generator = network(4, 1), network(3, 4)
+        self.generator.requires_grad_(not frozen)
         model = nn.ModuleDict({"critic": self.critic, "generator": self.generator})
         self.of_critic = torch.optim.Adam(self.critic.parameters(), lr=1e-2)
         self.of_generator = second(self.generator.parameters(), lr=1e-2)
@@ -101,6 +102,28 @@ def test_between_the_steps_the_last_version_is_saved(gan: Callable[..., Gan], fi
     path = job.save(finished, How.UNDO)
     assert restored(path, finished) == job.seen[finished]
     assert job.facts()[:2] == now[:2], "nobody writes to the state of a frozen rank"
+
+
+def test_a_network_that_was_frozen_when_it_was_registered(gan: Callable[..., Gan]) -> None:
+    """As in loops that freeze each network while the other one is trained."""
+    job = gan(frozen=True)
+
+    def train_generator(trains: bool) -> None:
+        job.critic.requires_grad_(not trains)
+        job.generator.requires_grad_(trains)
+
+    for _ in range(3):
+        train_generator(False)
+        job.step_critic()
+        train_generator(True)
+        job.step_generator()
+        job.seen.append(job.facts())
+    train_generator(False)
+    job.step_critic()
+    train_generator(True)
+    job.learn_generator()
+    job.gate.close()
+    assert restored(job.save(3, How.UNDO), 3) == job.seen[3]
 
 
 def test_a_schedule_stepped_between_the_steps_is_of_the_version_to_come(gan: Callable[..., Gan]) -> None:

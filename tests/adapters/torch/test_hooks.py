@@ -285,7 +285,18 @@ class TestTriggers:
     def test_every_parameter_outside_of_ddp(self) -> None:
         model = nn.Linear(2, 2)
         model.bias.requires_grad_(False)
-        assert gradient_triggers(model, []) == [model.weight]
+        model.number = nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False)
+        assert gradient_triggers(model, []) == [model.weight, model.bias]
+
+    def test_one_that_is_frozen_at_first_is_heard_when_it_is_trained(self) -> None:
+        job = Job()
+        job.detach()
+        job.model.requires_grad_(False)
+        job.connect()
+        assert not any(parameter.requires_grad for parameter in job.model.parameters())
+        job.model[2].requires_grad_(True)
+        job.backward()
+        assert job.taken() == [(1, "early")]
 
     def test_an_unused_parameter_does_not_matter(self) -> None:
         job = Job()
