@@ -32,6 +32,8 @@ AHEAD_MAX = 12
 _NUMBERS, _NUMBER_BYTES = 512, 16
 """Number of single numbers for which there is pinned memory, and bytes for each. A job with several scaled optimizers
 sends some dozens per update."""
+_SAMPLED = 64
+"""Number of elements in a sample of a tensor."""
 _NUMBER_S = 5.0
 """Seconds to wait for a single number from a device."""
 
@@ -330,6 +332,12 @@ def flat_bytes(tensor: Tensor) -> Tensor:
     """Return a view of a dense tensor as a vector of bytes."""
     # A dimension of size 1 may have any stride, which reshape(-1) would keep.
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def sample_of(tensor: Tensor) -> Tensor:
+    """Return a copy of some elements in the middle of a tensor that is not empty, as bytes on its device."""
+    row = tensor.detach()[tuple(size // 2 for size in tensor.shape[:-1])]
+    return row.reshape(-1)[:_SAMPLED].clone().view(torch.uint8)
 
 
 def copied_bytes(tensor: Tensor) -> bytes:

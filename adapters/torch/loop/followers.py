@@ -4,7 +4,9 @@ A change right after ``optimizer.step()`` belongs to the version, as an average 
 inside of a version: after one of its steps, before another one or ``step_done()``. A change in the forward pass, as
 some momentum encoders make it, does not: a checkpoint from the middle of an iteration would hold the change already,
 and the resumed run would make it once more. No hook reports such changes, so these parameters are compared during the
-first updates. Changes before the first update are ignored: layers may still initialise themselves.
+first updates. Changes before the first update are ignored: layers may still initialise themselves. A large parameter,
+or one on a device, may only be written to with the values that it has: then it counts as one that changes, but is not
+refused.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ttp.adapters.torch.device.accelerator import copied_bytes
+from ttp.adapters.torch.device.accelerator import copied_bytes, sample_of
 from ttp.adapters.torch.loop.hook import Hook
 from ttp.adapters.torch.sharding.dtensor_chunks import is_distributed
 from ttp.errors import UsageError
@@ -27,6 +29,9 @@ log = logging.getLogger("ttp.adapters.torch")
 _UPDATES_WATCHED = 5
 _COPIED_BYTES_MAX = 1 << 18
 _LISTED_MAX = 3
+
+_State = tuple[Any, Tensor | None]
+"""What changes when a parameter is written to, and a sample of its values; None: there is none."""
 
 
 def untrained(parameters: Mapping[str, Tensor], optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
@@ -55,7 +60,7 @@ class Followers:
         on_host: Callable[[Tensor], bool],
         found: Callable[[list[str], bool], None],
     ) -> None:
-        self._named = {name: p for name, p in parameters.items() if not is_distributed(p)}
+        self._named = {name: p for name, p in parameters.items() if p.numel() and not is_distributed(p)}
         self._found = found
         self.small: list[str] = []
         """The names of small parameters on the host, whose values are compared."""
@@ -64,7 +69,7 @@ class Followers:
             if on_host(parameter) and (room := room - parameter.nbytes) >= 0:
                 self.small.append(name)
         self._updates = 0
-        self._mark: dict[str, Any] | None = None  # the parameters at the last look; None: they are not compared now
+        self._mark: dict[str, _State] | None = None  # the parameters at the last look; None: they are not compared now
         self._entered = False  # a forward pass has begun since the last update
         self._handles = [each.register_forward_pre_hook(Hook(self._forward)) for each in called(model)]
 
@@ -94,13 +99,14 @@ class Followers:
         Raises:
             UsageError: the program has changed parameters since the last forward pass began.
         """
-        moved = self._moved()
-        if moved and not self._entered:  # no forward pass was seen, so the change may have been made before it
-            self._found(moved, True)
-        elif moved:
-            more = f" and {len(moved) - _LISTED_MAX} more" if len(moved) > _LISTED_MAX else ""
+        before, moved, now = self._mark or {}, self._moved(), self._mark or {}
+        changed = [name for name in moved if self._entered and _differ(before[name][1], now[name][1])]
+        if moved and not changed:  # if no forward pass was seen, the change may have been made before it
+            self._found(moved, not self._entered)
+        elif changed:
+            more = f" and {len(changed) - _LISTED_MAX} more" if len(changed) > _LISTED_MAX else ""
             raise UsageError(
-                f"the program changes {', '.join(moved[:_LISTED_MAX])}{more}, which no optimizer trains, between the "
+                f"the program changes {', '.join(changed[:_LISTED_MAX])}{more}, which no optimizer trains, between the "
                 "beginning of a forward pass and optimizer.step(): a checkpoint made there would hold weights of no "
                 "version, and a resumed run would change them once more. Change them right after optimizer.step(), as "
                 "averages of the weights are (a momentum encoder, a target network)"
@@ -126,9 +132,9 @@ class Followers:
         if before is None:
             return []
         now = self._mark = self._look()
-        return [name for name in self._named if now[name] != before[name]]
+        return [name for name in self._named if now[name][0] != before[name][0]]
 
-    def _look(self) -> dict[str, Any]:
+    def _look(self) -> dict[str, _State]:
         try:
             return {name: self._state(name) for name in self._named}
         except Exception:
@@ -136,9 +142,17 @@ class Followers:
             self._named, self.small = {}, []
             return {}
 
-    def _state(self, name: str) -> tuple[Any, ...]:
+    def _state(self, name: str) -> _State:
         parameter = self._named[name]
-        return parameter._version, parameter.data_ptr(), copied_bytes(parameter) if name in self.small else b""
+        if name in self.small:
+            return copied_bytes(parameter), None
+        plain = type(parameter) in (Tensor, nn.Parameter) and parameter.layout is torch.strided
+        return (parameter._version, parameter.data_ptr()), sample_of(parameter) if plain else None
+
+
+def _differ(before: Tensor | None, now: Tensor | None) -> bool:
+    """Return whether two samples differ, or one is missing. May wait for their device."""
+    return before is None or now is None or before.device != now.device or not torch.equal(before, now)
 
 
 def called(model: nn.Module) -> Iterator[nn.Module]:

@@ -1,9 +1,10 @@
 """Detects a loop that writes to the weights between the backward passes of one iteration, outside of any step.
 
 Loops around sharpness-aware optimizers do this (SAM: ``first_step()`` moves the weights to where the second gradient is
-taken). No hook reports it, and a checkpoint made in between would hold weights of no version. So the weights are
-compared in a few iterations after the first one, in which layers may still initialise themselves; and in all
-iterations if an optimizer has a ``first_step()`` and a ``second_step()``.
+taken). No hook reports it, and a checkpoint made in between would hold weights of no version. So samples of the weights
+are compared in a few iterations after the first one, in which layers may still initialise themselves; and in all
+iterations if an optimizer has a ``first_step()`` and a ``second_step()``. torch's version counter alone shows nothing:
+layers write values to their weights that they have already (they clamp them, or move them to other memory).
 
 In the same iterations it is noted which parameters are frozen and trained again within an iteration (a GAN's networks).
 """
@@ -14,20 +15,19 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ttp.adapters.torch.device.accelerator import copied_bytes
+from ttp.adapters.torch.device.accelerator import sample_of
 from ttp.adapters.torch.sharding.dtensor_chunks import is_distributed
 from ttp.errors import UsageError
 
 log = logging.getLogger("ttp.adapters.torch")
 
 _STEPS_WATCHED = range(1, 6)
-_COPIED = 4
-_COPIED_BYTES_MAX = 1 << 16
 
-_Mark = tuple[list[int], list[bytes]]
+_Mark = list[tuple[int, Tensor]]
 
 
 class Untouched:
@@ -35,15 +35,14 @@ class Untouched:
 
     Args:
         optimizers: the optimizers as the user gave them; their parameters are compared.
-        on_host: returns whether a tensor is on the host: only there can its values be compared without waiting for a
-            device.
+        on_host: returns whether a tensor is on the host. Others are compared only if the version counter has moved,
+            because that waits for their device.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], on_host: Callable[[Tensor], bool]) -> None:
         self._every = [p for each in optimizers for group in each.param_groups for p in group["params"]]
-        self._parameters = [p for p in self._every if p.requires_grad and not is_distributed(p)]
-        small = [p for p in self._parameters if on_host(p) and 0 < p.nbytes <= _COPIED_BYTES_MAX]
-        self._small = sorted(small, key=lambda p: p.nbytes)[:_COPIED]
+        self._parameters = [p for p in self._every if p.requires_grad and p.numel() and not is_distributed(p)]
+        self._on_host = on_host
         self._always = any(hasattr(each, "first_step") and hasattr(each, "second_step") for each in optimizers)
         self._steps = 0
         self._mark: _Mark | None = None
@@ -73,12 +72,13 @@ class Untouched:
         if self._steps not in _STEPS_WATCHED and not self._always:
             return
         try:
-            mark = self._look()
+            mark, last = self._look(), self._mark
+            changed = last is not None and any(map(self._has_changed, self._parameters, last, mark))
         except Exception:
             log.warning("ttp does not see whether the weights change between steps; training goes on", exc_info=True)
             self._always, self._steps = False, _STEPS_WATCHED.stop
             return
-        if self._mark not in (None, mark):
+        if changed:
             raise UsageError(
                 "the weights were changed between two backward passes of one iteration, outside of optimizer.step(): a "
                 "checkpoint made in between would hold weights of no version. With SAM and similar optimizers, call "
@@ -96,4 +96,8 @@ class Untouched:
             self.toggled.update(each for each, count in self._changes.items() if count > 1)
 
     def _look(self) -> _Mark:
-        return [p._version for p in self._parameters], [copied_bytes(p) for p in self._small]
+        return [(p._version, sample_of(p)) for p in self._parameters]
+
+    def _has_changed(self, parameter: Tensor, before: tuple[int, Tensor], now: tuple[int, Tensor]) -> bool:
+        look = before[0] != now[0] or self._on_host(parameter)
+        return look and not torch.equal(before[1], now[1])

@@ -189,6 +189,21 @@ def test_frozen_ones_that_an_optimizer_has_are_watched_too(tmp_path: Path, move:
     assert [job.step(model.follow) for _ in range(4)] == [False, True, True, True]
 
 
+@pytest.mark.parametrize("small", [True, False])
+def test_layers_that_write_what_is_there_already_are_not_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: bool
+) -> None:
+    """A frozen layer limits the norm of its weights, or moves them to other memory."""
+    if not small:
+        monkeypatch.setattr(followers, "_COPIED_BYTES_MAX", 0)
+    model = nn.Sequential(nn.Embedding(9, 6, max_norm=9.0).requires_grad_(False), net())
+    job = Job(tmp_path, model, model[1])
+    for _ in range(3):
+        model[0].weight.data = model[0].weight.clone()
+        job.step(forward=lambda _: model(torch.randint(9, (8,))))
+    assert job.gate.version == 3
+
+
 @pytest.mark.parametrize("container", [nn.ModuleList, nn.Sequential])
 def test_of_a_container_the_parts_are_called(tmp_path: Path, container: Any) -> None:
     model = Teacher(in_place, inside=True)

@@ -122,6 +122,36 @@ def test_accumulated_gradients_move_no_weights(start: Callable[..., Job]) -> Non
     assert job.gate.version == 3
 
 
+def clamped(weight: Any) -> None:
+    weight.clamp_(-9, 9)
+
+
+def moved(weight: Any) -> None:
+    """Move it to other memory, as ``flatten_parameters()`` of an LSTM does on a CUDA device."""
+    weight.set_(weight.clone())
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+@pytest.mark.parametrize("write", [clamped, moved])
+def test_nor_do_layers_that_write_what_is_there_already(
+    start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, write: Any, on_host: bool
+) -> None:
+    job = start(lambda model: Adam(model.parameters()))
+    monkeypatch.setattr(job.adapter._attachment._untouched, "_on_host", lambda _: on_host)
+
+    def written(layer: nn.Module, _args: Any) -> None:
+        with torch.no_grad():
+            for weight in layer.parameters():
+                write(weight)
+
+    job.model.register_forward_pre_hook(written)
+    for _ in range(3):
+        for _ in range(2):
+            job.model(torch.randn(6, 4)).square().mean().backward()
+        job.optimizer.step()
+    assert job.gate.version == 3
+
+
 def test_a_schedule_of_groups_that_are_not_saved_is_refused(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     container = Container(model)
