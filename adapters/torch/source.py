@@ -19,6 +19,7 @@ from ttp.adapters.torch.local_state.capture import LocalCapture
 from ttp.adapters.torch.local_state.extra_state import ExtraState
 from ttp.adapters.torch.local_state.hyperparameters import plain_settings
 from ttp.adapters.torch.local_state.image import decode, object_digests
+from ttp.adapters.torch.loop.combined_optimizer import members_of
 from ttp.adapters.torch.loop.hooks import Attachment
 from ttp.adapters.torch.loop.post_step_state import PostStepState
 from ttp.adapters.torch.loop.swapped import Swapped
@@ -87,7 +88,9 @@ class TorchSource(Standing):
     ) -> None:
         self._model, self._names, self._extra = model, names, extra
         super().__init__(optimizer, capture, devices)
-        self.host_values = HostValues(lambda: unwrap_optimizer(self._optimizer).state, self.on_host)
+        self.host_values = HostValues(
+            lambda: [v for each in members_of(optimizer) for v in unwrap_optimizer(each).state.values()], self.on_host
+        )
         self._copier: HostCopier | None = None
         self._copying = threading.Lock()
         self._inspector: Inspector | None = None

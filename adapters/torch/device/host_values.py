@@ -48,14 +48,15 @@ class HostValues:
     """Copies the numbers that an optimizer has on the host after each update, for the last ``AHEAD_MAX + 1`` versions.
 
     Args:
-        state: returns the live state of the optimizer, by parameter.
+        state: returns the live state of each parameter.
         on_host: returns whether a tensor is on the host.
     """
 
-    def __init__(self, state: Callable[[], Mapping[Any, Any]], on_host: Callable[[Tensor], bool]) -> None:
+    def __init__(self, state: Callable[[], list[Any]], on_host: Callable[[Tensor], bool]) -> None:
         self._state, self._on_host = state, on_host
         self._kept: deque[_Kept] = deque(maxlen=AHEAD_MAX + 1)
-        self._known, self._scans = -1, 0
+        self._known: list[int] = []  # identities of the states: a program may load or reset them
+        self._scans = 0
         self._groups: list[list[_Entry]] = []
         self._plain: list[_Entry] = []
         self._places: dict[_Place, tuple[int, int]] = {}
@@ -63,7 +64,7 @@ class HostValues:
     def note(self, version: int) -> None:
         """Copy the numbers as those of ``version``. For the training thread, when it has finished that update."""
         state = self._state()
-        if self._scans < _SCANS or len(state) != self._known:
+        if self._scans < _SCANS or [*map(id, state)] != self._known:
             self._scan(state)
         try:
             self._keep(version)
@@ -109,11 +110,11 @@ class HostValues:
         stacks = [torch.stack([values[key] for values, key in group]) for group in self._groups]
         self._kept.append(_Kept(version, self._places, stacks, [values[key] for values, key in self._plain]))
 
-    def _scan(self, state: Mapping[Any, Any]) -> None:
+    def _scan(self, state: list[Any]) -> None:
         """Find the scalar tensors on the host and the Python numbers in the state."""
         groups: dict[torch.dtype, list[_Entry]] = {}
         self._plain = []
-        for values in list(state.values()):
+        for values in state:
             for key, value in list(values.items()) if isinstance(values, dict) else ():
                 if isinstance(value, Tensor) and not value.dim() and self._on_host(value):
                     groups.setdefault(value.dtype, []).append((values, key))
@@ -126,4 +127,4 @@ class HostValues:
             for group, entries in listed
             for index, (values, key) in enumerate(entries)
         }
-        self._known, self._scans = len(state), self._scans + 1
+        self._known, self._scans = [*map(id, state)], self._scans + 1

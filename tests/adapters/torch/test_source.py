@@ -212,6 +212,25 @@ def test_a_host_that_is_ahead_saves_what_its_device_has(on_device: Callable[...,
     assert [state["step"].item() for state in job.optimizer.state.values()] == [4.0, 4.0], "the live ones stay"
 
 
+def test_so_it_does_when_the_program_has_loaded_the_state_of_the_optimizer(
+    on_device: Callable[..., OnDevice], device: Any
+) -> None:
+    on = on_device()
+    job = on.job
+    with Watching(device.device):
+        for _ in range(3):
+            on.step()
+        device.device.run()
+        for parameter, values in list(job.optimizer.state.items()):
+            job.optimizer.state[parameter] = {**values, "step": values["step"].clone()}
+        on.step()
+        device.device.run()
+        device.device.hang()
+        on.step()
+        found = saved(job.save(5))["optim"]["state"]
+    assert [state["step"].item() for state in found.values()] == [5.0, 5.0]
+
+
 def test_so_it_does_of_what_the_optimizer_keeps_on_the_host(on_device: Callable[..., OnDevice], device: Any) -> None:
     """NAdam's product of momenta, the step count of a parameter without gradient, and a number that a program added."""
     on = on_device(lambda parameters: torch.optim.NAdam(parameters, foreach=False))
