@@ -13,13 +13,22 @@ wait for a dead peer, when only some of the steps are made: see ``between.py``. 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 from ttp.errors import UsageError
 
+log = logging.getLogger("ttp.adapters.torch")
+
+_UNDECIDED_TOLD = 20
+"""Number of steps without a version after which the log says so."""
 _UNDECIDED_MAX = 1000
 """Number of steps after which the first version has to be over: no loop makes so many in one iteration."""
 
+_UNDECIDED = (
+    "no version is finished before %s has stepped: the %d steps so far would be lost in a failure. If they are more "
+    "than one iteration (a network is trained alone at first), call ttp.step_done() at the end of each iteration"
+)
 
 _LATE = (
     "{0} steps again before step_done(), which was called for the first time only after {1} updates: each of these was "
@@ -125,6 +134,10 @@ class Turns:
         """Note that an optimizer has stepped. Returns whether the version is finished."""
         finished = self.is_last(number)
         self._made.append(number)
+        if len(self._made) == _UNDECIDED_TOLD and self.order is None and not self.by_hand:
+            missing = [name for each, name in enumerate(self._names) if each not in self._made]
+            if missing:
+                log.warning(_UNDECIDED, " and ".join(missing), _UNDECIDED_TOLD)
         return finished
 
     def backward(self) -> None:

@@ -94,6 +94,22 @@ def test_a_loop_that_never_ends_an_iteration_is_told() -> None:
         loop.iteration(*[D] * 2000)
 
 
+def test_steps_that_make_no_version_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    """One network is trained alone at first."""
+    loop = Loop()
+    loop.iteration(*[D] * 19)
+    assert not caplog.records
+    loop.iteration(*[D] * 100)
+    (record,) = caplog.records
+    assert "before generator has stepped: the 20 steps so far would be lost" in record.getMessage()
+    caplog.clear()
+    for loop in (Loop(), Loop()):
+        loop.by_hand = True
+        loop.iteration(*[D] * 40, done=True)
+        loop.iteration(*[D] * 19, G, done=True)
+    assert not caplog.records
+
+
 class TestUnderAScaler:
     def test_a_last_step_left_out_ends_the_version_at_the_next_one(self) -> None:
         loop = Loop(skipped=True)
