@@ -21,6 +21,7 @@ from ttp.adapters.torch.loop.between import BetweenSteps
 from ttp.adapters.torch.loop.combined_optimizer import combined, members_of, refuse_shared, tell_forgotten
 from ttp.adapters.torch.loop.followers import Followers, untrained
 from ttp.adapters.torch.loop.hooks import Attachment, Calls, attach, gathering
+from ttp.adapters.torch.loop.misuse import refuse_lazy
 from ttp.adapters.torch.loop.post_step_state import PostStepState
 from ttp.adapters.torch.loop.repeating import Repeating
 from ttp.adapters.torch.loop.reporting import DeviceReporter
@@ -67,8 +68,8 @@ class TorchAdapter(Restoring):
         buddy: see ``ttp.wrap_optimizer``.
 
     Raises:
-        ConfigError: the parameters of an optimizer are not in the model, or are in two optimizers; or an optimizer that
-            shards its state is given together with others.
+        ConfigError: the parameters of an optimizer are not in the model, are in two optimizers, or have no shape yet;
+            or an optimizer that shards its state is given together with others.
         UsageError: there is no optimizer, an extra state cannot be stored, or a scheduler changes unsaved param groups.
     """
 
@@ -85,6 +86,7 @@ class TorchAdapter(Restoring):
         shard_of: Callable[[str], str] | None = None,
         buddy: bool = False,
     ) -> None:
+        refuse_lazy(model)
         goes_on = current()
         begin_in_first_mode(model, again=goes_on is not None and goes_on.runs)
         self._given = distinct(optimizer)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ttp.adapters.torch.loop.hook import Hook
-from ttp.errors import UsageError
+from ttp.errors import ConfigError, UsageError
 
 log = logging.getLogger("ttp.adapters.torch")
 
@@ -48,6 +48,20 @@ def refuse_capture() -> None:
             "make. Capture the forward and the backward pass only (torch.cuda.make_graphed_callables, or a graph that "
             "ends with backward()), and call optimizer.step() outside of the graph"
         )
+
+
+def refuse_lazy(model: nn.Module) -> None:
+    """Refuse a model with lazy layers that have no weights yet.
+
+    Raises:
+        ConfigError: there is such a layer.
+    """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if nn.parameter.is_lazy(tensor):
+            raise ConfigError(
+                f"{name} has no shape yet, because its layer is a lazy one: call the model once with a batch, then "
+                "make the optimizer, then call wrap_optimizer()"
+            )
 
 
 def refuse_in_backward(model: nn.Module) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
+from tests.adapters.torch.stub_processor import registered
 from ttp.adapters.torch.loop.hook import Hook
 from ttp.adapters.torch.saving.flatten_state import leaves
 from ttp.adapters.torch.saving.state import model_state, optimizer_state
@@ -106,6 +107,14 @@ def test_a_parameter_that_the_model_lacks_is_a_config_error() -> None:
     model, loss = nn.Linear(2, 2), nn.Linear(3, 5)
     with pytest.raises(ConfigError, match=r"2 parameters .*group 1, position 0, shape \(5, 3\).*ModuleDict"):
         ModelNames(model, torch.optim.SGD([{"params": model.parameters()}, {"params": loss.parameters()}]))
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+@pytest.mark.parametrize("lazy", [nn.LazyLinear(2), nn.LazyBatchNorm1d(affine=False)])
+def test_a_layer_without_a_shape_is_a_config_error(lazy: nn.Module) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), lazy)
+    with pytest.raises(ConfigError, match=r"1\.\w+ has no shape yet.*call the model once with a batch"):
+        registered(model, torch.optim.SGD(model.parameters()))
 
 
 def test_a_layer_added_after_registration_is_found_at_save_time() -> None:
