@@ -250,8 +250,8 @@ class TorchAdapter(Restoring):
         self._between = between
         calls = Calls(self._before_gate, after_update=self._updated, after_end=self._after_end)
         if (swapped := self._source.swapped) is not None:
-            seen = {"before_forward": swapped.entered, "before_backward": swapped.used}
-            calls = calls._replace(**seen, evaluating=swapped.evaluates)
+            calls = calls._replace(before_forward=swapped.entered, before_backward=swapped.used)
+            calls = calls._replace(evaluating=swapped.evaluates)
         if (preimage := self._source.preimage) is not None:
             return calls._replace(before_update=preimage.take, before_turn=lambda *_: not preimage.broken)
         return calls._replace(before_turn=between.before_turn)

@@ -196,10 +196,11 @@ def test_layers_that_write_what_is_there_already_are_not_refused(
     """A frozen layer limits the norm of its weights, or moves them to other memory."""
     if not small:
         monkeypatch.setattr(followers, "_COPIED_BYTES_MAX", 0)
-    model = nn.Sequential(nn.Embedding(9, 6, max_norm=9.0).requires_grad_(False), net())
+    layer: Any = nn.Embedding(9, 6, max_norm=9.0).requires_grad_(False)
+    model = nn.Sequential(layer, net())
     job = Job(tmp_path, model, model[1])
     for _ in range(3):
-        model[0].weight.data = model[0].weight.clone()
+        layer.weight.data = layer.weight.clone()
         job.step(forward=lambda _: model(torch.randint(9, (8,))))
     assert job.gate.version == 3
 
