@@ -36,16 +36,18 @@ def load_scheduler(scheduler: Any, job: JobState) -> list[str]:
         return [f"the checkpoint has {len(there)} LR schedulers and this job {len(here)}: they were not restored"]
     for each, saved in zip(here, there, strict=True):
         each.load_state_dict(saved.state)
-    due = [each for each, saved in zip(here, there, strict=True) if saved.pending]
-    return [note for each in due for note in _make_due_step(each)]
+    due = [(each, saved.state) for each, saved in zip(here, there, strict=True) if saved.pending]
+    return [note for each, state in due for note in _make_due_step(each, state)]
 
 
-def _make_due_step(scheduler: Any) -> list[str]:
+def _make_due_step(scheduler: Any, state: Any) -> list[str]:
+    """Make the step; if the scheduler raises, bring it back to ``state`` and return a note."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's advice on the order of the two steps does not apply here
             scheduler.step()
-    except TypeError as problem:
+    except Exception as problem:  # it needs an argument (a metric), or it is over (OneCycleLR)
+        scheduler.load_state_dict(state)
         return [f"the LR scheduler could not make the step that was due ({problem})"]
     return []
 

@@ -86,6 +86,21 @@ class TestStepAfterTheUpdate:
         assert loop.state().scheduler["last_epoch"] == 0, "half a step must not be saved"
         assert loop.rate == 0.1
 
+    def test_a_step_that_can_never_be_made_is_told(self) -> None:
+        """The program steps a schedule that is over, and raises. So would the restore, in each launch."""
+
+        def make(optimizer: Any) -> Any:
+            return lr.OneCycleLR(optimizer, 0.1, total_steps=3)
+
+        loop = Loop(make).to_update(3)
+        with pytest.raises(ValueError, match="Tried to step"):
+            loop.step()
+        saved, resumed = loop.state(), Loop(make)
+        assert saved.scheduler_pending
+        (note,) = schedules.load_scheduler(resumed.scheduler, saved)
+        assert "could not make the step that was due (Tried to step" in note
+        assert resumed.scheduler.last_epoch == 3
+
     @pytest.mark.parametrize("make", SCHEDULERS)
     @pytest.mark.parametrize("settled", [True, False])
     def test_a_resumed_schedule_goes_on_as_the_unbroken_one(self, make: Any, settled: bool) -> None:
@@ -235,6 +250,16 @@ class TestByHand:
         assert not loop.state(2).scheduler_pending
         loop.step()
         assert loop.state(2).scheduler["last_epoch"] == 2, "what follows belongs to the next step"
+
+    def test_a_schedule_stepped_at_the_top_of_an_iteration_belongs_to_it(self) -> None:
+        loop = Loop(exponential)
+        for number in range(1, 4):
+            loop.step()
+            loop.forward()
+            assert loop.state(number - 1).scheduler["last_epoch"] == number - 1
+            loop.optimizer.step()
+            loop.post_step.update_finished(number, whole=True)
+            assert loop.state(number).scheduler["last_epoch"] == number
 
 
 class TestLooking:
