@@ -303,6 +303,9 @@ def _adapter_for(
 
         if model is None:
             raise UsageError("wrap_optimizer() needs model=: the chunks that this optimizer was made for")
+        given = {"scaler": scaler, "layout": layout, "shard_of": shard_of}
+        if needless := [f"{name}=" for name, value in given.items() if value is not None]:
+            raise UsageError(f"wrap_optimizer() takes no {', '.join(needless)} with Megatron: ttp finds it itself")
         return MegatronAdapter(optimizer, model=model, scheduler=scheduler, extra_state=extra_state, undo=undo)
     kinds = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     said = ", ".join(f"{type(each).__module__}.{type(each).__qualname__}" for each in kinds) or "an empty list"

@@ -16,7 +16,7 @@ from ttp.adapters.megatron.optimizers import inner_optimizers, unchained
 from ttp.adapters.megatron.param_sync import ParamSyncs
 from ttp.adapters.megatron.rank_layout import rank_layout_text
 from ttp.adapters.megatron.rank_state import PROGRESS, STREAMS, Progress, TrackedStreams
-from ttp.adapters.megatron.replica_groups import announce
+from ttp.adapters.megatron.replica_groups import announcement, layout_of
 from ttp.adapters.megatron.restore import items_by_key, restore_groups, restore_into
 from ttp.adapters.megatron.source import Held, MegatronSource
 from ttp.adapters.megatron.stock import JOB_KEY
@@ -32,6 +32,7 @@ from ttp.adapters.torch.loop.reporting import DeviceReporter
 from ttp.adapters.torch.restoring.restore import Restored
 from ttp.adapters.torch.saving.job_state import JobState
 from ttp.adapters.torch.saving.preimage import PreImage
+from ttp.adapters.torch.sharding.exchange import connected, gather_or_refuse
 from ttp.adapters.torch.sharding.names import ModelNames
 from ttp.core.layout import Layout, Version
 from ttp.errors import ConfigError, UsageError
@@ -77,17 +78,15 @@ class MegatronAdapter(TorchAdapter):
         self._chunks = [model] if isinstance(model, nn.Module) else list(model)
         self._scheduler, self._undo = scheduler, undo
         modules = nn.ModuleList(self._chunks)
-        self._extra = ExtraState(_extra_state(extra_state, Progress(args, list(unchained(optimizer)))))
-        self._capture = LocalCapture(modules, self._extra)
         devices = devices_of([*modules.parameters(), *modules.buffers()])
         self._device = devices[0] if devices else torch.device("cpu")
-        plain = unwrap_model(self._chunks)
-        geometry = describe(plain)
-        inners = inner_optimizers(optimizer, geometry)
-        layout, shards = announce(inners)
-        rank_layout = rank_layout_text(geometry, plain, inners)
+        everyone = gather_or_refuse(lambda: self._look(optimizer, args, extra_state))
+        geometry, inners = self._geometry, self._inners
+        layout, shards = layout_of(everyone, inners)
+        rank_layout = rank_layout_text(geometry, unwrap_model(self._chunks), inners)
         extra_states = ExtraStates(geometry.owners, geometry.written, on_device=self._device.type != "cpu")
         self._held = Held(geometry, tuple(inners), tuple(shards), layout, extra_states, rank_layout)
+        self._capture = LocalCapture(modules, self._extra)
         self._noted = getattr(scheduler, "num_steps", 0)
         self._together: Any = combined(self._held.stepping)
         names = ModelNames(modules, None)
@@ -100,9 +99,23 @@ class MegatronAdapter(TorchAdapter):
         self._post_step: PostStepState | None = None
         self._syncs = ParamSyncs(self._chunks)
 
+    def _look(self, optimizer: Any, args: Any, extra_state: Any) -> bytes:
+        """Find the state of this rank; what is refused here is refused on all ranks. Returns what others must know."""
+        from megatron.core.utils import unwrap_model
+
+        self._extra = ExtraState(_extra_state(extra_state, Progress(args, list(unchained(optimizer)))))
+        self._geometry = describe(unwrap_model(self._chunks))
+        self._inners = inner_optimizers(optimizer, self._geometry)
+        return announcement(self._inners)
+
     def layout(self, world_size: int) -> Layout:
-        """Return the replica groups that the ranks announced to each other in ``__init__``."""
+        """Return the replica groups that the ranks announced to each other in ``__init__``.
+
+        A collective call: if a rank was refused since then (see ``refused``), all ranks raise the same error.
+        """
         layout = self._held.layout
+        if connected(world_size):
+            gather_or_refuse(bytes)
         if layout.world_size != world_size:
             raise ConfigError(
                 f"WORLD_SIZE says {world_size} ranks, torch's process group has {layout.world_size}: "

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ttp.adapters.megatron.local_chunks import LocalChunk, boxes
 from ttp.adapters.torch.saving.checkpoint import Chunk
+from ttp.adapters.torch.sharding.dtensor_chunks import is_distributed
 from ttp.errors import ConfigError
 
 _EXTRA_STATE = "_extra_state"
@@ -152,6 +153,11 @@ def describe(chunks: Sequence[nn.Module]) -> Geometry:
     found = Geometry()
     for chunk in chunks:
         module: Any = chunk
+        if any(map(is_distributed, chunk.parameters())):
+            raise ConfigError(
+                "ttp cannot protect a model that megatron-core shards with FSDP2 (TorchFullyShardedDataParallel): use "
+                "its DistributedDataParallel, with or without the distributed optimizer"
+            )
         for _, name, entry in nested_items_iter(module.sharded_state_dict()):
             if isinstance(entry, ShardedObject):
                 found.owners[entry.unique_key] = _owner(module, str(name))

@@ -14,20 +14,25 @@ from collections.abc import Sequence
 
 from ttp.adapters.megatron.geometry import CheckpointBox
 from ttp.adapters.megatron.optimizers import Inner
-from ttp.adapters.torch.sharding.exchange import gather_bytes
 from ttp.core.layout import Layout, Rank, Shard
 
 IDLE = Shard("nothing")
 """An empty shard. If some rank holds only padding, all ranks hold this shard, since each rank must hold some shard."""
 
 
-def announce(inners: Sequence[Inner]) -> tuple[Layout, list[Shard]]:
+def announcement(inners: Sequence[Inner]) -> bytes:
+    """Return what this rank tells the others: name and digest of the state that it holds of each optimizer."""
+    return json.dumps([[_name(inner), _digest(inner)] for inner in inners if not inner.empty]).encode()
+
+
+def layout_of(announcements: Sequence[bytes], inners: Sequence[Inner]) -> tuple[Layout, list[Shard]]:
     """Return the layout of the job, and the shard of each optimizer in ``inners``, in the same order.
 
-    A collective call: all ranks make it at the same point of their programs.
+    Args:
+        announcements: those of all ranks, by rank.
+        inners: the plain optimizers of this rank.
     """
-    mine = [[_name(inner), _digest(inner)] for inner in inners if not inner.empty]
-    everyone = [json.loads(data) for data in gather_bytes(json.dumps(mine).encode())]
+    everyone = [json.loads(data) for data in announcements]
     held: dict[tuple[str, str], list[Rank]] = {}
     for rank, announced in enumerate(everyone):
         for name, digest in announced:

@@ -91,8 +91,8 @@ def _refuse_older(loaded: int, restored: int, directory: str | Path) -> None:
     if loaded > restored:
         raise ConfigError(
             f"Megatron has loaded iteration {loaded} (--load), but the newest checkpoint of ttp, in {directory}, is of "
-            f"iteration {restored}. To go on from {loaded}, move the directories step_* of ttp elsewhere; to go on "
-            f"from {restored}, start without --load"
+            f"iteration {restored}. To go on from {loaded}, move ttp's directories tft_saved_checkpoints-step_* "
+            f"elsewhere; to go on from {restored}, start without --load"
         )
 
 

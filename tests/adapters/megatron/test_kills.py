@@ -50,6 +50,14 @@ def test_no_step_is_lost(
     job.assert_resumed_as_unhurt()
 
 
+@pytest.mark.parametrize(("what", "said"), [("optimizer", "optimizer_cpu_offload"), ("save_dir", "save_dir")])
+def test_what_is_wrong_on_one_rank_is_refused_on_all(nursery: Nursery, tmp_path: Path, what: str, said: str) -> None:
+    env = {"TTP_PORT": "1", "TTP_TOKEN": "a secret", "MASTER_ADDR": "127.0.0.1", "TTP_RUN_DIR": str(tmp_path / "run")}
+    assert nursery.run(tmp_path, "refused_on_rank_1", ranks=2, env=env, what=what) == [64, 64]
+    for rank in range(2):
+        assert said in (tmp_path / f"rank{rank}.out").read_text()
+
+
 def test_a_world_that_fails_says_so(nursery: Nursery, tmp_path: Path) -> None:
     assert nursery.run(tmp_path, "no_such_program", ranks=1) == [1]
     assert "no_such_program" in (tmp_path / "rank0.out").read_text()

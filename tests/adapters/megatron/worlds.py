@@ -175,6 +175,20 @@ def summary(training: Training) -> dict[str, str]:
     }
 
 
+@ttp.ttp_to_persist
+def refused_on_rank_1(what: str) -> None:
+    """Protect a training whose optimizer or save_dir is wrong on rank 1 only."""
+    from ttp.adapters.megatron import protect
+
+    _join("refused", Shape())
+    training, save_dir = Training(Shape()), _directory() / "checkpoints"
+    if _rank() == 1 and what == "optimizer":
+        training.optimizer.chained_optimizers[0].config.optimizer_cpu_offload = True
+    if _rank() == 1 and what == "save_dir":
+        save_dir = Path(os.devnull) / "checkpoints"
+    protect(training.chunks, training.optimizer, training.scheduler, training.args, save_dir=save_dir)
+
+
 def growing_batches() -> None:
     """Check Megatron's own count, with batches that grow from 5 to 10 samples and cannot always be divided by two."""
     from megatron.core import num_microbatches_calculator as batches
