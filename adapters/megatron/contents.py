@@ -21,10 +21,10 @@ from ttp.adapters.megatron.geometry import TensorView
 from ttp.adapters.megatron.rank_layout import RANK_LAYOUT_PREFIX, RankLayout
 from ttp.adapters.megatron.restore import Want, fill
 from ttp.adapters.megatron.source import STATE_PREFIX
-from ttp.adapters.megatron.stock import JOB_KEY
+from ttp.adapters.megatron.stock import JOB_KEY, read_megatron_job
 from ttp.adapters.torch.convert.contents import LazyTensor, StateValue, WholeState
 from ttp.adapters.torch.restoring.reader import read_value
-from ttp.adapters.torch.saving.job_state import JobState, read_job_state
+from ttp.adapters.torch.saving.job_state import JobState
 from ttp.adapters.torch.saving.metadata import build_metadata
 from ttp.adapters.torch.saving.piece_index import IndexEntry, items_of, left_out_of
 from ttp.errors import CheckpointError
@@ -136,10 +136,12 @@ def _moments(stored: MegatronCheckpoint, weights: Mapping[str, Weight]) -> Itera
             by_key.setdefault(owner, []).append(state)
     steps = {saved["kind"]: _count(saved) for saved in stored.optimizers}
     for name, weight in weights.items():
+        if weight.group is None:  # it was frozen, but other layers of its kind may have state
+            continue
         for state in by_key.get(weight.view.key, ()):
             entry = _entry(stored, weight.view, f"{STATE_PREFIX}{state}.")
             yield StateValue(("optim", "state", name, state), (), entry)
-        step = steps.get(weight.group[0]) if weight.group is not None else None
+        step = steps.get(weight.group[0])
         if step is not None:
             yield StateValue(("optim", "state", name, "step"), (), LazyTensor.of(torch.tensor(float(step))))
 
@@ -201,11 +203,11 @@ class MegatronCheckpoint:
         if self.manifest.framework != FRAMEWORK:
             raise CheckpointError(f"{path} was written by the {self.manifest.framework} adapter, not by a Megatron job")
         items = items_of(self.manifest.pieces)
-        build_metadata(items, StorageMeta())  # called for its check that the boxes cover every tensor exactly once
+        build_metadata(items, StorageMeta(), STATE_PREFIX)  # called for its check that the boxes make up whole tensors
         self.items: dict[str, list[IndexEntry]] = {}
         for item in items:
             self.items.setdefault(item.key, []).append(item)
-        self.job: JobState = read_job_state(path, self.manifest.pieces)
+        self.job: JobState = read_megatron_job(path, self.manifest.pieces)
         if JOB_KEY not in self.job.extra:
             raise CheckpointError(f"{path} is damaged: its job state lacks the part that Megatron jobs write")
 

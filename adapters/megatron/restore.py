@@ -20,9 +20,9 @@ from torch import Tensor
 from ttp.adapters.megatron.geometry import CheckpointBox
 from ttp.adapters.megatron.optimizers import Holding, Inner
 from ttp.adapters.megatron.source import STATE_PREFIX, Held, class_of
-from ttp.adapters.megatron.stock import JOB_KEY
+from ttp.adapters.megatron.stock import JOB_KEY, read_megatron_job
 from ttp.adapters.torch.restoring.reader import overlap, read_value
-from ttp.adapters.torch.saving.job_state import JobState, read_job_state
+from ttp.adapters.torch.saving.job_state import JobState
 from ttp.adapters.torch.saving.piece_index import IndexEntry, items_of
 from ttp.errors import CheckpointError, OtherModelError
 from ttp.store.manifest import Manifest
@@ -56,13 +56,14 @@ def restore_into(path: Path, manifest: Manifest, held: Held) -> JobState:
         CheckpointError: the checkpoint belongs to another model (then nothing has been changed), or a piece cannot be
             read.
     """
-    job = read_job_state(path, manifest.pieces)
+    job = read_megatron_job(path, manifest.pieces)
     if job.version != manifest.version or JOB_KEY not in job.extra:
         raise CheckpointError(f"{path} was not written by a Megatron job of version {manifest.version}")
     saved = items_by_key(manifest)
     wants = list(_weights(held))
-    fresh = [_moments(inner, saved, wants) for inner in held.inners]
-    _refuse_foreign(path, wants, saved)
+    gaps = _gaps(saved)
+    fresh = [_moments(inner, saved, gaps, wants) for inner in held.inners]
+    _refuse_foreign(path, wants, saved, _other_optimizers(held, job))
     with torch.no_grad():
         fill(path, wants, saved)
     for inner, states in zip(held.inners, fresh, strict=True):
@@ -100,16 +101,16 @@ def _weights(held: Held) -> Iterable[Want]:
 
 
 def _moments(
-    inner: Inner, saved: Mapping[str, Sequence[IndexEntry]], wants: list[Want]
+    inner: Inner, saved: Mapping[str, Sequence[IndexEntry]], gaps: Gaps, wants: list[Want]
 ) -> dict[Tensor, dict[str, Tensor]]:
     """Return newly allocated optimizer state for each parameter, and add the boxes to load into it to ``wants``."""
     fresh: dict[Tensor, dict[str, Tensor]] = {}
     for holding in inner.holdings:
-        main_key = _main_key(holding, saved)
+        main_key = _main_key(holding, saved, gaps)
         for part in holding.parts:
             wants.append(Want(main_key + part.key, part, part.view(holding.main.detach().view(-1), holding.begin)))
         states = {}
-        for name in _state_names(holding, saved):
+        for name in _state_names(holding, saved, gaps):
             states[name] = torch.empty_like(holding.main.detach(), dtype=_dtype(saved, name, holding))
             for part in holding.parts:
                 target = part.view(states[name].view(-1), holding.begin)
@@ -118,25 +119,63 @@ def _moments(
     return fresh
 
 
-def _main_key(holding: Holding, saved: Mapping[str, Sequence[IndexEntry]]) -> str:
+def _main_key(holding: Holding, saved: Mapping[str, Sequence[IndexEntry]], gaps: Gaps) -> str:
     """Return the prefix of the name of a parameter's fp32 copy; empty: only the weight was saved."""
     names = (f"{STATE_PREFIX}{key}." for key in _MAIN_KEYS)
-    return next((name for name in names if name + holding.described.views[0].key in saved), "")
+    found = (name for name in names if name + holding.described.views[0].key in saved)
+    return next((name for name in found if _is_saved(holding, name, gaps)), "")
 
 
-def _state_names(holding: Holding, saved: Mapping[str, Sequence[IndexEntry]]) -> list[str]:
+def _state_names(holding: Holding, saved: Mapping[str, Sequence[IndexEntry]], gaps: Gaps) -> list[str]:
     """Return the names of the optimizer values that the checkpoint has for a parameter, such as ``exp_avg``."""
     end = "." + holding.described.views[0].key
     found = [key[len(STATE_PREFIX) : -len(end)] for key in saved if key.startswith(STATE_PREFIX) and key.endswith(end)]
-    return [name for name in found if "." not in name and name not in _MAIN_KEYS]
+    found = [name for name in found if "." not in name and name not in _MAIN_KEYS]
+    return [name for name in found if _is_saved(holding, f"{STATE_PREFIX}{name}.", gaps)]
+
+
+Gaps = Mapping[str, Sequence[IndexEntry]]
+"""The entries of optimizer values that only some layers have, because others were frozen, by the name of the tensor."""
+
+
+def _gaps(saved: Mapping[str, Sequence[IndexEntry]]) -> Gaps:
+    alike = ((key, {(e.offsets, e.sizes): e for e in saved[key]}) for key in saved if key.startswith(STATE_PREFIX))
+    return {
+        key: list(entries.values())
+        for key, entries in alike
+        if sum(prod(sizes) for _, sizes in entries) < prod(saved[key][0].shape)
+    }
+
+
+def _is_saved(holding: Holding, prefix: str, gaps: Gaps) -> bool:
+    """Return whether the checkpoint has these values of all elements of a parameter."""
+    for part in holding.parts:
+        entries = gaps.get(prefix + part.key, ())
+        if not entries or entries[0].shape != part.shape:
+            continue
+        shared = filter(None, (overlap(e.offsets, e.sizes, part.offsets, part.sizes) for e in entries))
+        if sum(prod(one.stop - one.start for one in there) for there, _ in shared) < prod(part.sizes):
+            return False
+    return True
 
 
 def _dtype(saved: Mapping[str, Sequence[IndexEntry]], name: str, holding: Holding) -> torch.dtype:
     return saved[f"{STATE_PREFIX}{name}.{holding.described.views[0].key}"][0].torch_dtype
 
 
-def _refuse_foreign(path: Path, wants: Sequence[Want], saved: Mapping[str, Sequence[IndexEntry]]) -> None:
-    problems: dict[str, None] = {}
+def _other_optimizers(held: Held, job: JobState) -> Iterable[str]:
+    """Yield what differs if an optimizer is not Adam, of whatever library, and the saved one is, or the other way."""
+    for inner in held.inners:
+        adam = any("betas" in group for group in inner.optimizer.param_groups)
+        others = [each for each in _saved_of(inner, job) if adam != any("betas" in group for group in each["groups"])]
+        if others and len(others) == len(_saved_of(inner, job)):
+            yield f"the {inner.kind} optimizer is {class_of(inner)} here and {others[0].get('class')} in the checkpoint"
+
+
+def _refuse_foreign(
+    path: Path, wants: Sequence[Want], saved: Mapping[str, Sequence[IndexEntry]], others: Iterable[str]
+) -> None:
+    problems: dict[str, None] = dict.fromkeys(others)
     for want in wants:
         items = saved.get(want.key)
         if not items:
@@ -146,7 +185,8 @@ def _refuse_foreign(path: Path, wants: Sequence[Want], saved: Mapping[str, Seque
     if problems:
         more = f"; and {len(problems) - _LISTED_MAX} more" if len(problems) > _LISTED_MAX else ""
         raise OtherModelError(
-            f"{path} belongs to another model: {'; '.join(list(problems)[:_LISTED_MAX])}{more}. Nothing was loaded"
+            f"{path} belongs to another model: {'; '.join(list(problems)[:_LISTED_MAX])}{more}. Nothing was loaded. "
+            "Use the code that wrote it, or another save_dir to start at step 0"
         )
 
 

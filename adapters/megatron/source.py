@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from ttp.adapters.megatron.extra_states import ExtraStates
 from ttp.adapters.megatron.geometry import Geometry
 from ttp.adapters.megatron.optimizers import Holding, Inner, with_counts
-from ttp.adapters.megatron.stock import JOB_KEY, write_stock_files
+from ttp.adapters.megatron.stock import JOB_KEY, count_entry, write_stock_files
 from ttp.adapters.torch.local_state.capture import LocalCapture
 from ttp.adapters.torch.local_state.extra_state import ExtraState
 from ttp.adapters.torch.local_state.image import decode
@@ -87,6 +87,7 @@ class MegatronSource(TorchSource):
     """
 
     framework = "megatron"
+    gaps = STATE_PREFIX  # all layers of a kind are one tensor, and some of them may be frozen
 
     def __init__(
         self,
@@ -143,7 +144,8 @@ class MegatronSource(TorchSource):
         if pages.data:
             own = pages.data.get(Rank(self._processor.env.rank), pages.data[min(pages.data)])
             buffers = decode(own).buffers
-        return {"image": image, "buffers": buffers, "extra": self.held.extra_states.of(job.version)}
+        saved = dict(zip(self.held.shards, job.extra[JOB_KEY]["optimizers"], strict=True))
+        return {"image": image, "buffers": buffers, "extra": self.held.extra_states.of(job.version), "saved": saved}
 
     def _state_of(self, shard: Shard, state: dict[str, Any]) -> dict[str, Any]:
         inner = self.held.inner_of(shard)
@@ -152,11 +154,11 @@ class MegatronSource(TorchSource):
         found: dict[str, list[Chunk]] = {}
         for key, chunk in _updated(inner, state["image"]):
             found.setdefault(key, []).append(chunk)
-        result: dict[str, Any] = dict(self.held.rank_layout)
+        result: dict[str, Any] = dict(self.held.rank_layout) | count_entry(shard, state["saved"][shard])
+        result |= state["extra"]  # the savers of experts have those of experts
         if inner is self.held.inners[0]:
             for key, chunk in self._fixed(inner, state["buffers"]):
                 found.setdefault(key, []).append(chunk)
-            result |= state["extra"]
         return result | {key: tuple(chunks) for key, chunks in found.items()}
 
     def _fixed(self, inner: Inner, buffers: Mapping[str, Tensor]) -> Iterator[tuple[str, Chunk]]:

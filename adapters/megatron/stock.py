@@ -10,26 +10,34 @@ import copy
 import io
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ttp.adapters.megatron.optimizers import Inner
+from ttp.adapters.megatron.optimizers import Inner, with_counts
 from ttp.adapters.megatron.rank_state import PROGRESS
 from ttp.adapters.torch.local_state.image import read_local_state
+from ttp.adapters.torch.restoring.reader import read_value
 from ttp.adapters.torch.saving.job_state import JobState, read_job_state
+from ttp.adapters.torch.saving.piece_index import items_of
+from ttp.core.layout import Shard
 from ttp.core.messages import Commit, Piece
 from ttp.processor.local_state.local_piece import ranks_kept
 from ttp.store.digest import digest_bytes
 from ttp.store.durable import write_durably
 from ttp.store.encoding import decode
+from ttp.store.json_text import parse_json
 
 log = logging.getLogger("ttp.adapters.megatron")
 
 JOB_KEY = "megatron"
 """Key, in ``JobState.extra``, of Megatron's state that is equal on all ranks."""
+COUNT_PREFIX = "ttp.count."
+"""Prefix of the entry with an optimizer's count of updates in the file of its shard; see ``read_megatron_job``."""
 STOCK_KIND = "stock"
 """Kind of these pieces in the manifest."""
 CONTENT = {
@@ -39,6 +47,34 @@ CONTENT = {
     "singleton_local_shards": False,
 }
 """The content metadata that Megatron reads from a checkpoint before it lists the tensors to load."""
+
+
+def count_entry(shard: Shard, saved: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return the count of updates as an entry for the file of ``shard``; empty: the optimizer counts none.
+
+    Args:
+        shard: the shard.
+        saved: its optimizer, as in the job state.
+    """
+    counts = [saved["step"], *(group.get("step") for group in saved["groups"])]
+    step, *groups = (count.item() if isinstance(count, Tensor) else count for count in counts)
+    told = {"class": saved["class"], "step": step, "groups": [{"step": count} for count in groups]}
+    return {} if counts.count(None) == len(counts) else {f"{COUNT_PREFIX}{shard}/shard_0_1": [json.dumps(told)]}
+
+
+def read_megatron_job(path: Path, pieces: Sequence[Piece]) -> JobState:
+    """Read the job state. Its counts of updates are completed from the shards.
+
+    The rank that wrote the job state may train no parameter (a frozen pipeline stage), and then has counted nothing.
+    """
+    job = read_job_state(path, pieces)
+    ours: dict[str, Any] = job.extra.get(JOB_KEY, {})
+    saved = ours.get("optimizers", [])
+    if all(each["step"] is not None or any("step" in group for group in each["groups"]) for each in saved):
+        return job
+    told = (item for item in items_of(pieces) if item.key.startswith(COUNT_PREFIX))
+    counted = with_counts([*saved, *(parse_json(*read_value(path, item)) for item in told)])[: len(saved)]
+    return replace(job, extra=job.extra | {JOB_KEY: ours | {"optimizers": counted}})
 
 
 def write_stock_files(draft: Path, order: Commit, inners: Sequence[Inner], args: Any) -> list[Piece]:
@@ -59,7 +95,7 @@ def write_stock_files(draft: Path, order: Commit, inners: Sequence[Inner], args:
     backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     files = {"metadata.json": json.dumps(backend | {"common_backend": "torch", "common_backend_version": 1}).encode()}
     try:
-        job, progress = read_job_state(draft, order.pieces), progress_of(draft, order.pieces)
+        job, progress = read_megatron_job(draft, order.pieces), progress_of(draft, order.pieces)
         files["common.pt"] = _saved(_common(job, progress, inners, args))
     except Exception as problem:
         log.warning("only ttp can read this checkpoint, not Megatron itself: common.pt cannot be made: %s", problem)

@@ -28,7 +28,7 @@ from ttp.adapters.torch.restoring.kept import Kept, UnlikeError, keep
 from ttp.adapters.torch.saving.checkpoint import write_shard
 from ttp.adapters.torch.saving.inspection import ComparedTensor, Findings, Inspector, agreed_on, leaves_of, replicated
 from ttp.adapters.torch.saving.job_state import FROZEN, JOB_KIND, SETTINGS, JobState
-from ttp.adapters.torch.saving.metadata import finalise
+from ttp.adapters.torch.saving.metadata import NO_GAPS, finalise
 from ttp.adapters.torch.saving.piece_index import StatePath
 from ttp.adapters.torch.saving.preimage import Image
 from ttp.adapters.torch.saving.standing import Standing
@@ -76,6 +76,7 @@ class TorchSource(Standing):
 
     framework = "torch"
     writes_parts = True
+    gaps = NO_GAPS  # prefix of the names of tensors that are not complete in a checkpoint
 
     def __init__(
         self,
@@ -218,7 +219,7 @@ class TorchSource(Standing):
 
     def finalise(self, directory: Path, order: Commit) -> list[Piece]:
         """See ``StateSource``: add the metadata that readers other than ttp need."""
-        return finalise(directory, order.pieces, writer=order.rank)
+        return finalise(directory, order.pieces, writer=order.rank, gaps=self.gaps)
 
     def close(self) -> None:
         """See ``StateSource``."""

@@ -32,16 +32,19 @@ from ttp.store.durable import write_durably
 METADATA_FILE = ".metadata"
 METADATA_KIND = "metadata"
 NOBODY = Rank(-1)
+NO_GAPS = "\0"
+"""A prefix that no name has."""
 _LISTED_MAX = 5
 
 
-def finalise(draft: Path, pieces: Sequence[Piece], *, writer: Rank = NOBODY) -> list[Piece]:
+def finalise(draft: Path, pieces: Sequence[Piece], *, writer: Rank = NOBODY, gaps: str = NO_GAPS) -> list[Piece]:
     """Write ``draft/.metadata``, which describes the shards among ``pieces``; return when the file is durable.
 
     Args:
         draft: the draft directory with all pieces in it.
         pieces: the pieces of all shards; pieces of other kinds are ignored.
         writer: the rank that the manifest names as the writer of the file.
+        gaps: see ``build_metadata``.
 
     Returns:
         A list with one piece: the new file.
@@ -51,7 +54,7 @@ def finalise(draft: Path, pieces: Sequence[Piece], *, writer: Rank = NOBODY) -> 
         OSError: the storage failed.
     """
     # No checkpoint_id: it would be the draft's path, and stock torch does not read it.
-    metadata = build_metadata(items_of(pieces), StorageMeta(save_id=str(uuid.uuid4())))
+    metadata = build_metadata(items_of(pieces), StorageMeta(save_id=str(uuid.uuid4())), gaps)
     buffer = io.BytesIO()
     pickle.dump(metadata, buffer)
     data = buffer.getvalue()
@@ -59,10 +62,15 @@ def finalise(draft: Path, pieces: Sequence[Piece], *, writer: Rank = NOBODY) -> 
     return [Piece(METADATA_FILE, len(data), digest_bytes(data), METADATA_KIND, "", writer)]
 
 
-def build_metadata(items: Sequence[IndexEntry], storage_meta: StorageMeta) -> Metadata:
+def build_metadata(items: Sequence[IndexEntry], storage_meta: StorageMeta, gaps: str = NO_GAPS) -> Metadata:
     """Make stock torch's description of a checkpoint with these items.
 
     If several shards contain the same plain value or chunk, the description points to the first of them.
+
+    Args:
+        items: the items of all shards.
+        storage_meta: part of the description.
+        gaps: prefix of the names of tensors that need not be complete.
 
     Raises:
         CheckpointError: chunks overlap, reach outside of their tensor or leave gaps, or shards give different shapes or
@@ -72,7 +80,7 @@ def build_metadata(items: Sequence[IndexEntry], storage_meta: StorageMeta) -> Me
     by_key: dict[str, list[IndexEntry]] = {}
     for item in reversed(distinct.values()):
         by_key.setdefault(item.key, []).append(item)
-    problems = [problem for chunks in by_key.values() if (problem := _problem(chunks))]
+    problems = [problem for chunks in by_key.values() if (problem := _problem(chunks, gaps))]
     if problems:
         raise CheckpointError(f"the shards do not fit together: {_bounded(problems)}")
     metadata = Metadata(
@@ -111,10 +119,11 @@ def _place(item: IndexEntry, index: int) -> tuple[MetadataIndex, filesystem._Sto
 # ------------------------------------------------------------------------------------------------------- exact covering
 
 
-def _problem(chunks: Sequence[IndexEntry]) -> str:
+def _problem(chunks: Sequence[IndexEntry], gaps: str) -> str:
     """Return why these chunks do not make up one tensor; an empty string if they do.
 
-    They do if they are disjoint, inside of the tensor, and together have as many elements as the tensor.
+    They do if they are disjoint, inside of the tensor, and together have as many elements as the tensor, or fewer if
+    its name begins with ``gaps``.
     """
     first = chunks[0]
     for other in chunks[1:]:
@@ -124,7 +133,8 @@ def _problem(chunks: Sequence[IndexEntry]) -> str:
         return f"{first.key} has a chunk that reaches outside of {list(first.shape)}"
     if (pair := _overlap(chunks)) is not None:
         return f"{first.key} has chunks that overlap, in {pair[0].file} and {pair[1].file}"
-    if (present := sum(prod(chunk.sizes) for chunk in chunks)) != prod(first.shape):
+    present = sum(prod(chunk.sizes) for chunk in chunks)
+    if present != prod(first.shape) and not first.key.startswith(gaps):
         return f"{first.key} has {present} of {prod(first.shape)} elements"
     return ""
 

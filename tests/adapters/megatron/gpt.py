@@ -34,6 +34,7 @@ class Shape:
     torch_adam: bool = False
     overflows: tuple[int, ...] = ()
     frozen: bool = False
+    frozen_below: bool = False
     replicated: bool = False
     scaled: bool = False
 
@@ -183,6 +184,8 @@ def _chunk(config: Any, shape: Shape, stage: int) -> Any:
     if shape.frozen:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("linear_fc" not in name)
+    if shape.frozen_below and parallel_state.is_pipeline_first_stage():
+        (model if shape.pp > 1 else model.decoder.layers[0]).requires_grad_(False)
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=shape.distributed,
         overlap_grad_reduce=shape.overlap,
@@ -190,8 +193,9 @@ def _chunk(config: Any, shape: Shape, stage: int) -> Any:
         num_distributed_optimizer_instances=shape.instances,
     )
     if shape.scaled:
-        for layer in model.decoder.layers:
-            scale(layer.mlp.linear_fc1)
+        for name, module in model.named_modules():
+            if name.endswith("linear_fc1"):
+                scale(module)
     wrapped = DistributedDataParallel(config, ddp, Float16Module(config, model) if shape.bf16 else model)
     wrapped.broadcast_params()
     return wrapped
@@ -206,8 +210,8 @@ def scale(linear: Any) -> None:
         history = torch.ones(4)
 
         def forward(self, inputs: Tensor, *args: Any, **kwargs: Any) -> Any:
-            largest = inputs.detach().abs().max().float()
-            torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
+            largest = inputs.detach().abs().max().float() if inputs.numel() else torch.zeros(())
+            torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=replicas(self))
             factor = 1 + 0.01 * self.history.max().item()
             self.history = torch.cat([self.history[1:], largest.view(1)])
             output, bias = super().forward(inputs, *args, **kwargs)
@@ -220,6 +224,13 @@ def scale(linear: Any) -> None:
             self.history = state.view(torch.float32).clone()
 
     linear.__class__ = Scaled
+
+
+def replicas(module: Any) -> Any:
+    """Return the group of the ranks that have equal states of a layer: for an expert, those that have it."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_expert_data_parallel_group() if module.is_expert else None
 
 
 def _optimizer(chunks: list[Any], shape: Shape) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.adapters.megatron.jobs import DP4, EP2_DP2, KILLED_AT, TP2_DP2, VIRTUAL, Job
+from tests.adapters.megatron.jobs import DP4, EP2_DP2, KILLED_AT, PP2_DP2, SCALED, TP2_DP2, VIRTUAL, Job
 from tests.adapters.megatron.nursery import Nursery
 
 pytestmark = [pytest.mark.xdist_group("megatron"), pytest.mark.timeout(400)]
@@ -35,6 +35,9 @@ PLAIN_EP2 = {"ep": 2, "experts": True, "distributed": False}
         pytest.param({**DP4, "fp16_scaler": True, "overflows": [2, 4]}, [1], "reduced", 3, id="skipped-updates"),
         pytest.param({"distributed": False, "tp": 2, "torch_adam": True}, [1], "reduced", 3, id="torch-adam"),
         pytest.param({**TP2_DP2, "frozen": True}, [1], "reduced", 3, id="frozen-layers"),
+        pytest.param({**DP4, "frozen_below": True}, [1], "reduced", 3, id="some-frozen-layers-of-a-kind"),
+        pytest.param({**PP2_DP2, "frozen_below": True, "tied": False}, [1], "reduced", 3, id="a-frozen-stage"),
+        pytest.param({**PLAIN_EP2, **SCALED}, [0], "reduced", 3, id="experts-with-states-of-their-own"),
         pytest.param({**DP4, "overlap": True}, [2], "reduced", 3, id="overlapped-gather"),
         pytest.param({**EP2_DP2, "tied": False, "bf16": True}, [2], "begin", 3, id="experts-bf16-untied"),
     ],

@@ -14,16 +14,16 @@ import torch
 
 import ttp
 from tests.adapters.torch.fake_device import FakeDevice, Watching
-from ttp.adapters.megatron import contents, offer_to_megatron, training
+from ttp.adapters.megatron import contents, offer_to_megatron, stock, training
 from ttp.adapters.megatron.adapter import MegatronAdapter
 from ttp.adapters.megatron.geometry import Described, Geometry
 from ttp.adapters.megatron.optimizers import Holding, Inner, _dealt, _refuse_unknown, unchained, with_counts
 from ttp.adapters.megatron.param_sync import ParamSyncs
 from ttp.adapters.megatron.rank_state import Progress
-from ttp.adapters.megatron.restore import _install_groups, restore_groups
+from ttp.adapters.megatron.restore import _install_groups, _other_optimizers, restore_groups
 from ttp.adapters.megatron.stock import JOB_KEY
 from ttp.adapters.torch.saving.job_state import JobState
-from ttp.core.layout import Layout, Version
+from ttp.core.layout import Layout, Shard, Version
 from ttp.errors import CheckpointError, ConfigError, UsageError
 from ttp.store.manifest import Manifest
 
@@ -179,6 +179,22 @@ def test_the_count_of_one_class_is_not_that_of_another() -> None:
     assert with_counts([muon, stale, adam]) == [muon, {**stale, "groups": [{"lr": 2, "step": 8}]}, adam]
 
 
+def test_a_writer_without_parameters_has_the_counts_of_the_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rank, which writes what is equal on all ranks, may have frozen layers only."""
+    mine: dict[str, Any] = {"kind": "dense", "class": "Adam", "groups": [{"lr": 1}, {"lr": 2}], "step": None}
+    told = stock.count_entry(Shard("dense-pp1"), {**mine, "groups": [{"step": torch.tensor(8)}, {}], "step": None})
+    assert stock.count_entry(Shard("dense-pp0"), mine) == {}
+    (key,) = told
+    items = [SimpleNamespace(key="decoder.weight"), SimpleNamespace(key=key)]
+    monkeypatch.setattr(stock, "read_job_state", lambda *_: JobState(8, extra={JOB_KEY: {"optimizers": [mine]}}))
+    monkeypatch.setattr(stock, "items_of", lambda _: items)
+    monkeypatch.setattr(stock, "read_value", lambda _, item: told[item.key])
+    job = stock.read_megatron_job(tmp_path, ())
+    assert job.extra[JOB_KEY]["optimizers"] == [{**mine, "groups": [{"lr": 1, "step": 8}, {"lr": 2, "step": 8}]}]
+
+
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 def test_two_optimizers_of_one_kind_get_their_own_param_groups(kind: Any) -> None:
     """Muon and Adam, for example: their param groups differ in the class of the optimizer only."""
@@ -191,6 +207,20 @@ def test_two_optimizers_of_one_kind_get_their_own_param_groups(kind: Any) -> Non
     held: Any = SimpleNamespace(inners=[inner])
     restore_groups(held, job)
     assert inner.optimizer.param_groups[0]["lr"] == (0.25 if kind is torch.optim.SGD else 0.5)
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "refused"),
+    [(torch.optim.SGD, torch.optim.AdamW, True), (torch.optim.AdamW, torch.optim.SGD, True),
+     (torch.optim.AdamW, torch.optim.Adam, False), (torch.optim.SGD, torch.optim.SGD, False)],
+)  # fmt: skip
+def test_a_checkpoint_of_another_optimizer_is_refused(here: Any, there: Any, refused: bool) -> None:
+    """Another library's Adam is not another optimizer."""
+    kept = {"kind": "dense", "class": there.__name__, "groups": there([torch.zeros(2)], lr=1.0).param_groups}
+    held: Any = SimpleNamespace(inners=[Inner(None, here([torch.zeros(2)], lr=1.0), "dense", "", (), 0, 1)])
+    others = list(_other_optimizers(held, JobState(1, extra={JOB_KEY: {"optimizers": [kept]}})))
+    assert bool(others) is refused
+    assert not others or f"here and {there.__name__} in the checkpoint" in others[0]
 
 
 def test_they_are_not_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

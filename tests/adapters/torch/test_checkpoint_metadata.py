@@ -79,6 +79,20 @@ def test_shards_that_do_not_fit_together_are_refused(tmp_path: Path, states: lis
     assert not (tmp_path / ".metadata").exists()
 
 
+def test_only_what_may_have_gaps_may_have_them(tmp_path: Path) -> None:
+    """In a Megatron job all layers of a kind are one tensor, and frozen layers have no moments."""
+    for gaps in ("state.", "other."):
+        parts = shards(tmp_path, {"state": {"w": chunk(0, 0, 2, 6)}}, {"state": {"w": chunk(3, 0, 1, 6)}})
+        if gaps == "state.":
+            assert finalise(tmp_path, parts, gaps=gaps)
+            continue
+        with pytest.raises(CheckpointError, match=r"state.w has 18 of 24 elements"):
+            finalise(tmp_path, parts, gaps=gaps)
+    overlapping = shards(tmp_path, {"state": {"w": chunk(0, 0, 3, 6)}}, {"state": {"w": chunk(2, 0, 1, 6)}})
+    with pytest.raises(CheckpointError, match="overlap"):
+        finalise(tmp_path, overlapping, gaps="state.")
+
+
 @st.composite
 def boxes(draw: st.DrawFn) -> list[tuple[int, int, int, int]]:
     numbers = st.integers(0, 3)
