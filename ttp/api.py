@@ -311,7 +311,7 @@ def _adapter_for(
     said = ", ".join(f"{type(each).__module__}.{type(each).__qualname__}" for each in kinds) or "an empty list"
     raise UsageError(
         f"wrap_optimizer() takes a torch.optim.Optimizer (or a list of them), Megatron's MegatronOptimizer or a "
-        f"mindspore.nn.Optimizer, but got {said}"
+        f"mindspore.nn.Optimizer, but got {said}. Of a wrapper of your own, give the optimizers inside"
     )
 
 

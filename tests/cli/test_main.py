@@ -42,7 +42,8 @@ def test_each_command_explains_itself(ttp: Ttp, command: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["bogus"], "No such command 'bogus'"),
+        (["bogus"], "No such command 'bogus'. Try: ttp --help"),
+        (["lst"], "Did you mean 'list'? Try: ttp --help"),
         (["status", "--bogus"], "No such option"),
         (["verify"], "Missing argument"),
         (["save", "--timeout", "soon"], "--timeout"),

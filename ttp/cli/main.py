@@ -196,7 +196,8 @@ def _usage_error(problem: Any) -> int:
         return EXIT_BUG
     context = getattr(problem, "ctx", None)
     command = context.command_path if context is not None else "ttp"
-    complain(f"{problem.format_message().rstrip('.')}. Try: {command} --help")
+    said = problem.format_message()
+    complain(f"{said if said.endswith(('.', '?')) else f'{said}.'} Try: {command} --help")
     return EXIT_BAD_CONFIG
 
 

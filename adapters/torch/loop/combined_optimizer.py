@@ -111,7 +111,8 @@ def tell_forgotten(optimizer: Optimizer, names: ModelNames) -> None:
     if left:
         log.warning(
             "%d parameters require gradients but are in no optimizer that wrap_optimizer() was given (%s). Their "
-            "weights are saved, but no state of an optimizer that updates them: give wrap_optimizer() all optimizers",
+            "weights are saved, but no state of an optimizer that updates them: give wrap_optimizer() all optimizers. "
+            "Weights that the program copies from fp32 master weights need none",
             len(left),
             ", ".join(left[:_LISTED_MAX]) + (", ..." if len(left) > _LISTED_MAX else ""),
         )
