@@ -126,10 +126,12 @@ class MegatronSource(TorchSource):
         Apex, Transformer Engine and Megatron's checkpoints keep one count per param group instead.
         """
         assert self._processor is not None
+        preimage = self._preimage_now
+        image = preimage.image(version) if preimage is not None and preimage.version == version else None
         for holding in inner.holdings:
-            kept = inner.optimizer.state.get(holding.main, {})
+            kept = (inner.optimizer.state if image is None else image.state).get(holding.main, {})
             if kept.get("step") is not None:
-                ahead = self._processor.gate.version - version  # the device is behind, or an update is undone
+                ahead = 0 if image is not None else self._processor.gate.version - version  # the device is behind
                 step = self.host_values.value(kept, "step", version) if ahead and self.on_device else kept["step"]
                 value = float(self._to_host(step) if isinstance(step, Tensor) else step)
                 return value if self.on_device else value - ahead

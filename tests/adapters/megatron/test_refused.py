@@ -21,6 +21,7 @@ from ttp.adapters.megatron.optimizers import Holding, Inner, _dealt, _refuse_unk
 from ttp.adapters.megatron.param_sync import ParamSyncs
 from ttp.adapters.megatron.rank_state import Progress
 from ttp.adapters.megatron.restore import _install_groups, _other_optimizers, restore_groups
+from ttp.adapters.megatron.source import MegatronSource
 from ttp.adapters.megatron.stock import JOB_KEY
 from ttp.adapters.torch.saving.job_state import JobState
 from ttp.core.layout import Layout, Shard, Version
@@ -193,6 +194,24 @@ def test_a_writer_without_parameters_has_the_counts_of_the_shards(
     monkeypatch.setattr(stock, "read_value", lambda _, item: told[item.key])
     job = stock.read_megatron_job(tmp_path, ())
     assert job.extra[JOB_KEY]["optimizers"] == [{**mine, "groups": [{"lr": 1, "step": 8}, {"lr": 2, "step": 8}]}]
+
+
+@pytest.mark.parametrize(("copied", "finished", "saved"), [(3, 3, 3), (3, 4, 3), (None, 4, 4)])
+def test_an_update_that_is_undone_is_not_counted(copied: int | None, finished: int, saved: int) -> None:
+    """An update that was left half done has increased the count of its first parameters."""
+    main = torch.zeros(2, requires_grad=True)
+    live = torch.optim.AdamW([main])
+    live.state[main] = {"step": torch.tensor(4.0)}
+    image = SimpleNamespace(state={main: {"step": torch.tensor(3.0)}})
+    source: Any = SimpleNamespace(
+        _preimage_now=SimpleNamespace(version=copied, image=lambda _: image),
+        _processor=SimpleNamespace(gate=SimpleNamespace(version=finished)),
+        _to_host=lambda tensor: tensor,
+        on_device=False,
+    )
+    held = Holding(Described("", main, (), first=True), main, 0, 2, ())
+    inner = Inner(None, live, "dense", "", (held,), 0, 1)
+    assert MegatronSource._step(source, inner, Version(saved)) == saved
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
