@@ -85,7 +85,7 @@ class Leases:
     def sweep(self) -> None:
         """Remove the files of processes that no longer exist."""
         for path in (*entries(self._armed), *entries(self._leases), *entries(self._ended)):
-            if not _exists(int(path.name)):
+            if not exists(int(path.name)):
                 remove(path)
 
 
@@ -130,7 +130,8 @@ def remove(path: Path) -> None:
         logger.debug("cannot remove %s: %s", path, problem)
 
 
-def _exists(pid: int) -> bool:
+def exists(pid: int) -> bool:
+    """Return whether a process, of any user, has this pid."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):

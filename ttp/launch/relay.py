@@ -29,6 +29,7 @@ from ttp.config import Config
 from ttp.core import messages as m
 from ttp.core.relay import LineId, Relay, slot_s
 from ttp.inbox import Inbox
+from ttp.store.durable import replace_file
 from ttp.wire import access, tls
 from ttp.wire.address import split, target
 from ttp.wire.channel import SERVER_OPTIONS, metadata, open_channel, stub
@@ -147,12 +148,7 @@ class RelayServer(rpc.ControllerServicer):
         if self.port == 0:
             raise RuntimeError("no free port on loopback")
         self._server.start()
-        self._announce()
-
-    def _announce(self) -> None:
-        fresh = self._file.with_suffix(f".{os.getpid()}")
-        fresh.write_text(json.dumps({"port": self.port, "pid": os.getpid()}))
-        fresh.replace(self._file)
+        replace_file(self._file, json.dumps({"port": self.port, "pid": os.getpid()}).encode())
 
     def close(self) -> None:
         """End all streams. Ranks that still run connect to the controller by themselves."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import queue
 import threading
 import time
@@ -23,6 +22,7 @@ from typing import Any
 from ttp.inbox import Inbox
 from ttp.launch.presence import PROBE_S, ask_status
 from ttp.launch.run_dir import make_private
+from ttp.store.durable import replace_file
 from ttp.wire.address import split
 
 logger = logging.getLogger("ttp.launch")
@@ -68,15 +68,13 @@ def write_ring(run_dir: Path, ring: Ring) -> None:
     same = known is not None and (known.run_id, known.incarnation) == (ring.run_id, ring.incarnation)
     if known is not None and same and known.term > ring.term:
         return
-    draft = run_dir / f".{FILE}.{os.getpid()}"
+    path = run_dir / FILE
     try:
         make_private(run_dir)
-        draft.write_text(json.dumps(asdict(ring)))
-        draft.replace(run_dir / FILE)
+        replace_file(path, json.dumps(asdict(ring)).encode())
     except OSError as problem:
-        logger.warning(
-            "cannot write %s (%s): launchers may not find a standby controller that takes over", draft, problem
-        )
+        text = "cannot write %s (%s): launchers may not find a standby controller that takes over"
+        logger.warning(text, path, problem)
 
 
 def read_ring(run_dir: Path) -> Ring | None:

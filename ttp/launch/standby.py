@@ -13,6 +13,7 @@ from pathlib import Path
 from ttp.config import Config
 from ttp.errors import TtpError
 from ttp.launch.controller_process import end_controller, start_controller, stop_controller, wait_until_serving
+from ttp.launch.leases import exists
 from ttp.launch.presence import ask_status, may_be_bound
 from ttp.launch.run_dir import make_private
 from ttp.wire.access import listening_address
@@ -91,7 +92,7 @@ def start_standby(config: Config, run_dir: Path, address: str, save_dir: str) ->
     with _one_at_a_time(folder):
         owner, port = _noted(folder, address)
         status = ask_status(address, port, config.token) if port else None
-        if status is None or not _exists(owner):
+        if status is None or not exists(owner):
             if status is not None and not any(rank.state in ("live", "frozen") for rank in status.ranks):
                 end_controller(address, port, config.token)
             port = _start(config, folder, bind, address, save_dir)
@@ -119,14 +120,6 @@ def _noted(folder: Path, address: str) -> tuple[int, int]:
         return int(owner), port if host == address else 0
     except (OSError, ValueError):
         return 0, 0
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except OSError:
-        return False
-    return True
 
 
 def _start(config: Config, folder: Path, bind: str, address: str, save_dir: str) -> int:

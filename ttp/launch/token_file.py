@@ -8,6 +8,7 @@ import stat
 from pathlib import Path
 
 from ttp.errors import ConfigError
+from ttp.store.durable import replace_file
 
 TOKEN_FILE = "token"
 TOKEN_MAX = 4000
@@ -21,13 +22,8 @@ def write_token(run_dir: Path, token: str) -> None:
         ConfigError: the file cannot be written.
     """
     path = run_dir / TOKEN_FILE
-    draft = run_dir / f".{TOKEN_FILE}.{os.getpid()}"
     try:
-        draft.unlink(missing_ok=True)
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(token + "\n")
-        draft.replace(path)
+        replace_file(path, f"{token}\n".encode(), mode=0o600)
     except OSError as problem:
         raise ConfigError(f"cannot write {path}: {problem}. Set TTP_RUN_DIR to a writable local directory") from None
 

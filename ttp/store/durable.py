@@ -20,7 +20,7 @@ def write_durably(path: Path, data: bytes) -> None:
     sync_directory(Path(path).parent)
 
 
-def replace_file(path: Path, data: bytes, *, durable: bool = False) -> None:
+def replace_file(path: Path, data: bytes, *, durable: bool = False, mode: int = 0o666) -> None:
     """Write ``data`` to the file ``path``, so that readers see all of it or the old file.
 
     Several processes may write the same file at once.
@@ -29,6 +29,7 @@ def replace_file(path: Path, data: bytes, *, durable: bool = False) -> None:
         path: the file.
         data: its bytes.
         durable: have the bytes on the disk before they have the name.
+        mode: permissions of the file, of which the umask takes some away.
 
     Raises:
         OSError: the disk refused; an old file of that name is still there.
@@ -36,7 +37,8 @@ def replace_file(path: Path, data: bytes, *, durable: bool = False) -> None:
     path = Path(path)
     draft = path.with_name(f".{path.name}.{os.urandom(8).hex()}.new")  # containers that share it may share pids
     try:
-        with naming(path), draft.open("xb", buffering=0) as file:
+        opened = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        with naming(path), os.fdopen(opened, "wb", buffering=0) as file:
             remaining = memoryview(data)
             while remaining:
                 remaining = remaining[file.write(remaining) :]

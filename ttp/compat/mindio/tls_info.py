@@ -10,6 +10,7 @@ from pathlib import Path
 from ttp.config import Config
 from ttp.errors import ConfigError
 from ttp.launch.run_dir import prepare_run_dir
+from ttp.store.durable import replace_file
 from ttp.wire import tls
 
 log = logging.getLogger("ttp.compat.mindio")
@@ -100,11 +101,7 @@ def _text(path: Path) -> str:
 
 
 def _keep(path: Path, text: str) -> Path:
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.unlink(missing_ok=True)
-    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(text)
-    draft.replace(path)
+    replace_file(path, text.encode(), mode=0o600)
     return path
 
 

@@ -25,6 +25,7 @@ from ttp.launch.warm.rules import PER_WORKER, Program, no_room, program, why_not
 from ttp.launch.warm.waiting import readable
 from ttp.launch.warm.worker import ForkedWorker
 from ttp.processor.import_list import FILE
+from ttp.store.durable import replace_file
 
 logger = logging.getLogger("ttp.launch")
 
@@ -291,9 +292,7 @@ class WarmStarter:
                 "seconds": round(self._ready.seconds, 3),
             }
         try:
-            draft = self._run_dir / f".{STATUS_FILE}"
-            draft.write_text(json.dumps(known))
-            draft.replace(self._run_dir / STATUS_FILE)
+            replace_file(self._run_dir / STATUS_FILE, json.dumps(known).encode())
         except OSError as problem:
             logger.debug("%s cannot be written: %s", STATUS_FILE, problem)
 
