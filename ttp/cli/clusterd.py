@@ -18,7 +18,6 @@ from ttp.cli.connection import Address, Client, Port, Token, connected, find
 from ttp.cli.incident_reader import IncidentLog, incident_files, read_incident
 from ttp.cli.output import Complaints, complain
 from ttp.cli.seconds import seconds
-from ttp.cli.suspects import OF_OTHERS
 from ttp.config import Config
 from ttp.core.messages import FaultKind
 from ttp.errors import CheckpointError, TtpError, UsageError
@@ -147,7 +146,7 @@ class Eyes:
                 self._read = None
         if self._read is None:
             return seen
-        standing = [line for lines in self._read.accused_hosts(OF_OTHERS).values() for line in lines]
+        standing = [line for lines in self._read.accused_hosts().values() for line in lines]
         dead = {line.facts.get("rank") for line in standing if line.facts.get("evidence") in DEATHS}
         return replace(
             seen,

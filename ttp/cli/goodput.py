@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from ttp.cli.directories import SaveDir, existing
-from ttp.cli.incident_reader import IncidentLog, incident_files, read_incident
+from ttp.cli.incident_reader import IncidentLog, incident_files, readable
 from ttp.cli.output import Json, complain, count_text, duration_text, print_json, say
 from ttp.errors import CheckpointError
 from ttp.store.history import Launch, read_history
@@ -110,18 +110,14 @@ def goodput(directory: SaveDir, *, run_id: RunId = None, json: Json = False) -> 
 
 
 def _stories(place: Path, run_id: str | None) -> tuple[list[IncidentLog], int]:
+    problems: list[str] = []
     stories, unreadable = [], 0
-    for path in reversed(incident_files(place)):
-        try:
-            story = read_incident(path)
-        except CheckpointError:
-            unreadable += 1
-            continue
+    for story in readable(reversed(incident_files(place)), problems.append):
         unreadable += story.unreadable
         opened = story.last("opened")
         if story.lines and (run_id is None or opened is None or opened.facts.get("run_id") == run_id):
             stories.append(story)
-    return stories, unreadable
+    return stories, unreadable + len(problems)
 
 
 def add_up(launches: Sequence[Launch], stories: Sequence[IncidentLog], now_s: float) -> Goodput:

@@ -11,11 +11,12 @@ import io
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ttp.core.messages import FaultKind
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_SAVED, CheckpointError
 from ttp.store.json_text import parse_json
 from ttp.store.names import INCIDENTS
@@ -25,6 +26,9 @@ SUFFIX = ".jsonl"
 
 EXPLAINS = ("exited", "exception", "lost", "outside", "preempted", "hung", "silent", "ailing", "collective", "snapshot")
 """Kinds of evidence in the order in which the controller ranks them, the most telling first."""
+
+OF_OTHERS = frozenset({FaultKind.COLLECTIVE.value, FaultKind.SNAPSHOT.value})
+"""Kinds of evidence that do not accuse their rank: a collective fails on the ranks that live."""
 
 LINE_MAX = 16 << 20
 """Maximum length of a line in bytes. A plan names every shard of the job."""
@@ -99,12 +103,17 @@ class IncidentLog:
             return "no evidence was recorded"
         return str(min(known, key=_explains).facts.get("text", ""))
 
-    def accused_hosts(self, but: Collection[str]) -> dict[str, list[Line]]:
-        """Return evidence that was not withdrawn, by the host of the accused rank, without the kinds in ``but``."""
+    @property
+    def accusations(self) -> list[Line]:
+        """The evidence that accuses its rank and was not withdrawn."""
+        return [line for line in self._standing() if line.facts.get("evidence") not in OF_OTHERS]
+
+    def accused_hosts(self) -> dict[str, list[Line]]:
+        """Return the accusations by the host of the accused rank."""
         found: dict[str, list[Line]] = {}
-        for line in self._standing():
+        for line in self.accusations:
             host = line.facts.get("host")
-            if isinstance(host, str) and host and line.facts.get("evidence") not in but:
+            if isinstance(host, str) and host:
                 found.setdefault(host, []).append(line)
         return found
 
@@ -201,6 +210,15 @@ def read_incident(path: Path) -> IncidentLog:
             return parse_incident(file, id_of(path), path)
     except OSError as problem:
         raise CheckpointError(f"cannot read {path}: {problem.strerror or problem}") from None
+
+
+def readable(files: Iterable[Path], complain: Callable[[str], object]) -> Iterator[IncidentLog]:
+    """Read incident files; ``complain`` is called with the reason why one cannot be read."""
+    for path in files:
+        try:
+            yield read_incident(path)
+        except CheckpointError as problem:
+            complain(str(problem))
 
 
 def parse_incident(file: io.BufferedIOBase, incident: str, path: Path) -> IncidentLog:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +9,7 @@ import typer
 from rich.text import Text
 
 from ttp.cli.directories import SaveDir, existing, holds_ours
-from ttp.cli.incident_reader import IncidentLog, id_of, incident_files, read_incident
+from ttp.cli.incident_reader import IncidentLog, id_of, incident_files, read_incident, readable
 from ttp.cli.output import Json, complain, count_text, print_json, say, screen, table, when_text
 from ttp.cli.spans import restore_span, send, spans, trace_id
 from ttp.cli.timeline import rows, style_of
@@ -133,7 +132,7 @@ def describe(log: IncidentLog) -> dict[str, Any]:
 
 
 def _list(files: list[Path], directory: Path, json: bool, lacks: bool) -> None:
-    logs = _readable(files)
+    logs = readable(files, complain)  # one at a time, as there may be many long ones
     if json:
         print_json([describe(log) for log in logs])
     elif files:
@@ -142,15 +141,6 @@ def _list(files: list[Path], directory: Path, json: bool, lacks: bool) -> None:
     elif not lacks:
         what = "nothing has gone wrong yet" if holds_ours(directory) else "is it the save_dir of a job?"
         say(f"there are no incidents in {directory}: {what} ({ELSEWHERE})")
-
-
-def _readable(files: list[Path]) -> Iterator[IncidentLog]:
-    """Read the files one at a time, as there may be many long ones. One that cannot be read is reported and skipped."""
-    for path in files:
-        try:
-            yield read_incident(path)
-        except CheckpointError as problem:
-            complain(str(problem))
 
 
 def _row(log: IncidentLog) -> tuple[str | Text, ...]:

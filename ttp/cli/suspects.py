@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ttp.cli.directories import SaveDir, existing
-from ttp.cli.incident_reader import IncidentLog, incident_files, read_incident
+from ttp.cli.incident_reader import IncidentLog, incident_files, readable
 from ttp.cli.output import Json, complain, print_json, say, screen, table, when_text
 from ttp.core.layout import compact_ranks
-from ttp.core.messages import FaultKind
-from ttp.errors import CheckpointError
-
-OF_OTHERS = frozenset({FaultKind.COLLECTIVE.value, FaultKind.SNAPSHOT.value})
-"""Kinds of evidence that do not accuse their rank: a collective fails on the ranks that live."""
 
 Last = Annotated[int, typer.Option("--last", min=1, help="Number of incidents to read, the newest first.")]
 Least = Annotated[int, typer.Option("--at-least", min=1, help="Show only hosts that are suspected in so many of them.")]
@@ -53,7 +47,8 @@ def suspects(directory: SaveDir, *, last: Last = 1, at_least: Least = 1, json: J
 
     Exits with 1 if no host is named. JSON: a list of hosts with host, incidents, ranks, kinds, text, unix_s.
     """
-    found = [each for each in named(_read(existing(directory), last)) if each.incidents >= at_least]
+    incidents = readable(incident_files(existing(directory))[:last], complain)
+    found = [each for each in named(incidents) if each.incidents >= at_least]
     if json:
         print_json([asdict(each) for each in found])
     elif found:
@@ -72,7 +67,7 @@ def named(incidents: Iterable[IncidentLog]) -> list[Suspect]:
     """Return the hosts that incidents accuse, the most often accused first. ``incidents`` begin with the newest."""
     found: dict[str, Suspect] = {}
     for incident in incidents:
-        for host, lines in incident.accused_hosts(OF_OTHERS).items():
+        for host, lines in incident.accused_hosts().items():
             suspect = found.setdefault(host, Suspect(host))
             suspect.incidents += 1
             suspect.text = suspect.text or str(lines[-1].facts.get("text", ""))
@@ -81,11 +76,3 @@ def named(incidents: Iterable[IncidentLog]) -> list[Suspect]:
             suspect.ranks = sorted(rank for rank in ranks if isinstance(rank, int))
             suspect.kinds = sorted({str(line.facts.get("evidence")) for line in lines} | set(suspect.kinds))
     return sorted(found.values(), key=lambda suspect: (-suspect.incidents, suspect.host))
-
-
-def _read(place: Path, last: int) -> Iterable[IncidentLog]:
-    for path in incident_files(place)[:last]:
-        try:
-            yield read_incident(path)
-        except CheckpointError as problem:
-            complain(str(problem))

@@ -11,7 +11,7 @@ import typer
 
 from ttp.cli.connection import connected, find, known_ports
 from ttp.cli.directories import SaveDir, existing, fallback_of, holds_ours
-from ttp.cli.incident_reader import IncidentLog, incident_files, read_incident
+from ttp.cli.incident_reader import IncidentLog, incident_files, readable
 from ttp.cli.output import Json, complain, print_json, say
 from ttp.cli.seconds import seconds
 from ttp.config import Config
@@ -225,12 +225,8 @@ def _judge(
 
 def _last_fault(place: Path, run_id: str | None, since: float | None) -> IncidentLog | None:
     """Return the newest incident that was neither a checkpoint on request nor a false alarm; None: there is none."""
-    for path in incident_files(place)[:INCIDENTS_READ] if (place / INCIDENTS).is_dir() else ():
-        try:
-            log = read_incident(path)
-        except CheckpointError as problem:
-            complain(str(problem))
-            continue
+    files = incident_files(place)[:INCIDENTS_READ] if (place / INCIDENTS).is_dir() else []
+    for log in readable(files, complain):
         opened = next(log.of("opened"), None)
         other = run_id is not None and opened is not None and opened.facts.get("run_id", run_id) != run_id
         if other or opened is None or log.last("thawed") is not None:

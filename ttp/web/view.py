@@ -217,13 +217,5 @@ def tell(log: IncidentLog) -> dict[str, Any]:
 
 def hurt(log: IncidentLog) -> list[int]:
     """Return at most 64 ranks with evidence against them, except those that only saw a collective fail."""
-    back = {(line.facts.get("rank"), line.facts.get("evidence")) for line in log.of("retracted")}
-    found = [
-        line.facts["rank"]
-        for line in log.of("evidence")
-        if isinstance(line.facts.get("rank"), int)
-        and line.facts["rank"] >= 0
-        and line.facts.get("evidence") not in ("collective", "snapshot")
-        and (line.facts["rank"], line.facts.get("evidence")) not in back
-    ]
-    return sorted(set(found))[:64]
+    ranks = (line.facts.get("rank") for line in log.accusations)
+    return sorted({rank for rank in ranks if isinstance(rank, int) and rank >= 0})[:64]
