@@ -21,6 +21,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_TRAINED
 from ttp.launch.deaths import ORDERLY_EXITS
 from ttp.launch.host import GRACE_S, Host
+from ttp.launch.later import obey
 from ttp.launch.moved_ranks import MovedRanks, job_address, may_move
 from ttp.launch.preparation import EXIT_FAILED, verdict
 from ttp.launch.rendezvous import give_fresh_stores
@@ -214,22 +215,12 @@ class TtpAgent(LocalElasticAgent):
         self._fail_open(lambda: self._seats.end(workers))
         if args or "death_sig" in kwargs:
             how = args[0] if args else kwargs["death_sig"]
-            self._obey(workers, how, float(kwargs.get("timeout", GRACE_S)))
+            grace_s = float(kwargs.get("timeout", GRACE_S))
+            obey(lambda: self._fail_open(lambda: self._host.stop(workers, how, grace_s)), SignalException)
         else:
             self._fail_open(lambda: self._host.hold(workers))
         self._fail_open(lambda: self._host.expect_stop(workers))
         super()._shutdown(*args, **kwargs)
-
-    def _obey(self, workers: Mapping[int, Popen[Any]], how: signal.Signals, grace_s: float) -> None:
-        """Pass an operator's signal on and wait for workers that save. A second Ctrl-C ends the wait."""
-        while True:
-            try:
-                self._fail_open(lambda: self._host.stop(workers, how, grace_s))
-                return
-            except SignalException as again:
-                if again.sigval == signal.SIGINT:
-                    logger.warning("interrupted again: not waiting for ranks that save")
-                    return
 
     def _workers(self) -> dict[int, Popen[Any]]:
         """Return worker processes by global rank; empty where torch runs them in another way (``--run-path``)."""

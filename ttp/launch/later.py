@@ -1,15 +1,35 @@
-"""Holds signals back while a launcher does what a signal must not interrupt."""
+"""Signals to a launcher: some are held back while it does what they must not interrupt, others may repeat."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+logger = logging.getLogger("ttp.launch")
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+def obey(stop: Callable[[], object], interruption: Any) -> None:
+    """Stop workers after a signal. Batch systems repeat SIGTERM; only a second Ctrl-C ends the wait for saves.
+
+    Args:
+        stop: stops the workers; called again when a signal has interrupted it.
+        interruption: class of the exception that the launcher's handlers raise; ``sigval`` is the signal.
+    """
+    while True:
+        try:
+            stop()
+            return
+        except interruption as again:
+            if again.sigval == signal.SIGINT:
+                logger.warning("interrupted again: not waiting for ranks that save")
+                return
 
 
 @contextlib.contextmanager

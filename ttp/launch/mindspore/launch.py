@@ -19,7 +19,7 @@ from ttp.config import Config
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_TRAINED, ConfigError
 from ttp.launch.admission import admitted
 from ttp.launch.host import GRACE_S, Host
-from ttp.launch.later import later
+from ttp.launch.later import later, obey
 from ttp.launch.mindspore.environment import patience
 from ttp.launch.mindspore.flags import LOOK_S, Job, parse, with_names
 from ttp.launch.mindspore.processes import Processes
@@ -45,7 +45,7 @@ class Interrupted(BaseException):
 
     def __init__(self, how: signal.Signals) -> None:
         super().__init__(how.name)
-        self.how = how
+        self.sigval = how
 
 
 @contextlib.contextmanager
@@ -96,7 +96,7 @@ class MindSporeLaunch:
             try:
                 codes[0] = starts.run()
             except Interrupted as signalled:
-                logger.warning("the job was ended by %s", signalled.how.name)
+                logger.warning("the job was ended by %s", signalled.sigval.name)
                 codes[0] = verdict(starts.codes)
             finally:
                 with contextlib.suppress(Interrupted):  # while it waits for other hosts
@@ -187,8 +187,8 @@ class _Starts:
             else:
                 _fail_open(lambda: self._host.hold(processes.workers))
             return trained
-        except Interrupted as signalled:
-            self._obey(processes, signalled)
+        except Interrupted:  # SIGTERM in any case: at SIGINT a handler of MindSpore's ends workers at once
+            obey(lambda: _fail_open(lambda: self._host.stop(processes.workers, signal.SIGTERM, GRACE_S)), Interrupted)
             raise
         finally:
             with later():  # a repeated signal must leave no worker behind, nor lose the exit codes
@@ -230,20 +230,6 @@ class _Starts:
         )
         _fail_open(lambda: self._host.stop(processes.workers, signal.SIGTERM, GRACE_S))
         return False
-
-    def _obey(self, processes: Processes, signalled: Interrupted) -> None:
-        """Let workers save after a signal. Batch systems repeat SIGTERM; only a second Ctrl-C ends the wait.
-
-        Workers get SIGTERM in any case: on SIGINT a handler of MindSpore's ends them at once.
-        """
-        while True:
-            try:
-                _fail_open(lambda: self._host.stop(processes.workers, signal.SIGTERM, GRACE_S))
-                return
-            except Interrupted as again:
-                if again.how is signal.SIGINT:
-                    logger.warning("interrupted again: not waiting for ranks that save")
-                    return
 
     @contextlib.contextmanager
     def _port(self, patience_s: float) -> Iterator[int]:
