@@ -27,6 +27,20 @@ from ttp.mindio.protocol.replica_lists import check_set
 if TYPE_CHECKING:
     from ttp.mindio.handlers import Call, Participant
 
+__all__ = [
+    "ttp_end_updating_os",
+    "ttp_init_controller",
+    "ttp_init_processor",
+    "ttp_register_rename_handler",
+    "ttp_register_save_ckpt_handler",
+    "ttp_set_ckpt_args",
+    "ttp_set_fm_dump_callback",
+    "ttp_set_fm_rename_callback",
+    "ttp_start_controller",
+    "ttp_start_processor",
+    "ttp_start_updating_os",
+]
+
 log = logging.getLogger("ttp.legacy")
 
 START_S = 120.0
