@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterator
 
 from benchmarks.result import Result
-from benchmarks.world import free_port, scratch, train
+from benchmarks.world import train
 
 RANKS = 4
 BUDGET_US = 50.0
@@ -17,10 +16,7 @@ BUDGET_US = 50.0
 def run(quick: bool) -> Iterator[Result]:
     """Measure blocks of barriers. The time of one barrier is the time of its block divided by their number."""
     world, *numbers = (2, 1, 20, 1, 20) if quick else (RANKS, 15, 5000, 5, 200)
-    with scratch() as directory:
-        arguments = [str(directory / "pages"), *map(str, numbers)]
-        said = train("benchmarks.barrier_rank", arguments, world, free_port(), directory)
-        ranks = [json.loads(line) for line in said]
+    ranks = train("benchmarks.barrier_rank", numbers, world, controlled=False)
     for place, (title, budget) in enumerate((("one host", BUDGET_US), ("a host each, gloo on loopback", None))):
         found = [rank[place] for rank in ranks]
         how = f"{len(found[0]['us'])} blocks of {numbers[2 * place + 1]} meetings, {world} ranks"

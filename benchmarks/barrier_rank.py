@@ -1,13 +1,14 @@
 """A rank that only passes barriers, without updates. Started by ``benchmarks.barrier``.
 
-Arguments: a directory for the sentinels; then twice the number of blocks and the number of barriers in a block, first
-for ranks on one host, then for ranks on many hosts. Prints a JSON list of two objects, for one host and for many: for
+Arguments: twice the number of blocks and the number of barriers in a block, first for ranks on one host, then for ranks
+on many hosts. Prints a JSON list of two objects, for one host and for many: for
 every block the microseconds of one barrier (``us``) and of this process's CPU for one barrier (``cpu_us``).
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -67,7 +68,7 @@ def measure(page_dir: Path | None, blocks: int, meetings: int) -> dict[str, list
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    numbers = [int(argument) for argument in sys.argv[2:]]
-    main(Path(sys.argv[1]), (numbers[0], numbers[1]), (numbers[2], numbers[3]))
+    numbers = [int(argument) for argument in sys.argv[1:]]
+    main(Path(os.environ["TTP_RUN_DIR"]) / "pages", (numbers[0], numbers[1]), (numbers[2], numbers[3]))
     dist.barrier()
     dist.destroy_process_group()

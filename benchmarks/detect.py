@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import signal
@@ -15,7 +16,7 @@ import time
 from collections.abc import Callable
 
 from benchmarks.result import Result, median_of
-from benchmarks.world import controller, ranks, scratch, wait_for
+from benchmarks.world import job, scratch
 from ttp.launch.fault_report import FaultReporter
 from ttp.launch.sentinel_watch import SentinelWatch
 from ttp.processor.liveness.peer_watcher import PeerWatcher
@@ -60,7 +61,7 @@ def incidents(gib: float, repeat: int, launcher: bool) -> Result:
         repeat: number of jobs.
         launcher: whether this process also watches the ranks' sentinels, as a launcher does.
     """
-    value, p90 = median_of([_opened_ms(gib, launcher) for _ in range(repeat)])
+    value, p90 = median_of([killed(2, 1, gib, launcher=launcher)["opened"] for _ in range(repeat)])
     witness = "neighbour and launcher watch" if launcher else "a neighbour watches"
     return Result(f"kill -9 -> incident open, {gib:g} GiB, {witness}", value, "ms", BUDGET_MS, "jobs of 2", p90)
 
@@ -113,33 +114,43 @@ def _end(pid: int) -> None:
     os.close(descriptor)
 
 
-def _opened_ms(gib: float, launcher: bool) -> float:
-    with scratch() as directory:
-        (directory / "run").mkdir()
-        with (
-            controller(directory / "run") as (port, service, _),
-            ranks(2, port, directory, 1, gib) as processes,
-        ):
-            home = f"127.0.0.1:{port}"
-            reporter, watch = FaultReporter(lambda: [home], home, ""), SentinelWatch(directory / "run")
-            pids = {rank: process.pid for rank, process in processes.items()}
-            if launcher:
-                watch.watch(pids, lambda rank, pid: reporter.exited(rank, pid, REASON))
-            wait_for(service, 3)
-            opened: list[float] = []
-            watcher = threading.Thread(target=_watch, args=(service, opened), daemon=True)
-            watcher.start()
-            time.sleep(LOOK_AROUND_S)
-            killed_at = time.monotonic()
-            os.kill(pids[1], signal.SIGKILL)
-            watcher.join(120)
-            watch.close()
-            reporter.close()
-            return (opened[0] - killed_at) * 1e3
+def killed(world: int, state_mb: float, resident_gib: float, *, launcher: bool = False) -> Times:
+    """Run one job: let it form and train, then kill its last rank.
+
+    Args:
+        world: number of ranks.
+        state_mb: size of the state, in MB.
+        resident_gib: additional memory of the killed rank, in GiB.
+        launcher: whether a launcher watches the ranks, as their neighbours do.
+
+    Returns:
+        Milliseconds from the kill to each event: ``opened``, ``frozen``, ``plan``, ``committed``.
+    """
+    events: Times = {}
+    committed = threading.Event()
+    with job(world, state_mb, resident_gib) as made, contextlib.ExitStack() as closing:
+        if launcher:
+            home = f"127.0.0.1:{made.port}"
+            reporter, watch = FaultReporter(lambda: [home], home, ""), SentinelWatch(made.directory / "run")
+            closing.callback(reporter.close)
+            closing.callback(watch.close)
+            pids = {rank: process.pid for rank, process in enumerate(made.ranks)}
+            watch.watch(pids, lambda rank, _: reporter.exited(rank, pids[rank], REASON))
+        threading.Thread(target=_watch, args=(made.service, events, committed), daemon=True).start()
+        time.sleep(LOOK_AROUND_S)  # the watcher's stream opens, ranks find their neighbours
+        killed_at = time.monotonic()
+        os.kill(made.ranks[-1].pid, signal.SIGKILL)
+        if not committed.wait(120):
+            raise TimeoutError(f"no commit: {events}")
+    return {key: (at - killed_at) * 1e3 for key, at in events.items()}
 
 
-def _watch(service: ControllerStub, opened: list[float]) -> None:
+def _watch(service: ControllerStub, events: Times, committed: threading.Event) -> None:
     for event in service.WatchEvents(pb.WatchEventsRequest()):
-        if event.kind == "opened":
-            opened.append(event.monotonic_s)
+        if event.kind == "answer" and json.loads(event.json)["phase"] == "idle" and "plan" not in events:
+            events["frozen"] = event.monotonic_s
+        elif event.kind in ("opened", "plan", "committed"):
+            events.setdefault(event.kind, event.monotonic_s)
+        if event.kind == "committed":
+            committed.set()
             return

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterator
 
 from benchmarks.result import Result
-from benchmarks.world import free_port, scratch, train
+from benchmarks.world import train
 
 RANKS = 4
 BUDGETS_MS = {1: 10.0, 8: 60.0, 32: 250.0}
@@ -18,13 +17,7 @@ def run(quick: bool) -> Iterator[Result]:
     """Measure the first and the third exchange of each job. The old backends stay in the process."""
     jobs, ranks = (1, 2) if quick else (5, RANKS)
     for groups, budget in {1: BUDGETS_MS[1]}.items() if quick else BUDGETS_MS.items():
-        found = [_job(groups, ranks) for _ in range(jobs)]
+        found = [train("benchmarks.exchange_rank", [groups], ranks, controlled=False)[0] for _ in range(jobs)]
         first, third = (statistics.median(took[number] for took in found) for number in (0, 2))
         how = f"the first exchange of a process, {jobs} jobs of {ranks} ranks; the third: {third:.3g} ms"
         yield Result(f"new connections of {groups} process groups", first, "ms", budget, how)
-
-
-def _job(groups: int, ranks: int) -> list[float]:
-    with scratch() as directory:
-        said = train("benchmarks.exchange_rank", [str(groups)], ranks, free_port(), directory)
-    return [float(took) for took in json.loads(said[0])]

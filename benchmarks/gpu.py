@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from benchmarks import rescue
+from benchmarks.detect import killed
 from benchmarks.result import Result
 from benchmarks.save import BLOCK
-from benchmarks.world import controller, protected, ranks, scratch, wait_for
+from benchmarks.world import job, protected, scratch
 from ttp import session
 from ttp.adapters.torch.adapter import TorchAdapter
 from ttp.api import wrap_optimizer
@@ -155,7 +155,7 @@ def _rescue(device: torch.device, size_gb: float, repeat: int) -> list[Result]:
     what = "kill -9" if world > 1 else "ttp save"
     ours, plain = [], []
     for _ in range(repeat):
-        ours.append(_killed_s(size_gb, world) if world > 1 else _asked_s(size_gb))
+        ours.append(killed(world, size_gb * 1e3, 0)["committed"] / 1e3 if world > 1 else _asked_s(size_gb))
         plain.append(_plain_s(device, size))
     mine, base = statistics.median(ours), statistics.median(plain)
     ranks_shown = f"{world} ranks on one device" if world > 1 else "one rank: two do not fit"
@@ -175,19 +175,11 @@ def _fitting(device: torch.device, size: int) -> int:
     return min(2, int(free / (size * _WITH_GRADIENTS)))
 
 
-def _killed_s(size_gb: float, world: int) -> float:
-    return rescue.once(size_gb * 1e3, 0, world, plain=False)["committed"] / 1e3
-
-
 def _asked_s(size_gb: float) -> float:
-    with scratch() as directory:
-        (directory / "run").mkdir()
-        with controller(directory / "run") as (port, service, _):
-            with ranks(1, port, directory, size_gb * 1e3, 0):
-                wait_for(service, 3)
-                began = time.perf_counter()
-                answer = service.SaveNow(pb.SaveNowRequest(), timeout=300)
-                taken = time.perf_counter() - began
+    with job(1, size_gb * 1e3, 0) as made:
+        began = time.perf_counter()
+        answer = made.service.SaveNow(pb.SaveNowRequest(), timeout=300)
+        taken = time.perf_counter() - began
     if not answer.saved:
         raise RuntimeError(answer.text)
     return taken

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterator
 
 from benchmarks.result import Result
-from benchmarks.world import controller, scratch, train
+from benchmarks.world import train
 
 LAYOUTS = {
     "ddp": "DDP",
@@ -36,11 +35,8 @@ def run(quick: bool) -> Iterator[Result]:
 
 
 def _measure(layout: str, title: str, blocks: int, steps: int, ranks: int) -> Result:
-    with scratch() as directory:
-        (directory / "run").mkdir()
-        with controller(directory / "run") as (port, _, _):
-            arguments = [layout, "", *map(str, (blocks, steps, STEP_MS, *SIZES))]
-            found = json.loads(train("benchmarks.layout_rank", arguments, ranks, port, directory)[0])
+    arguments = [layout, "", blocks, steps, STEP_MS, *SIZES]
+    found = train("benchmarks.layout_rank", arguments, ranks, controlled=True)[0]
     ratios = [on / off for on, off in zip(found["on"], found["off"], strict=True)]
     how = f"{blocks} blocks of {steps} steps by turns, {ranks} ranks; off: {statistics.median(found['off']):.2f} ms"
     if found["barrier"]:

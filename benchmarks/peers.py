@@ -18,11 +18,9 @@ from subprocess import Popen
 from subprocess import run as finish
 from typing import NamedTuple
 
-import psutil
-
 from benchmarks.result import Result
 from benchmarks.resume import Times, wait_until, warm_state
-from benchmarks.world import free_port, scratch
+from benchmarks.world import free_port, kill_all, scratch, without_ttp
 
 PYTHON = "BENCH_PEERS_PYTHON"
 """Environment variable with the path of the Python that has the other systems; ``--peers`` sets it."""
@@ -89,8 +87,8 @@ def killed(system: str, python: str, kills: int) -> list[Times]:
         of repeated steps (``again``), and milliseconds of a step before the kill (``step``).
     """
     with scratch() as directory, ExitStack() as jobs:
-        env = {key: value for key, value in os.environ.items() if not key.startswith("TTP_")}
-        env |= {"PEERS_DIR": str(directory), "TTP_RUN_DIR": str(directory / "run"), "OMP_NUM_THREADS": "1"}
+        env = without_ttp() | {"PEERS_DIR": str(directory), "TTP_RUN_DIR": str(directory / "run")}
+        env["OMP_NUM_THREADS"] = "1"
         try:
             first = [
                 jobs.enter_context(_started(command, env, directory))
@@ -131,10 +129,7 @@ def _started(command: list[str], env: dict[str, str], directory: Path) -> Iterat
     try:
         yield job
     finally:
-        for child in psutil.Process(job.pid).children(recursive=True) if job.poll() is None else []:
-            child.kill()
-        job.kill()
-        job.wait()
+        kill_all(job)
 
 
 def _kill(directory: Path, slot: int, job: Popen[bytes], warm: bool) -> Times:

@@ -5,22 +5,14 @@ For several sizes of state and of resident memory.
 
 from __future__ import annotations
 
-import json
-import os
-import signal
 import statistics
-import threading
-import time
 
-from benchmarks.detect import LOOK_AROUND_S
+from benchmarks.detect import Times, killed
 from benchmarks.result import Result
 from benchmarks.save import plain_write_s
-from benchmarks.world import controller, ranks, scratch, wait_for
-from ttp.wire.v1 import controller_pb2 as pb
-from ttp.wire.v1.controller_pb2_grpc import ControllerStub
+from benchmarks.world import scratch
 
 WORLD, WORLD_QUICK = 3, 2
-Times = dict[str, float]
 
 
 def run(quick: bool) -> list[Result]:
@@ -57,48 +49,10 @@ def describe(label: str, times: Times, state_mb: float) -> list[Result]:
 
 
 def repeated(state_mb: float, resident_gib: float, times: int, world: int = WORLD) -> Times:
-    """Return the median of each time of ``once`` over ``times`` jobs."""
-    runs = [once(state_mb, resident_gib, world) for _ in range(times)]
+    """Return the median of each time over ``times`` jobs, and that of a plain write of the same bytes (``plain``)."""
+    runs = []
+    for _ in range(times):
+        events = killed(world, state_mb, resident_gib)
+        with scratch() as directory:
+            runs.append(events | {"plain": plain_write_s(directory / "plain", int(state_mb * 1e6)) * 1e3})
     return {key: statistics.median(r[key] for r in runs) for key in runs[0]}
-
-
-def once(state_mb: float, resident_gib: float, world: int = WORLD, *, plain: bool = True) -> Times:
-    """Run one job: let it form and train, then kill its last rank.
-
-    Args:
-        state_mb: size of the state, in MB.
-        resident_gib: additional memory of the killed rank, in GiB.
-        world: number of ranks.
-        plain: whether to measure a plain write too.
-
-    Returns:
-        Milliseconds from the kill to each event (``opened``, ``frozen``, ``plan``, ``committed``), and those of a plain
-        write of the same bytes (``plain``).
-    """
-    with scratch() as directory:
-        (directory / "run").mkdir()
-        with controller(directory / "run") as (port, service, _):
-            events: dict[str, float] = {}
-            committed = threading.Event()
-            watcher = threading.Thread(target=_watch, args=(service, events, committed), daemon=True)
-            with ranks(world, port, directory, state_mb, resident_gib) as processes:
-                wait_for(service, 3)
-                watcher.start()
-                time.sleep(LOOK_AROUND_S)  # the watcher's stream opens, ranks find their neighbours
-                killed_at = time.monotonic()
-                os.kill(processes[world - 1].pid, signal.SIGKILL)
-                if not committed.wait(120):
-                    raise TimeoutError(f"no commit: {events}")
-            written = {"plain": plain_write_s(directory / "plain", int(state_mb * 1e6)) * 1e3} if plain else {}
-    return {key: (at - killed_at) * 1e3 for key, at in events.items()} | written
-
-
-def _watch(service: ControllerStub, events: dict[str, float], committed: threading.Event) -> None:
-    for event in service.WatchEvents(pb.WatchEventsRequest()):
-        if event.kind == "answer" and json.loads(event.json)["phase"] == "idle" and "plan" not in events:
-            events["frozen"] = event.monotonic_s
-        elif event.kind in ("opened", "plan", "committed"):
-            events.setdefault(event.kind, event.monotonic_s)
-        if event.kind == "committed":
-            committed.set()
-            return

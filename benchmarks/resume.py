@@ -12,10 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from subprocess import Popen
 
-import psutil
-
 from benchmarks.result import Result
-from benchmarks.world import scratch, start
+from benchmarks.world import kill_all, scratch, start, without_ttp
 from ttp.store.held import Held
 
 WAIT_S = 120.0
@@ -93,8 +91,8 @@ def killed(
         each of ``PARTS``.
     """
     with scratch() as directory, _storage(directory, slow=slow):
-        env = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")}
-        env |= {"RESUME_DIR": str(directory), "TTP_RUN_DIR": str(directory / "run"), "OMP_NUM_THREADS": "1"}
+        env = without_ttp() | {"RESUME_DIR": str(directory), "TTP_RUN_DIR": str(directory / "run")}
+        env["OMP_NUM_THREADS"] = "1"
         flags = ["--standalone", "--nproc-per-node", str(ranks), "--max-restarts", str(kills)]
         script = [str(Path(__file__).with_name("resume_rank.py")), str(megabytes), layout]
         log = directory / "log"
@@ -111,10 +109,7 @@ def killed(
             raise TimeoutError(f"{problem}\n{log.read_text()[-4000:]}") from None
         finally:
             (directory / "over").touch()
-            for child in psutil.Process(job.pid).children(recursive=True) if job.poll() is None else []:
-                child.kill()
-            job.kill()
-            job.wait()
+            kill_all(job)
 
 
 @contextlib.contextmanager

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from subprocess import Popen
+from typing import Any, NamedTuple
 
 import grpc
+import psutil
 
 from ttp.wire.channel import open_channel, stub
 from ttp.wire.v1 import controller_pb2 as pb
@@ -36,11 +39,25 @@ def start(module: str, arguments: Sequence[str], env: dict[str, str], log: Path 
         return Popen([sys.executable, "-m", module, *arguments], env=env, stdout=stream, stderr=stream)
 
 
+def without_ttp() -> dict[str, str]:
+    """Return the environment of this process without its settings of ttp."""
+    return {k: v for k, v in os.environ.items() if not k.startswith("TTP_")}
+
+
+class Job(NamedTuple):
+    """A job that trains: its directory, the port and a stub of its controller, the processes of its ranks."""
+
+    directory: Path
+    port: int
+    service: ControllerStub
+    ranks: list[Popen[bytes]]
+
+
 @contextlib.contextmanager
 def controller(run_dir: Path, **settings: str) -> Iterator[tuple[int, ControllerStub, int]]:
     """Run a controller process with environment variables ``settings``; yield its port, a stub, its pid."""
     port = free_port()
-    env = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")} | settings
+    env = without_ttp() | settings
     command = [sys.executable, "-m", "ttp.controller", "--port", str(port), "--run-dir", str(run_dir)]
     with (run_dir / "controller.log").open("w") as log:
         process = Popen(command, env=env, stderr=log)
@@ -55,50 +72,69 @@ def controller(run_dir: Path, **settings: str) -> Iterator[tuple[int, Controller
 
 
 @contextlib.contextmanager
-def ranks(
-    world_size: int, port: int, directory: Path, state_mb: float, resident_gib: float
-) -> Iterator[dict[int, Popen[bytes]]]:
-    """Start ranks (``benchmarks.rank``), and yield their processes; the last one holds ``resident_gib`` more memory."""
-    processes = {}
-    for rank in range(world_size):
-        env = _environment(rank, world_size, port, directory) | {
-            "BENCH_STATE_MB": str(state_mb),
-            "BENCH_RESIDENT_GIB": str(resident_gib if rank == world_size - 1 else 0),
-        }
-        processes[rank] = start("benchmarks.rank", [], env)
-    try:
-        yield processes
-    finally:
-        for process in processes.values():
-            process.kill()
-            process.wait()
+def job(world_size: int, state_mb: float, resident_gib: float) -> Iterator[Job]:
+    """Run ranks (``benchmarks.rank``) with a controller, and yield once they train; one has more memory."""
+    with scratch() as directory:
+        (directory / "run").mkdir()
+        with controller(directory / "run") as (port, service, _):
+            more = {"BENCH_STATE_MB": str(state_mb)}
+            ranks: list[Popen[bytes]] = []
+            try:
+                for rank in range(world_size):
+                    more["BENCH_RESIDENT_GIB"] = str(resident_gib if rank == world_size - 1 else 0)
+                    ranks.append(start("benchmarks.rank", [], _environment(rank, world_size, port, directory) | more))
+                _wait_for(service, 3)
+                yield Job(directory, port, service, ranks)
+            finally:
+                _kill(ranks)
 
 
-def train(module: str, arguments: list[str], world_size: int, port: int, directory: Path) -> list[str]:
+def train(module: str, arguments: Sequence[object], world_size: int, *, controlled: bool) -> list[Any]:
     """Run a job of ``module`` to its end.
 
+    Args:
+        module: the program of the ranks.
+        arguments: its arguments.
+        world_size: number of ranks.
+        controlled: whether the job has a controller.
+
     Returns:
-        The line of JSON that each rank has printed; empty: it has printed none.
+        What each rank has printed as a line of JSON; None: it has printed none.
 
     Raises:
         RuntimeError: a rank's exit code is not 0.
     """
-    common = {"MASTER_PORT": str(free_port())}
-    logs = [directory / f"rank{rank}.log" for rank in range(world_size)]
-    processes = [
-        start(module, arguments, _environment(rank, world_size, port, directory) | common, log)
-        for rank, log in enumerate(logs)
-    ]
-    try:
-        codes = [process.wait(timeout=1800) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    said = [log.read_text() for log in logs]
+    with scratch() as directory, contextlib.ExitStack() as closing:
+        (directory / "run").mkdir()
+        port = closing.enter_context(controller(directory / "run"))[0] if controlled else free_port()
+        common = {"MASTER_PORT": str(free_port())}
+        logs = [directory / f"rank{rank}.log" for rank in range(world_size)]
+        ranks = [
+            start(module, [*map(str, arguments)], _environment(rank, world_size, port, directory) | common, log)
+            for rank, log in enumerate(logs)
+        ]
+        try:
+            codes = [process.wait(timeout=1800) for process in ranks]
+        finally:
+            _kill(ranks)
+        said = [log.read_text() for log in logs]
     if any(codes):
         raise RuntimeError(f"{module} {arguments}: ranks ended with {codes}\n" + "\n".join(said))
-    return [next((line for line in text.splitlines() if line.startswith(("{", "["))), "") for text in said]
+    lines = [next((line for line in text.splitlines() if line.startswith(("{", "["))), "null") for text in said]
+    return [json.loads(line) for line in lines]
+
+
+def _kill(ranks: Iterable[Popen[bytes]]) -> None:
+    for process in ranks:
+        process.kill()
+        process.wait()
+
+
+def kill_all(job: Popen[bytes]) -> None:
+    """Kill a launcher with all processes below it."""
+    for child in psutil.Process(job.pid).children(recursive=True) if job.poll() is None else []:
+        child.kill()
+    _kill([job])
 
 
 @contextlib.contextmanager
@@ -119,7 +155,7 @@ def protected(directory: Path, **settings: str) -> Iterator[str]:
 
 
 def _environment(rank: int, world_size: int, port: int, directory: Path) -> dict[str, str]:
-    return {k: v for k, v in os.environ.items() if not k.startswith("TTP_")} | {
+    return without_ttp() | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world_size),
@@ -132,7 +168,7 @@ def _environment(rank: int, world_size: int, port: int, directory: Path) -> dict
     }
 
 
-def wait_for(service: ControllerStub, version: int, timeout_s: float = 180) -> None:
+def _wait_for(service: ControllerStub, version: int, timeout_s: float = 180) -> None:
     """Wait until the job trains and every rank has finished ``version``."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from typing import Any
 
 from benchmarks.result import Result
-from benchmarks.world import controller, scratch, train
+from benchmarks.world import train
 
 KINDS = {
     "ddp": "DDP, AdamW",
@@ -27,11 +26,8 @@ def run(quick: bool) -> list[Result]:
 
 
 def _measure(kind: str, title: str, blocks: int, steps: int, width: int, world: int) -> list[Result]:
-    with scratch() as directory:
-        (directory / "run").mkdir()
-        with controller(directory / "run") as (port, _, _):
-            arguments = [kind, "ddp", *map(str, (blocks, steps, 0.0, width, 8, 8))]
-            ranks = [json.loads(said) for said in train("benchmarks.layout_rank", arguments, world, port, directory)]
+    arguments = [kind, "ddp", blocks, steps, 0.0, width, 8, 8]
+    ranks = train("benchmarks.layout_rank", arguments, world, controlled=True)
     most, weights = (max(rank[key] for rank in ranks) for key in ("state", "weights"))
     shown = f"{blocks} blocks of {steps} steps by turns, {world} ranks, {weights / 2**20:.0f} MiB of weights"
     bare = statistics.median(ranks[0]["plain"])
