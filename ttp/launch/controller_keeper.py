@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import subprocess
 import threading
 from pathlib import Path
@@ -20,9 +19,6 @@ LOOK_S = 0.2
 FOREIGN_LOOK_S = 1.0
 """Seconds between two checks of a controller that another process started."""
 RETRY_S = 1.0
-KEPT_S = 30 * 86400.0
-"""Seconds without ranks after which a controller ends by itself. Ranks may prepare data for hours before they connect;
-normally the launcher ends the controller with the job."""
 
 
 class ControllerKeeper:
@@ -86,8 +82,7 @@ class ControllerKeeper:
             run_dir=self._run_dir,
             token=self._config.token,
             bind=self._config.bind,
-            owner_pid=os.getpid(),
-            abandoned_s=KEPT_S,
+            owned=True,
             cancelled=self._over.is_set,
         )
         self._started |= child is not None

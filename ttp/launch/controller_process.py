@@ -32,6 +32,9 @@ error. On a busy host a controller needs seconds to start, and one of an earlier
 RETRY_MIN_S = 0.2
 RETRY_MAX_S = 2.0
 """Longest wait in seconds, after a lost start, for the winner to serve before another controller is started."""
+KEPT_S = 30 * 86400.0
+"""Seconds without ranks after which a controller with an owner ends by itself. Ranks may prepare data for hours before
+they connect; normally its owner ends it with the job."""
 TAIL_LINES = 15
 TAIL_BYTES = 1 << 16
 
@@ -42,8 +45,7 @@ def start_controller(
     bind: str,
     run_dir: Path,
     token: str,
-    owner_pid: int | None = None,
-    abandoned_s: float | None = None,
+    owned: bool = False,
     orphan_s: float | None = None,
     save_dir: str = "",
 ) -> subprocess.Popen[bytes]:
@@ -54,8 +56,7 @@ def start_controller(
         bind: address to bind to; empty: every address.
         run_dir: directory of its log; created when missing.
         token: the job's shared secret. It is passed in the environment: arguments are visible to everyone.
-        owner_pid: process that needs the controller; when it has ended, the controller may end too (``orphan_s``).
-        abandoned_s: seconds without any rank after which the controller ends.
+        owned: whether it belongs to this process: it waits for ranks for ``KEPT_S``, and may end with this process.
         orphan_s: seconds without owner and ranks after which the controller ends.
         save_dir: directory for incident files; empty: those that processes of this host allow (``allow_journal``).
 
@@ -63,10 +64,8 @@ def start_controller(
         ConfigError: the log cannot be written, or the interpreter not be started.
     """
     command = [*COMMAND, "--port", str(port), "--bind", bind, "--run-dir", str(run_dir)]
-    if owner_pid is not None:
-        command += ["--owner-pid", str(owner_pid)]
-    if abandoned_s is not None:
-        command += ["--abandoned-s", str(abandoned_s)]
+    if owned:
+        command += ["--owner-pid", str(os.getpid()), "--abandoned-s", str(KEPT_S)]
     if orphan_s is not None:
         command += ["--orphan-s", str(orphan_s)]
     try:
@@ -165,8 +164,7 @@ def ensure_controller(
     run_dir: Path,
     token: str,
     bind: str = "",
-    owner_pid: int | None = None,
-    abandoned_s: float | None = None,
+    owned: bool = False,
     patience_s: float = 30.0,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> subprocess.Popen[bytes] | None:
@@ -182,7 +180,7 @@ def ensure_controller(
         ConfigError: something else listens there, or none serves after ``patience_s`` seconds; the text says what to
             do.
     """
-    start = _Start(address, port, token, run_dir, bind)
+    start = _Start(address, port, token, run_dir, bind, owned)
     deadline_s = time.monotonic() + patience_s
     try:
         while time.monotonic() < deadline_s:
@@ -194,7 +192,7 @@ def ensure_controller(
                 return start.finished()
             start.complain(presence)
             if start.wanted(presence):
-                start.begin(owner_pid=owner_pid, abandoned_s=abandoned_s)
+                start.begin()
             time.sleep(0.05)
         raise ConfigError(start.timed_out(patience_s))
     except BaseException:
@@ -205,8 +203,9 @@ def ensure_controller(
 class _Start:
     """One attempt of ``ensure_controller``: the process that it started, and what it found at the port."""
 
-    def __init__(self, address: str, port: int, token: str, run_dir: Path, bind: str) -> None:
-        self._address, self._port, self._token, self._run_dir, self._bind = address, port, token, run_dir, bind
+    def __init__(self, address: str, port: int, token: str, run_dir: Path, bind: str, owned: bool) -> None:
+        self._address, self._port, self._token, self._run_dir = address, port, token, run_dir
+        self._bind, self._owned = bind, owned
         self._child: subprocess.Popen[bytes] | None = None
         self._lost = 0
         self._not_before = 0.0
@@ -218,15 +217,10 @@ class _Start:
         due = time.monotonic() >= self._not_before
         return presence == "nobody" and due and self._child is None and is_local(self._address)
 
-    def begin(self, *, owner_pid: int | None, abandoned_s: float | None) -> None:
+    def begin(self) -> None:
         self._log_size = self._log_size if self._lost else log_size(self._run_dir)
         self._child = start_controller(
-            port=self._port,
-            bind=self._bind,
-            run_dir=self._run_dir,
-            token=self._token,
-            owner_pid=owner_pid,
-            abandoned_s=abandoned_s,
+            port=self._port, bind=self._bind, run_dir=self._run_dir, token=self._token, owned=self._owned
         )
 
     def finished(self) -> subprocess.Popen[bytes] | None:

@@ -24,8 +24,6 @@ START_S = 20.0
 """Seconds that a controller may take to start. It usually needs one; more on a host that is busy starting a job."""
 ORPHAN_S = 15.0
 """Seconds for which a standby controller outlives the rank that started it: other ranks may be about to connect."""
-KEPT_S = 30 * 86400.0
-"""Seconds after which a standby controller to which no rank has come ends by itself."""
 
 NOTE = "serves"
 """File with the pid of the rank that started this host's standby controller, and the controller's address."""
@@ -129,8 +127,7 @@ def _start(config: Config, folder: Path, bind: str, address: str, save_dir: str)
         bind=bind,
         run_dir=folder,
         token=config.token,
-        owner_pid=os.getpid(),
-        abandoned_s=KEPT_S,
+        owned=True,
         orphan_s=ORPHAN_S,
         save_dir=save_dir,
     )
