@@ -224,30 +224,14 @@ def phase_name(phase: int) -> str:
 def describe(now: pb.GetStatusResponse, where: Where) -> dict[str, Any]:
     """Return what ``ttp status --json`` prints."""
     return {
-        "stage": now.stage,
-        "run_id": now.run_id,
-        "incarnation": now.incarnation,
-        "term": now.term,
-        "world_size": now.world_size,
-        "framework": now.framework,
-        "save_dir": now.save_dir,
+        **_plain(now, "stage", "run_id", "incarnation", "term", "world_size", "framework", "save_dir"),
         "groups": {group.name: list(group.ranks) for group in now.groups},
         "ranks": [
-            {
-                "rank": r.rank,
-                "host": r.host,
-                "pid": r.pid,
-                "version": r.version,
-                "phase": phase_name(r.phase),
-                "state": r.state,
-                "silent_s": round(r.silent_s, 3),
-                "activity": r.activity,
-                "can_continue": r.can_continue,
-            }
+            _plain(r, "rank", "host", "pid", "version", "phase", "state", "silent_s", "activity", "can_continue")
+            | {"phase": phase_name(r.phase), "silent_s": round(r.silent_s, 3)}
             for r in now.ranks
         ],
-        "incidents_total": now.incidents_total,
-        "false_alarms": now.false_alarms,
+        **_plain(now, "incidents_total", "false_alarms"),
         "standbys": list(now.standbys),
         "copied_version": now.copied_version if now.HasField("copied_version") else None,
         "restarts": _restarts(where),
@@ -263,5 +247,9 @@ def describe(now: pb.GetStatusResponse, where: Where) -> dict[str, Any]:
 
 
 def _describe_incident(incident: pb.IncidentStatus) -> dict[str, Any]:
-    names = ("id", "stage", "cause", "version", "outcome", "reason", "path", "opened_unix_s")
-    return {name: getattr(incident, name) for name in names}
+    return _plain(incident, "id", "stage", "cause", "version", "outcome", "reason", "path", "opened_unix_s")
+
+
+def _plain(message: Any, *names: str) -> dict[str, Any]:
+    """Return these fields of a message."""
+    return {name: getattr(message, name) for name in names}
