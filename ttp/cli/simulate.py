@@ -7,7 +7,7 @@ import shlex
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -67,11 +67,13 @@ def simulate(
     JSON keys: seed, runs, broken (list: seed, text, command), incarnations, checkpoints, exits (number of processes by
     exit code), events, virtual_s (seconds played), elapsed_s, digest (of all events: equal runs have equal digests).
     """
+    from ttp.testing.campaign import Wish
+
     if trace and runs > 1:
         raise UsageError("simulate: --trace prints one run: leave --runs out, and give the --seed of the run")
     if relays and transfers:
         raise UsageError("simulate: ranks behind relays do not go on: leave --relays or --transfers out")
-    wish = replace(_wish(ranks, shards, replicas, hosts, steps, faults), relays=relays, transfers=transfers)
+    wish = Wish(*_grid(ranks, shards, replicas), hosts, steps, faults, relays, transfers)
     wish.scenario(seed)  # raises for wrong options before anything is played
     tally = Tally(wish, seed, runs)
     began = time.monotonic()
@@ -88,16 +90,8 @@ def simulate(
         raise typer.Exit(1)
 
 
-def _wish(
-    ranks: int | None,
-    shards: int | None,
-    replicas: int | None,
-    hosts: int | None,
-    steps: int | None,
-    faults: str | None,
-) -> Wish:
-    from ttp.testing.campaign import Wish
-
+def _grid(ranks: int | None, shards: int | None, replicas: int | None) -> tuple[int | None, int | None]:
+    """Return the number of shards and of replicas; None: not given, and so drawn by the seed."""
     if ranks is not None:
         if shards is None:
             shards = 1 if replicas is None else ranks // replicas
@@ -106,7 +100,7 @@ def _wish(
             raise UsageError(f"simulate: {ranks} ranks cannot hold {shards} shards with {replicas} replicas each")
     if (shards or 1) * (replicas or 1) > RANKS_MAX:
         raise UsageError(f"simulate: at most {RANKS_MAX} ranks can be played")
-    return Wish(shards, replicas, hosts, steps, faults)
+    return shards, replicas
 
 
 def _played(wish: Wish, seeds: range, jobs: int, trace: bool) -> Iterator[Outcome]:
