@@ -11,7 +11,7 @@ from rich.text import Text
 
 from ttp.cli.bars import bars
 from ttp.cli.directories import is_checkpoint
-from ttp.cli.output import Json, aside, count_text, print_json, say, size_text
+from ttp.cli.output import Json, aside, count_text, print_json, say, say_notes, size_text
 from ttp.errors import CheckpointError, ConfigError, UsageError
 from ttp.store.catalog import newest_whole
 from ttp.store.digest import Watch
@@ -126,7 +126,4 @@ def _tell(done: Converted) -> None:
         *(f"{name} cannot be stored in this format and was left out" for name in done.left_out),
         *done.notes,
     ]
-    for line in lines[:SHOWN_MAX]:
-        say(f"         note: {line}")
-    if len(lines) > SHOWN_MAX:
-        say(f"         note: and {len(lines) - SHOWN_MAX} more (--json lists them)")
+    say_notes(lines, SHOWN_MAX)

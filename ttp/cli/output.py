@@ -52,6 +52,14 @@ def shown(text: str | Text) -> Text:
     return safe
 
 
+def say_notes(notes: Sequence[str], most: int) -> None:
+    """Print the first ``most`` notes below a line of output, and the number of the others."""
+    for note in notes[:most]:
+        say(f"         note: {note}")
+    if len(notes) > most:
+        say(f"         note: and {len(notes) - most} more (--json lists them)")
+
+
 def complain(text: str) -> None:
     """Print an error as one line on stderr."""
     try:

@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from ttp.cli.bars import bars
-from ttp.cli.output import Json, count_text, print_json, say, size_text
+from ttp.cli.output import Json, count_text, print_json, say, say_notes, size_text
 from ttp.errors import ConfigError, UsageError
 from ttp.store.digest import Watch
 
@@ -130,7 +130,4 @@ def _tell(done: Resharded) -> None:
     whole = "" if len(done.ranks) == done.world_size else f" of {done.world_size}"
     counted = f"{count_text(done.tensors, 'tensor')}{step}, {size_text(done.size)}"
     say(Text.assemble(("written  ", "green"), f"{done.target}: {made}{whole}, {counted}, every element checked"))
-    for line in done.notes[:SHOWN_MAX]:
-        say(f"         note: {line}")
-    if len(done.notes) > SHOWN_MAX:
-        say(f"         note: and {len(done.notes) - SHOWN_MAX} more (--json lists them)")
+    say_notes(done.notes, SHOWN_MAX)
