@@ -283,13 +283,10 @@ def _number_of(address: str, patience_s: float) -> str:
 
 
 def _can_listen(port: int) -> bool:
-    with socket.socket() as probing:
-        probing.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probing.bind(("", port))
-            probing.listen()
-        except OSError:
-            return False
+    try:
+        socket.create_server(("", port)).close()
+    except OSError:
+        return False
     return True
 
 
