@@ -16,7 +16,6 @@ import contextlib
 import logging
 import os
 import secrets
-import stat
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +26,7 @@ from ttp.processor.gate.meeting import IDLE, OwnWords, SharedWords, Words, size_
 from ttp.processor.liveness.futex import Mapping
 from ttp.processor.liveness.sentinel import Seat, process_start
 from ttp.processor.liveness.sentinel_reader import BadSentinelError, SentinelReader, State, look
-from ttp.processor.local_state.page_file import SAFE_OPEN, UnsafeError, check_ours, open_directory
+from ttp.processor.local_state.page_file import SAFE_OPEN, UnsafeError, open_directory, open_file
 from ttp.store.encoding import decode, encode
 
 T = TypeVar("T")
@@ -172,16 +171,10 @@ def _make(directory: Path, secret: bytes, count: int, held: contextlib.ExitStack
 
 def _open(directory: Path, secret: bytes, count: int) -> Mapping:
     size = size_of(count)
-    with open_directory(directory) as opened:
-        fd = os.open(_name(secret), os.O_RDWR | os.O_NONBLOCK | SAFE_OPEN, dir_fd=opened)
-        try:
-            facts = os.fstat(fd)
-            check_ours(facts, stat.S_ISREG, "a plain file")
-            if facts.st_size != size or os.pread(fd, len(secret), 0) != secret:
-                raise _NotSharedError(f"{directory / _name(secret)} is another file")
-            return _mapped(fd, size)
-        finally:
-            os.close(fd)
+    with open_file(directory, _name(secret), os.O_RDWR) as fd:
+        if os.fstat(fd).st_size != size or os.pread(fd, len(secret), 0) != secret:
+            raise _NotSharedError(f"{directory / _name(secret)} is another file")
+        return _mapped(fd, size)
 
 
 def _mapped(fd: int, size: int) -> Mapping:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import os
-import stat
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from ttp.processor.liveness.sentinel import (
     sentinel_name,
     word_at,
 )
-from ttp.processor.local_state.page_file import SAFE_OPEN, UnsafeError, check_ours, open_directory
+from ttp.processor.local_state.page_file import UnsafeError, open_file
 
 REASON = "its process died (robust futex)"
 """Reason that a watcher reports for a death; only the parent knows how the process died."""
@@ -102,12 +101,8 @@ def look(page_dir: Path, rank: int, seat: Seat) -> SentinelReader | str:
     """Open the sentinel of ``rank``. Returns a text instead if there is no valid one. Never raises."""
     name = sentinel_name(rank)
     try:
-        with open_directory(page_dir) as directory:
-            fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | SAFE_OPEN, dir_fd=directory)
-            try:
-                return SentinelReader(*_read(fd, rank), seat)
-            finally:
-                os.close(fd)
+        with open_file(page_dir, name) as fd:
+            return SentinelReader(*_read(fd, rank), seat)
     except FileNotFoundError:
         return f"there is no sentinel {page_dir / name}"
     except (OSError, UnsafeError, BadSentinelError) as problem:
@@ -125,10 +120,9 @@ def ranks_in(page_dir: Path) -> list[int]:
 
 
 def _read(fd: int, rank: int) -> tuple[Mapping, Owner]:
-    facts = os.fstat(fd)
-    check_ours(facts, stat.S_ISREG, "a plain file")
-    if facts.st_size != FILE_BYTES:
-        raise BadSentinelError(f"it has {facts.st_size} bytes instead of {FILE_BYTES}")
+    size = os.fstat(fd).st_size
+    if size != FILE_BYTES:
+        raise BadSentinelError(f"it has {size} bytes instead of {FILE_BYTES}")
     header = os.pread(fd, HEADER.size + DIGEST.size, 0)
     owner = _parse(header)
     if owner.rank != rank:

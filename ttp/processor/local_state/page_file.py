@@ -66,6 +66,23 @@ def open_directory(path: Path) -> Iterator[int]:
         os.close(fd)
 
 
+@contextlib.contextmanager
+def open_file(directory: Path, name: str, flags: int = os.O_RDONLY) -> Iterator[int]:
+    """Yield a descriptor of a plain file in such a directory, if no other user can write to the file either.
+
+    Raises:
+        OSError: the file or the directory is missing, or a link.
+        UnsafeError: another user owns one of them or may write to it; or it is no plain file.
+    """
+    with open_directory(directory) as opened:
+        fd = os.open(name, flags | os.O_NONBLOCK | SAFE_OPEN, dir_fd=opened)
+        try:
+            check_ours(os.fstat(fd), stat.S_ISREG, "a plain file")
+            yield fd
+        finally:
+            os.close(fd)
+
+
 def check_ours(facts: os.stat_result, is_kind: Callable[[int], bool], kind: str) -> None:
     """Refuse a file or directory that another user may have written: shared memory is open to all users of the host.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,12 +16,10 @@ from ttp.processor.local_state.page_file import (
     PREFIX,
     RECORD,
     REFERENCE,
-    SAFE_OPEN,
     SEQUENCE,
     SLOTS,
     UnsafeError,
-    check_ours,
-    open_directory,
+    open_file,
     page_name,
     record_at,
 )
@@ -62,12 +59,8 @@ def read_page(page_dir: Path, rank: int, version: int, incarnation: int, *, earl
     """
     name = page_name(rank)
     try:
-        with open_directory(page_dir) as directory:
-            fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | SAFE_OPEN, dir_fd=directory)
-            try:
-                return _Reader(fd, rank, incarnation, early).read(version)
-            finally:
-                os.close(fd)
+        with open_file(page_dir, name) as fd:
+            return _Reader(fd, rank, incarnation, early).read(version)
     except FileNotFoundError:
         return f"there is no page {page_dir / name}"
     except (OSError, MemoryError, UnsafeError, _BadPageError) as problem:
@@ -82,16 +75,11 @@ def newest_pages(page_dir: Path, rank: int, pid: int, count: int) -> tuple[int, 
         of that process. Never raises for the file's contents.
     """
     try:
-        with open_directory(page_dir) as directory:
-            fd = os.open(page_name(rank), os.O_RDONLY | os.O_NONBLOCK | SAFE_OPEN, dir_fd=directory)
-            try:
-                _, _, _, owner, incarnation = HEADER.unpack_from(
-                    os.pread(fd, HEADER_BYTES, 0).ljust(HEADER.size, b"\0")
-                )
-                reader = _Reader(fd, rank, incarnation)
-                return incarnation, reader.read_newest(count) if owner == pid else []
-            finally:
-                os.close(fd)
+        with open_file(page_dir, page_name(rank)) as fd:
+            header = os.pread(fd, HEADER_BYTES, 0).ljust(HEADER.size, b"\0")
+            _, _, _, owner, incarnation = HEADER.unpack_from(header)
+            reader = _Reader(fd, rank, incarnation)
+            return incarnation, reader.read_newest(count) if owner == pid else []
     except (OSError, MemoryError, UnsafeError, _BadPageError):
         return 0, []
 
@@ -140,7 +128,6 @@ class _Reader:
         return [page for page in found if page is not None][-count:]
 
     def _check_header(self) -> None:
-        check_ours(os.fstat(self.fd), stat.S_ISREG, "a plain file")
         header = os.pread(self.fd, HEADER_BYTES, 0)
         if len(header) < HEADER_BYTES:
             raise _BadPageError(f"it is cut short ({len(header)} bytes)")
