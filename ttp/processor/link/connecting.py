@@ -26,7 +26,6 @@ from ttp.processor.link.second import SecondStream
 from ttp.processor.link.stream import Stream
 from ttp.processor.liveness.forks import close_sockets_of_in_children
 from ttp.wire import tls
-from ttp.wire.access import LOOPBACK
 from ttp.wire.address import split, target
 from ttp.wire.sockets import Sockets, peers
 
@@ -135,14 +134,14 @@ class ControllerLink:
         relay = self._shortcut.port()
         self._peers, self._relayed = (), relay is not None
         stream = Stream(
-            host if relay is None else LOOPBACK,
-            port if relay is None else relay,
+            host,
+            port,
             self._config.token,
             on_up=lambda: self._on_up(host, port, relayed=relay is not None),
             on_order=lambda order: self._put(ev.OrderReceived(order)),
             on_down=lambda reason: self._on_down(reason, relay if self._stream is stream else None),
             within_s=within_s,
-            to="" if relay is None else target(host, port),
+            relay=relay,
         )
         with self._lock:
             if self._finished:

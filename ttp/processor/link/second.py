@@ -12,7 +12,6 @@ from ttp.core.rank import actions as act
 from ttp.core.rank import events as ev
 from ttp.processor.errands import aside
 from ttp.processor.link.stream import Stream
-from ttp.wire.access import LOOPBACK
 from ttp.wire.address import split
 
 
@@ -60,17 +59,14 @@ class SecondStream:
                 self._put(event)
 
         try:
-            host, port = split(action.address)
-            relay = self._relay()
             stream = Stream(
-                host if relay is None else LOOPBACK,
-                port if relay is None else relay,
+                *split(action.address),
                 self._token,
                 on_up=lambda: put(ev.AsideUp()),
                 on_order=lambda order: put(ev.AsideOrder(order)),
                 on_down=lambda reason: put(ev.AsideDown(reason)),
                 within_s=action.within_s,
-                to="" if relay is None else action.address,
+                relay=self._relay(),
             )
             if self._wanted != number:
                 stream.abort()

@@ -14,6 +14,8 @@ from ttp.core import messages as m
 from ttp.launch.relay import TO_KEY
 from ttp.processor.liveness import forks
 from ttp.wire import channel as wire
+from ttp.wire.access import LOOPBACK
+from ttp.wire.address import target
 from ttp.wire.convert import order_from_wire, report_to_wire
 from ttp.wire.limits import WireError
 from ttp.wire.v1 import controller_pb2 as pb
@@ -35,7 +37,7 @@ class Stream:
         on_order: called with each order.
         on_down: called when the stream has ended, with the reason in words.
         within_s: seconds that the controller has to accept the stream; None: no limit.
-        to: host:port of the controller if ``address`` is that of a relay; else empty.
+        relay: port of this host's relay, through which to connect; None: directly.
     """
 
     def __init__(
@@ -48,13 +50,17 @@ class Stream:
         on_order: Callable[[m.Order], None],
         on_down: Callable[[str], None],
         within_s: float | None = None,
-        to: str = "",
+        relay: int | None = None,
     ) -> None:
         self._outbox: queue.SimpleQueue[pb.RankReport | None] = queue.SimpleQueue()
         self._on_up, self._on_order, self._on_down = on_up, on_order, on_down
-        self._port, self._within_s = port, within_s
-        self._channel = wire.open_channel(address, port, wire.RELAY_OPTIONS if to else ())
-        self._said = (*wire.metadata(token), *(((TO_KEY, to),) if to else ()))
+        self._port, self._within_s = port if relay is None else relay, within_s
+        self._said = wire.metadata(token)
+        if relay is None:
+            self._channel = wire.open_channel(address, port)
+        else:
+            self._channel = wire.open_channel(LOOPBACK, relay, wire.RELAY_OPTIONS)
+            self._said += ((TO_KEY, target(address, port)),)
         self._call = wire.stub(self._channel).Attach(self._reports(), metadata=self._said)
         self._thread = threading.Thread(target=self._read, name="ttp-stream", daemon=True)
 
