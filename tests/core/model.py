@@ -37,6 +37,7 @@ from tests.core.model_state import (
     put,
     story,
 )
+from tests.core.talk import apart
 from ttp.core import messages as m
 from ttp.core.controller.events import ConnectionId, Received, Record, Send, StreamEnded, Tick
 from ttp.core.controller.layout_exchange import in_parts
@@ -49,7 +50,6 @@ from ttp.core.rank.failover import HOME
 from ttp.core.rank.machine import ProcessorMachine
 from ttp.core.replication import keepers
 from ttp.core.stripes import split
-from ttp.testing.network import apart
 
 
 class Model(Invariants):

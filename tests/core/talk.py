@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from ttp.core.controller.events import (
     Record,
     SaveRequested,
     Send,
+    SendAlike,
     Stop,
     StreamEnded,
     Tick,
@@ -29,13 +30,23 @@ from ttp.core.controller.program_recovery import MakeRecovery, no_recovery
 from ttp.core.copy_messages import Mirror
 from ttp.core.layout import Layout, Rank, Version
 from ttp.core.layout_messages import LayoutPart, TellLayout
-from ttp.testing.network import apart
 from ttp.testing.scenario import grid
 from ttp.testing.toy import hello
 
 PATIENCE = ControllerTimeouts(
     answer_s=5, freeze_s=30, grace_s=1, rescue_s=360, gather_s=5, exit_s=10, abandoned_s=120, linger_s=2, stall_s=1000
 )
+
+
+def apart(actions: Iterable[Action]) -> list[Action]:
+    """Replace each ``SendAlike``, an order for several ranks, by one ``Send`` per rank."""
+    found: list[Action] = []
+    for action in actions:
+        if isinstance(action, SendAlike):
+            found += (Send(connection, replace(action.order, rank=rank)) for connection, rank in action.who)
+        else:
+            found.append(action)
+    return found
 
 
 def answers(order: TellLayout, layout: Layout) -> list[LayoutPart]:

@@ -8,12 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.core.machines import Canon
-from tests.core.talk import PATIENCE, Talk
+from tests.core.talk import PATIENCE, Talk, apart
 from ttp.core import messages as m
 from ttp.core.controller.events import ConnectionId, ReceivedAlike, Send, StreamEnded
 from ttp.core.controller.hangs import HangWatch
 from ttp.core.layout import Rank, Version
-from ttp.testing.network import apart
 from ttp.testing.scenario import grid
 
 WORLD = 6

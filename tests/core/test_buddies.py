@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.core.talk import Talk
+from tests.core.talk import Talk, apart
 from ttp.core import messages as m
 from ttp.core.controller.events import ConnectionId
 from ttp.core.controller.membership import Membership
@@ -22,7 +22,6 @@ from ttp.core.rank import actions as act
 from ttp.core.rank import events as ev
 from ttp.core.rank.machine import ProcessorMachine, RankTimeouts
 from ttp.core.replication import NOBODY, Buddies, Generations, keepers
-from ttp.testing.network import apart
 from ttp.testing.scenario import grid
 from ttp.testing.toy import hello
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
-from tests.core.talk import PATIENCE, answers
+from tests.core.talk import PATIENCE, answers, apart
 from tests.fuzz.messages import ORDERS, REPORTS, changed, damaged
 from tests.fuzz.profile import at_most, fuzz, jsonable
 from ttp.core import messages as m
@@ -35,7 +35,6 @@ from ttp.core.rank.machine import ProcessorMachine, RankTimeouts
 from ttp.core.restore_messages import Candidate, Reading, Restored, RestoreView
 from ttp.mindio.protocol.handler_recovery import HandlerRecovery
 from ttp.mindio.protocol.rank_side import RankRounds
-from ttp.testing.network import apart
 from ttp.testing.toy import hello
 from ttp.wire import limits
 from ttp.wire.convert import order_from_wire, order_to_wire, parse_report, report_to_wire

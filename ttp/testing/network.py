@@ -7,26 +7,13 @@ one learn of a break at different times. A share of the messages can be delivere
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any, Protocol
 
 from ttp.core import messages as m
-from ttp.core.controller.events import Action, ConnectionId, Received, Send, SendAlike, StreamEnded
+from ttp.core.controller.events import ConnectionId, Received, StreamEnded
 from ttp.core.controller.machine import ControllerMachine
 from ttp.core.restore_messages import RestoreDecision
 from ttp.testing.clock import Clock
-
-
-def apart(actions: Iterable[Action]) -> list[Action]:
-    """Replace each ``SendAlike``, an order for several ranks, by one ``Send`` per rank."""
-    found: list[Action] = []
-    for action in actions:
-        if isinstance(action, SendAlike):
-            found += (Send(connection, replace(action.order, rank=rank)) for connection, rank in action.who)
-        else:
-            found.append(action)
-    return found
 
 
 class RankEnd(Protocol):

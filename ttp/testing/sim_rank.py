@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ttp.core import messages as m
@@ -21,6 +20,7 @@ from ttp.core.rank.machine import ProcessorMachine, RankTimeouts
 from ttp.core.stripes import PART_BYTES_MIN
 from ttp.errors import EXIT_NOT_SAVED, EXIT_SAVED
 from ttp.processor.gate.gate import GateState
+from ttp.processor.state_inspector import Snapshot
 from ttp.testing.network import Stream
 from ttp.testing.sim_aside import SimAside
 from ttp.testing.sim_copies import SimCopies
@@ -36,14 +36,6 @@ COMES_S = 0.05
 """Seconds that a training thread in a barrier may take to reach the gate once the gate is closed."""
 SHARD_BYTES = 8 * PART_BYTES_MIN
 """Size of each shard in bytes, as reported to the controller: large enough to be cut into parts."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Look:
-    """A ``Quiet`` event that holds only while the gate stays closed: until ``closure`` of the gate changes."""
-
-    closure: int
-    quiet: ev.Quiet
 
 
 class Killed(Exception):  # noqa: N818 - not an error
@@ -80,7 +72,7 @@ class SimRank:
         self.stream: Stream | None = None
         self.mood = world.rng.choice((0.2, 1.0, 1.0, 3.0))  # some ranks are slow
         self._rng = world.rng
-        self._inbox: deque[ev.Event | _Look] = deque()
+        self._inbox: deque[ev.Event | Snapshot] = deque()
         self._looked_at = 0.0
         self._pumping = False
         self._timer_at = NEVER
@@ -146,7 +138,7 @@ class SimRank:
 
     # ------------------------------------------------------------------------------------------------- the owner thread
 
-    def put(self, event: ev.Event | _Look) -> None:
+    def put(self, event: ev.Event | Snapshot) -> None:
         """Put an event into the inbox."""
         if not self.machine.gone:
             self._inbox.append(event)
@@ -159,7 +151,7 @@ class SimRank:
         if not self._inbox:
             return
         event = self._inbox.popleft()
-        if not isinstance(event, _Look):
+        if not isinstance(event, Snapshot):
             self._feed(event)
         elif event.closure == self.trainer.gate.state().closure:  # else the gate has been open since
             self._feed(event.quiet)
@@ -289,7 +281,7 @@ class SimRank:
     def _say_quiet(self, state: GateState) -> None:
         """Report the gate's state: at once while an update runs, otherwise after examining the rank's state."""
         if state.phase is m.Phase.UPDATING:
-            self.put(_Look(state.closure, ev.Quiet(state.version, state.phase, state.parked, False)))
+            self.put(Snapshot(state.closure, ev.Quiet(state.version, state.phase, state.parked, False)))
         else:
             self._looked_at = max(self._looked_at, self.world.now) + self._rng.random() * 0.0002
             self.world.at(self._looked_at, self.run, self._look, state)
@@ -316,14 +308,14 @@ class SimRank:
             kept=self.copies.held(),
             digests=tuple(m.ShardDigest(s, "", SHARD_BYTES) for s in self.world.layout.shards_of(self.rank)),
         )
-        self.put(_Look(state.closure, quiet))
+        self.put(Snapshot(state.closure, quiet))
 
     def _redo(self, version: Version) -> None:
         self.world.trace(self.name, f"makes the update to {version}")
         self.trainer.redos = 1
         if not self.trainer.gate.admit():
             self.trainer.redos = 0
-            self.put(_Look(self.trainer.gate.state().closure, ev.Quiet(version, m.Phase.TORN, False, False)))
+            self.put(Snapshot(self.trainer.gate.state().closure, ev.Quiet(version, m.Phase.TORN, False, False)))
 
     # ---------------------------------------------------------------------------------------------------------- stream
 
