@@ -18,7 +18,6 @@ from subprocess import Popen
 from typing import Any
 
 import grpc
-from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.utils.api import macros
 
 from ttp.config import MINDIO_SWITCH, Config
@@ -27,7 +26,7 @@ from ttp.launch.host import GRACE_S, Host
 from ttp.launch.presence import channel_options
 from ttp.launch.rendezvous import serve_store
 from ttp.launch.standby import own_address
-from ttp.launch.warm.torch_workers import forking
+from ttp.launch.warm.torch_workers import forking, start_worker
 from ttp.wire.address import target
 from ttp.wire.channel import metadata, open_channel
 
@@ -115,17 +114,9 @@ class MovedRanks:
             "TORCHELASTIC_USE_AGENT_STORE": True,
             "TTP_TOKEN": job.token,
         }
-        make: Any = api
-        handler = make.get_subprocess_handler(
-            entrypoint=str(self._spec.entrypoint),
-            args=tuple(str(each) for each in macros.substitute(list(self._spec.args), str(local_rank))),
-            env={name: str(value) for name, value in told.items()},
-            stdout=None,
-            stderr=None,
-            local_rank_id=local_rank,
-            numa_options=None,
-        )
-        return handler.proc
+        args = tuple(str(each) for each in macros.substitute(list(self._spec.args), str(local_rank)))
+        environ = {name: str(value) for name, value in told.items()}
+        return start_worker(str(self._spec.entrypoint), args, environ, local_rank).proc
 
     def _look_after(self, workers: dict[int, Popen[Any]], offer: Callable[[], object]) -> None:
         """Wait until all workers have ended. If one fails, the others may save before they are stopped."""

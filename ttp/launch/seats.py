@@ -18,7 +18,7 @@ from dataclasses import replace
 from subprocess import Popen
 from typing import TYPE_CHECKING, Any, cast
 
-from torch.distributed.elastic.multiprocessing import SignalException, api
+from torch.distributed.elastic.multiprocessing import SignalException
 
 from ttp.config import KEEP, Config
 from ttp.core.controller.continuing import SEAT_READY
@@ -26,7 +26,7 @@ from ttp.launch.again import NextLaunch
 from ttp.launch.going_on import GoingOn
 from ttp.launch.host import Host
 from ttp.launch.rendezvous import serve_store
-from ttp.launch.warm.torch_workers import forking
+from ttp.launch.warm.torch_workers import forking, start_worker
 from ttp.launch.warm.worker import ForkedWorker
 
 if TYPE_CHECKING:
@@ -248,21 +248,13 @@ class Seats:
         self._host.again.announce(replace(told, released=True))  # only now: all ranks are marked and watched
 
     def _start(self, rank: int) -> Any:
-        make: Any = api
         pcontext, told = cast("Any", self._agent._pcontext), self._next
         (local_rank,) = (w.local_rank for w in self._agent._worker_group.workers if w.global_rank == rank)
         assert told is not None
         pcontext.envs[local_rank] = {**pcontext.envs[local_rank], **told.as_environment()}
         with forking(self._host.warm, (pcontext.stdouts[local_rank], pcontext.stderrs[local_rank])):
-            handler = make.get_subprocess_handler(
-                entrypoint=pcontext.entrypoint,
-                args=pcontext.args[local_rank],
-                env=pcontext.envs[local_rank],
-                stdout=None,
-                stderr=None,
-                local_rank_id=local_rank,
-                numa_options=pcontext._numa_options,
-            )
+            args, env = pcontext.args[local_rank], pcontext.envs[local_rank]
+            handler = start_worker(pcontext.entrypoint, args, env, local_rank, pcontext._numa_options)
         if not isinstance(handler.proc, ForkedWorker):
             handler.proc.kill()
             raise RuntimeError("the process to fork from was lost; `ttp status` says why restarts are cold")

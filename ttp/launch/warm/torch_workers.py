@@ -68,6 +68,17 @@ def forking(warm: WarmStarter, go_on: tuple[str, str] = ("", "")) -> Iterator[No
         place.get_subprocess_handler = stock
 
 
+def start_worker(
+    entrypoint: str, args: tuple[str, ...], env: dict[str, str], local_rank: int, numa_options: Any = None
+) -> Any:
+    """Start a worker as torch's agent does, and return torch's handler of it. Call it in a block of ``forking``."""
+    place: Any = api
+    return place.get_subprocess_handler(
+        entrypoint=entrypoint, args=args, env=env, stdout=None, stderr=None,
+        local_rank_id=local_rank, numa_options=numa_options,
+    )  # fmt: skip
+
+
 def _known(maker: Any) -> bool:
     """Return whether torch makes its handlers and their processes as ``Handler`` above expects."""
     popen = getattr(SubprocessHandler, "_popen", None)
