@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 from collections.abc import Collection, Iterator
+from typing import Any
 
 from ttp.config import Config, saved_exit_code
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED, ConfigError
@@ -31,6 +32,32 @@ SAVED_CODE_HELP = (
     "permanent failures (default: TTP_SAVED_EXIT_CODE, else 75)"
 )
 MINDIO_HELP = "let programs written for mindio_ttp run on ttp"
+
+
+class Launch:
+    """One job, as the command line describes it.
+
+    Args:
+        flags: ``mindio``, whether programs written for mindio_ttp are to run on ttp; ``continuity`` and
+            ``saved_exit_code``, None: as the environment says.
+        several_nodes: other hosts take part.
+    """
+
+    elastic = False
+    """Whether the job goes on with fewer hosts, and with more again."""
+
+    def __init__(self, flags: Any, *, several_nodes: bool) -> None:
+        self.mindio: bool = flags.mindio
+        self.continuity: str | None = flags.continuity
+        self.saved_exit_code: int | None = flags.saved_exit_code
+        self.several_nodes = several_nodes
+
+    def run(self, config: Config) -> int:
+        """Launch the job with these settings and return the exit code."""
+        raise NotImplementedError
+
+    def tell_others(self, text: str) -> None:
+        """Tell the hosts that wait for this one that its settings are refused, where that is possible. Never raises."""
 
 
 def show_log(config: Config) -> None:

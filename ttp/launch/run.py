@@ -13,7 +13,7 @@ import sys
 import traceback
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ttp.config import CONTINUITY_MODES, MINDIO_FORCE, MINDIO_SWITCH, Config
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_SAVED, EXIT_TRAINED, ConfigError
@@ -22,6 +22,7 @@ from ttp.launch.preparation import (
     EXIT_FAILED,
     MINDIO_HELP,
     SAVED_CODE_HELP,
+    Launch,
     forget_run_dir,
     refuse,
     saved_code,
@@ -56,27 +57,6 @@ STAND_BY_HELP = (
     "wait until a host of the job is lost, and take its place; for a host in addition to those of --nnodes, with the "
     "same flags as on the others, which need --rdzv-backend c10d"
 )
-
-
-class Launch(Protocol):
-    """One job, as the command line describes it."""
-
-    several_nodes: bool
-    """True if other hosts take part."""
-    mindio: bool
-    """True if programs written for mindio_ttp are to run on ttp."""
-    continuity: str | None
-    """How the job goes on after a failure; None: as ``TTP_CONTINUITY`` says."""
-    elastic: bool
-    """True if the job goes on with fewer hosts, and with more again."""
-    saved_exit_code: int | None
-    """Exit code to use instead of 75; None: as ``TTP_SAVED_EXIT_CODE`` says."""
-
-    def run(self, config: Config) -> int:
-        """Launch the job with these settings and return the exit code."""
-
-    def tell_others(self, text: str) -> None:
-        """Tell the hosts that wait for this one that its settings are refused. Never raises."""
 
 
 def run(argv: list[str]) -> int:
@@ -216,16 +196,13 @@ def _nodes(nnodes: str) -> int:
         raise ConfigError(f"--nnodes {nnodes!r} is neither a number nor MIN:MAX") from None
 
 
-class _TorchLaunch:
+class _TorchLaunch(Launch):
     """One call of torch's launcher with ttp's agent."""
 
     def __init__(self, argv: list[str]) -> None:
         self._arguments = _parse(argv)
-        self.several_nodes = _nodes(self._arguments.nnodes) > 1
-        self.mindio: bool = self._arguments.mindio
-        self.elastic: bool = self._arguments.elastic
-        self.continuity: str | None = self._arguments.continuity
-        self.saved_exit_code: int | None = self._arguments.saved_exit_code
+        super().__init__(self._arguments, several_nodes=_nodes(self._arguments.nnodes) > 1)
+        self.elastic = self._arguments.elastic
         self._agent: Any = None
 
     def run(self, config: Config) -> int:

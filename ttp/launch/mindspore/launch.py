@@ -24,7 +24,7 @@ from ttp.launch.mindspore.environment import patience
 from ttp.launch.mindspore.flags import LOOK_S, Job, parse, with_names
 from ttp.launch.mindspore.processes import Processes
 from ttp.launch.ports import hold_port
-from ttp.launch.preparation import EXIT_FAILED, verdict
+from ttp.launch.preparation import EXIT_FAILED, Launch, verdict
 from ttp.launch.presence import port_owner
 from ttp.store.plain_file import read_plain
 from ttp.wire.address import resolve
@@ -64,8 +64,8 @@ def _interrupt(number: int, _: FrameType | None) -> None:
     raise Interrupted(signal.Signals(number))
 
 
-class MindSporeLaunch:
-    """A MindSpore job on this host.
+class MindSporeLaunch(Launch):
+    """A MindSpore job on this host. Other hosts are told nothing: the scheduler, where they meet, passes no message on.
 
     Args:
         argv: command line, with ``--mindspore``.
@@ -77,12 +77,7 @@ class MindSporeLaunch:
 
     def __init__(self, argv: list[str]) -> None:
         self._argv, self._job = argv, parse(argv)
-        self.several_nodes, self.mindio = self._job.several_nodes, self._job.mindio
-        self.elastic = False
-        self.continuity, self.saved_exit_code = self._job.continuity, self._job.saved_exit_code
-
-    def tell_others(self, text: str) -> None:
-        """Do nothing: the hosts meet at MindSpore's scheduler, which can pass no such message on."""
+        super().__init__(self._job, several_nodes=self._job.several_nodes)
 
     def run(self, config: Config) -> int:
         """Launch the job, again after failures while restarts are left, and return the exit code."""
