@@ -40,6 +40,9 @@ NUMPY_ARRAY, _NUMPY_SCALAR, TENSOR = 16, 17, 32
 
 NATIVE = frozenset({type(None), bool, int, float, str, bytes})
 
+_VALUE = "[{!r:.60}]"
+"""The place of a value in a list or a dictionary."""
+
 
 class EncodingError(TtpError):
     """A value that cannot be encoded, named by its path; or bytes that ``encode`` did not make."""
@@ -145,58 +148,37 @@ def _foreign(obj: Any) -> Any:
     )
 
 
-def _items(items: Iterable[Any], depth: int) -> list[Any]:
-    plain: list[Any] = []
-    for index, item in enumerate(items):
-        try:
-            plain.append(to_plain(item, depth))
-        except RefusedError as refused:
-            refused.path.append(f"[{index}]")
-            raise
-    return plain
+def _part(item: Any, depth: int, where: str, name: object) -> Any:
+    """Convert an item of a container. If it is refused, the error gets its place: ``where`` with its name put in."""
+    try:
+        return to_plain(item, depth)
+    except RefusedError as refused:
+        refused.path.append(where.format(name))
+        raise
 
 
 def _list(obj: Any, depth: int) -> list[Any]:
     if NATIVE.issuperset(map(type, obj)):
         return list(obj)  # fast for long flat lists, such as the 625 numbers of a random generator
-    return _items(obj, depth)
+    return [_part(item, depth, _VALUE, index) for index, item in enumerate(obj)]
 
 
 def _members(obj: Any, depth: int) -> list[Any]:
-    plain: list[Any] = []
-    for item in obj:
-        try:
-            plain.append(to_plain(item, depth))
-        except RefusedError as refused:
-            refused.path.append(f"{{{item!r:.60}}}")
-            raise
-    return plain
+    return [_part(item, depth, "{{{!r:.60}}}", item) for item in obj]
 
 
 def _as_dict(obj: Any, depth: int) -> Any:
     if all(type(key) is str for key in obj):
-        return {key: _value(key, value, depth) for key, value in obj.items()}
+        return {key: _part(value, depth, _VALUE, key) for key, value in obj.items()}
     return extension(_PAIRS, pack(_pairs(obj, depth)))
 
 
 def _pairs(obj: Any, depth: int) -> list[Any]:
+    """Return keys and values by turns."""
     flat: list[Any] = []
     for key, value in obj.items():
-        try:
-            flat.append(to_plain(key, depth))
-        except RefusedError as refused:
-            refused.path.append(f" key {key!r:.60}")
-            raise
-        flat.append(_value(key, value, depth))
+        flat += (_part(key, depth, " key {!r:.60}", key), _part(value, depth, _VALUE, key))
     return flat
-
-
-def _value(key: Any, value: Any, depth: int) -> Any:
-    try:
-        return to_plain(value, depth)
-    except RefusedError as refused:
-        refused.path.append(f"[{key!r:.60}]")
-        raise
 
 
 def _extended(code: int, inside: Callable[[Any, int], list[Any]]) -> Callable[[Any, int], Any]:
