@@ -62,6 +62,13 @@ def piped(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[st
     return subprocess.Popen(command, env=dict(env), text=True, bufsize=1, stdin=pipe, stdout=pipe, stderr=null)
 
 
+def logged(command: Sequence[str], env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+    """Start ``command`` in a session of its own; its output is appended to a file."""
+    null, both = subprocess.DEVNULL, subprocess.STDOUT
+    with log.open("ab") as out:
+        return subprocess.Popen(command, env=dict(env), stdin=null, stdout=out, stderr=both, start_new_session=True)
+
+
 # --------------------------------------------------------------------------------------------------------- this machine
 #
 # This machine as the only host of a job, where namespaces cannot be created.
@@ -85,15 +92,7 @@ class ThisMachine:
 
     def start(self, host: int, command: Sequence[str], env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
         """See ``Hosts.start``."""
-        with log.open("ab") as out:
-            return subprocess.Popen(
-                list(command),
-                env={**env, JOB_TAG: self._tag},
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        return logged(command, {**env, JOB_TAG: self._tag}, log)
 
     def listen(self, host: int, command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[str]:
         """See ``Hosts.listen``."""

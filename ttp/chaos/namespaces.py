@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from ttp.chaos.hosts import commands, piped
+from ttp.chaos.hosts import commands, logged, piped
 from ttp.chaos.world import run
 
 _INIT = (
@@ -47,15 +47,8 @@ class Namespaces:
 
     def start(self, host: int, command: Sequence[str], env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
         """See ``Hosts.start``."""
-        with log.open("ab") as out:
-            return subprocess.Popen(
-                [*self.enter(host, "--net", "--uts", "--mount", "--pid", "--ipc"), f"--wd={log.parent}", *command],
-                env=dict(env),
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        inside = self.enter(host, "--net", "--uts", "--mount", "--pid", "--ipc")
+        return logged([*inside, f"--wd={log.parent}", *command], env, log)
 
     def listen(self, host: int, command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[str]:
         """See ``Hosts.listen``."""
