@@ -16,7 +16,7 @@ ttp's rescue is one operation: it freezes, saves and releases. So ranks are repo
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -24,7 +24,7 @@ from ttp.wire.v1 import recover_pb2 as pb
 
 OK, NOT_READY, NOT_RECOVERABLE, NOT_DUMPED, NOT_DONE = 0, 404, 406, 407, 499
 DUMP, EXIT = "dump", "exit"
-OTHER_FAULT = "1"
+OTHER_FAULT = 1
 ACCUSE_AGAIN_S = 2.0
 EPISODE_S = 900.0
 """Largest number of seconds that ClusterD waits for a report; a later signal is about another fault."""
@@ -72,6 +72,8 @@ class Accuse:
     text: str
 
 
+Faults = Mapping[int, int]
+"""Rank -> kind of its fault; the numbers are those of ``FaultOf`` and of ClusterD's fault types."""
 Message: TypeAlias = pb.RecoverStopped | pb.RecoverStrategies | pb.RecoverResult | pb.RecoverFaults
 Action: TypeAlias = Accuse | Message
 
@@ -99,7 +101,48 @@ class Episode:
     owed: dict[str, float] = field(default_factory=dict)
 
 
-class Bridge:
+class Messages:
+    """Makes ClusterD's messages about one job.
+
+    Args:
+        job_id: id of the job in ClusterD.
+    """
+
+    def __init__(self, job_id: str) -> None:
+        self._job_id = job_id
+        self._heard: deque[tuple[str, ...]] = deque(maxlen=KNOWN_MAX)
+
+    def is_new(self, signal: pb.RecoverSignal) -> bool:
+        """Return whether a signal says something about the job, and for the first time."""
+        key = (signal.uuid, signal.signal_type, signal.change_strategy, *signal.actions)
+        if signal.signal_type == "keep-alive" or signal.job_id != self._job_id or key in self._heard:
+            return False
+        self._heard.append(key)
+        return True
+
+    def fault_ranks(self, faults: Faults) -> pb.RecoverFaults:
+        """Return ClusterD's message for a call; see ``ReportFaultRanks``."""
+        return pb.RecoverFaults(job_id=self._job_id, fault_ranks=_to_wire(faults))
+
+    def stop_complete(self, code: int, text: str, faults: Faults) -> pb.RecoverStopped:
+        """Return ClusterD's message for a call; see ``ReportStopComplete``."""
+        answer = pb.RecoverAnswer(code=code, info=text)
+        return pb.RecoverStopped(job_id=self._job_id, status=answer, fault_ranks=_to_wire(faults))
+
+    def strategies(self, faults: Faults, offered: Sequence[str]) -> pb.RecoverStrategies:
+        """Return ClusterD's message for a call; see ``ReportStrategies``."""
+        return pb.RecoverStrategies(job_id=self._job_id, fault_ranks=_to_wire(faults), strategies=offered)
+
+    def result(self, code: int, text: str, strategy: str) -> pb.RecoverResult:
+        """Return ClusterD's message for a call; see ``ReportResult``."""
+        return pb.RecoverResult(job_id=self._job_id, status=pb.RecoverAnswer(code=code, info=text), strategy=strategy)
+
+
+def _to_wire(faults: Faults) -> list[pb.RecoverFault]:
+    return [pb.RecoverFault(rank_id=str(rank), fault_type=str(kind)) for rank, kind in sorted(faults.items())]
+
+
+class Bridge(Messages):
     """Decides what to send to the job and to ClusterD about the current fault.
 
     Args:
@@ -109,22 +152,20 @@ class Bridge:
     """
 
     def __init__(self, job_id: str, stop_s: float = 60.0, dump_s: float = 360.0) -> None:
-        self._job_id, self._stop_s, self._dump_s = job_id, stop_s, dump_s
+        super().__init__(job_id)
+        self._stop_s, self._dump_s = stop_s, dump_s
         self._seen: Seen | None = None
         self._told: deque[str] = deque(maxlen=KNOWN_MAX)
         """Incidents whose dead ranks were reported to ClusterD."""
         self._episode: Episode | None = None
-        self._heard: deque[tuple[str, ...]] = deque(maxlen=KNOWN_MAX)
         self.ended = False
         """Whether ClusterD has told this process to end."""
 
     def signal(self, signal: pb.RecoverSignal, now: float) -> list[Action]:
         """Handle a signal of ClusterD, and return the actions. A repeated signal has no effect."""
         kind, wanted = signal.signal_type, signal.change_strategy
-        key = (signal.uuid, kind, wanted, *signal.actions)
-        if kind == "keep-alive" or signal.job_id != self._job_id or key in self._heard:
+        if not self.is_new(signal):
             return []
-        self._heard.append(key)
         ranks = {int(fault.rank_id) for fault in signal.fault_ranks if fault.rank_id.isdecimal()}
         match kind, wanted:
             case "killMaster", _:
@@ -147,7 +188,7 @@ class Bridge:
             case "changeStrategy", "exit":
                 self._episode = None
             case "changeStrategy", _:
-                return [self._result(NOT_RECOVERABLE, "ttp offers only dump and exit", wanted)]
+                return [self.result(NOT_RECOVERABLE, "ttp offers only dump and exit", wanted)]
         return []
 
     def look(self, seen: Seen | None, now: float) -> list[Action]:
@@ -203,8 +244,7 @@ class Bridge:
         episode.ranks |= seen.lost
         episode.hosts |= seen.hosts_of(seen.lost)
         episode.result = seen
-        faults = [pb.RecoverFault(rank_id=str(rank), fault_type=OTHER_FAULT) for rank in sorted(seen.lost)]
-        return [pb.RecoverFaults(job_id=self._job_id, fault_ranks=faults)]
+        return [self.fault_ranks(dict.fromkeys(seen.lost, OTHER_FAULT))]
 
     def _accuse(self, episode: Episode, seen: Seen) -> Accuse:
         ranks = episode.ranks | {
@@ -220,19 +260,11 @@ class Bridge:
             (stands := result and result.stage != "freezing") or now >= episode.owed["stop"]
         ):
             del episode.owed["stop"]
-            answer = pb.RecoverAnswer(info="the job is frozen") if stands else _NOT_STOPPED
-            faults = [pb.RecoverFault(rank_id=str(rank), fault_type=OTHER_FAULT) for rank in sorted(episode.ranks)]
-            found.append(pb.RecoverStopped(job_id=self._job_id, status=answer, fault_ranks=faults))
+            code, text = (OK, "the job is frozen") if stands else (NOT_READY, "ttp has frozen no job in time")
+            found.append(self.stop_complete(code, text, dict.fromkeys(episode.ranks, OTHER_FAULT)))
         if DUMP in episode.owed and ((result and result.over) or now >= episode.owed[DUMP]):
             saved = result is not None and result.over and result.saved
             text = result.text if result is not None and result.over else "the end of the rescue is not known"
-            found.append(self._result(OK if saved else NOT_DUMPED, text, DUMP))
+            found.append(self.result(OK if saved else NOT_DUMPED, text, DUMP))
             self._episode = None
         return found
-
-    def _result(self, code: int, text: str, strategy: str) -> pb.RecoverResult:
-        answer = pb.RecoverAnswer(code=code, info=text)
-        return pb.RecoverResult(job_id=self._job_id, status=answer, strategy=strategy)
-
-
-_NOT_STOPPED = pb.RecoverAnswer(code=NOT_READY, info="ttp has frozen no job in time")
