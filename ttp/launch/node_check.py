@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from ttp.core.layout import WORLD_SIZE_MAX
 
@@ -129,22 +130,36 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         threading.Thread(target=process.wait, name="ttp-check", daemon=True).start()
 
 
-def read_reset(path: Path) -> Finding | str:
-    """Read ``reset.json``. Returns a finding, or the reason (a text) why the file cannot be read."""
+def rank_list(path: Path) -> list[Any]:
+    """Return the ``RankList`` of ``reset.json``.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is incomplete, or no JSON.
+        LookupError: it has no ``RankList``.
+    """
     from ttp.store.json_text import parse_json
     from ttp.store.plain_file import read_plain
 
+    said = parse_json(read_plain(path, RESET_BYTES_MAX))
+    entries = said.get("RankList") if isinstance(said, dict) else None
+    if not isinstance(entries, list):
+        raise LookupError(f"{path} has no RankList")
+    return entries
+
+
+def read_reset(path: Path) -> Finding | str:
+    """Read ``reset.json``. Returns a finding, or the reason (a text) why the file cannot be read."""
     try:
-        said = parse_json(read_plain(path, RESET_BYTES_MAX))
+        entries = rank_list(path)
     except FileNotFoundError:
         return Finding(Health.HEALTHY, f"there is no {path}")
     except OSError as problem:
         return f"{path} cannot be read: {problem.strerror or problem}"
     except ValueError as problem:
         return f"{path} is incomplete, or not JSON: {problem!s:.200}"
-    entries = said.get("RankList") if isinstance(said, dict) else None
-    if not isinstance(entries, list):
-        return f"{path} has no RankList"
+    except LookupError as problem:
+        return str(problem)
     broken = [entry for entry in entries if isinstance(entry, dict) and _is_broken(entry)]
     if not broken:
         return Finding(Health.HEALTHY, f"{path} names no broken device")

@@ -27,12 +27,12 @@ import psutil
 
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_TRAINED, ConfigError
 from ttp.inbox import Inbox
+from ttp.launch.node_check import rank_list
 from ttp.launch.preparation import EXIT_FAILED
 
 logger = logging.getLogger("ttp.launch")
 
 RESET_JSON = "/user/restore/reset/config/reset.json"
-RESET_BYTES_MAX = 1 << 20
 NEW_LOG = "newlog"
 """File in a process's working directory for its output after a restart."""
 TIME_MAX_S = 3000
@@ -206,13 +206,9 @@ class ResetProcess:
 
     def _statuses(self) -> dict[int, str] | None:
         """Return the status of each rank in ``reset.json``; None: it cannot be read now, which is logged once."""
-        from ttp.store.json_text import parse_json
-        from ttp.store.plain_file import read_plain
-
         try:
-            said = parse_json(read_plain(self._reset_json, RESET_BYTES_MAX))
-            return {int(entry["RankId"]): str(entry["Status"]) for entry in said["RankList"]}
-        except (OSError, ValueError, TypeError, KeyError, OverflowError) as problem:
+            return {int(entry["RankId"]): str(entry["Status"]) for entry in rank_list(self._reset_json)}
+        except (OSError, ValueError, TypeError, LookupError, OverflowError) as problem:
             text = f"{self._reset_json} cannot be read, or is no reset.json: {problem!r:.200}"
             if text != self._said:
                 logger.warning("%s", text)

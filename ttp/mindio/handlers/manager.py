@@ -6,7 +6,6 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
 
 import grpc
 
@@ -43,32 +42,18 @@ Faults = dict[int, int]
 """Rank -> kind of its fault: 0 device memory, 1 process, 2 network."""
 
 
-class ReportFaultRanks(Protocol):
-    """Callback ``callback(faults, codes)``."""
+ReportFaultRanks = Callable[[Faults, dict[int, str]], object]
+"""Callback ``callback(faults, codes)``: takes the faulty ranks, and the error codes of their devices."""
 
-    def __call__(self, faults: Faults, codes: dict[int, str], /) -> object:
-        """Take the faulty ranks, and the error codes of their devices."""
+ReportStopComplete = Callable[[int, str, Faults], object]
+"""Callback ``callback(code, text, faults)``: takes the report that training has stopped (code 0), or could not be."""
 
+ReportStrategies = Callable[[Faults, list[str]], object]
+"""Callback ``callback(faults, strategies)``: takes the strategies that are possible, the best last."""
 
-class ReportStopComplete(Protocol):
-    """Callback ``callback(code, text, faults)``."""
-
-    def __call__(self, code: int, text: str, faults: Faults, /) -> object:
-        """Take the report that training has stopped (code 0), or could not be stopped."""
-
-
-class ReportStrategies(Protocol):
-    """Callback ``callback(faults, strategies)``."""
-
-    def __call__(self, faults: Faults, strategies: list[str], /) -> object:
-        """Take the strategies that are possible, the best last."""
-
-
-class ReportResult(Protocol):
-    """Callback ``callback(code, text, faults, strategy)``."""
-
-    def __call__(self, code: int, text: str, faults: Faults, strategy: str, /) -> object:
-        """Take the result of a strategy: 0, or what is still possible (405 recover, 406 dump, 499 only exit)."""
+ReportResult = Callable[[int, str, Faults, str], object]
+"""Callback ``callback(code, text, faults, strategy)``: takes the result of a strategy: 0, or what is still possible
+(405 recover, 406 dump, 499 only exit)."""
 
 
 class Manager:
