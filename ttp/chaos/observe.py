@@ -18,6 +18,7 @@ from typing import Any
 
 import grpc
 
+from ttp.launch.presence import ask
 from ttp.wire.channel import metadata, open_channel, stub
 from ttp.wire.v1 import controller_pb2 as pb
 
@@ -77,14 +78,13 @@ def obey(order: dict[str, Any], address: str, port: int, token: str) -> None:
     """Carry out one order, and print the controller's answer."""
     words: dict[str, Any] = {"answer": order["order"]}
     try:
-        with open_channel(address, port) as channel:
-            if order["order"] in ("save", "again"):
-                request = pb.SaveNowRequest(reason="chaos", again=order["order"] == "again")
-                saved = stub(channel).SaveNow(request, timeout=ANSWER_S, metadata=metadata(token))
-                words |= {"saved": saved.saved, "version": saved.version, "text": saved.text}
-            else:
-                accused = pb.ReportFaultRequest(ranks=order["ranks"], reason="chaos")
-                words["text"] = stub(channel).ReportFault(accused, timeout=5, metadata=metadata(token)).text
+        if order["order"] in ("save", "again"):
+            request = pb.SaveNowRequest(reason="chaos", again=order["order"] == "again")
+            saved = ask(address, port, token, "SaveNow", request, ANSWER_S)
+            words |= {"saved": saved.saved, "version": saved.version, "text": saved.text}
+        else:
+            accused = pb.ReportFaultRequest(ranks=order["ranks"], reason="chaos")
+            words["text"] = ask(address, port, token, "ReportFault", accused, 5).text
     except grpc.RpcError as problem:
         words["text"] = str(problem)
     say(**words)

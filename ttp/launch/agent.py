@@ -131,7 +131,7 @@ class TtpAgent(LocalElasticAgent):
         self._fail_open(self._host.shadows.look)
         self._fail_open(lambda: self._seats.look(workers))
         self._fail_open(self._say_imports)
-        self._fail_open(lambda: self._excuse(workers))
+        self._fail_open(lambda: self._host.excuse(workers))
         if any(worker.poll() not in (None, 0) for worker in workers.values()):
             self._fail_open(self._host.warm.hurry)
             self._fail_open(lambda: self._hold(workers))
@@ -140,14 +140,6 @@ class TtpAgent(LocalElasticAgent):
             self._fail_open(lambda: self._forgo_restarts(worker_group, workers))
         result.failures = _root_causes_first(result.failures)
         return result
-
-    def _excuse(self, workers: Mapping[int, Popen[Any]]) -> None:
-        """Let torch take a crash after the program had ended for an end: it reads the exit code from ``Popen``."""
-        for rank, worker in workers.items():
-            if (code := worker.poll() or 0) < 0 and self._host.has_ended(worker):
-                text = "rank %d had trained to its end when signal %d killed it: that counts as trained"
-                logger.warning(text, rank, -code)
-                worker.returncode = EXIT_TRAINED
 
     def _hold(self, workers: Mapping[int, Popen[Any]]) -> None:
         """Wait while the live workers save. Those that do not go on may be stopped when this returns."""

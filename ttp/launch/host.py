@@ -162,9 +162,13 @@ class Host:
         self._watch.died.wait(timeout_s)
         self._watch.died.clear()
 
-    def has_ended(self, worker: Popen[Any]) -> bool:
-        """Return whether a worker's program has ended: a signal that kills the process later is no failure."""
-        return self._leases.has_ended(worker.pid)
+    def excuse(self, workers: Workers) -> None:
+        """Give workers that crashed after their program had ended, in a library that is unloaded, the exit code 0."""
+        for rank, worker in workers.items():
+            if (code := worker.poll() or 0) < 0 and self._leases.has_ended(worker.pid):
+                text = "rank %d had trained to its end when signal %d killed it: that counts as trained"
+                logger.warning(text, rank, -code)
+                worker.returncode = EXIT_TRAINED
 
     def hold(self, workers: Workers) -> bool:
         """Wait, after a worker failed or before a restart, until the survivors may be stopped.

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_TRAINED
-from ttp.launch.presence import channel_options
+from ttp.launch import presence
 from ttp.launch.ring import ask_everybody
 
 logger = logging.getLogger("ttp.launch")
@@ -81,13 +81,12 @@ def _standing(answer: Any) -> tuple[bool, bool, int, int]:
 def _ask(address: str, port: int, token: str, host: str, code: int, starts: bool) -> Any:
     import grpc
 
-    from ttp.wire.channel import metadata, open_channel, stub
     from ttp.wire.v1.controller_pb2 import GetVerdictRequest
 
-    request = GetVerdictRequest(host=host, starts=starts, code=code)
-    with open_channel(address, port, channel_options()) as channel:
-        try:
-            return stub(channel).GetVerdict(request, timeout=ASK_S, metadata=metadata(token))
-        except grpc.RpcError as problem:
-            logger.debug("%s:%s does not answer with a verdict: %s", address, port, problem)
-            return None
+    try:
+        return presence.ask(
+            address, port, token, "GetVerdict", GetVerdictRequest(host=host, starts=starts, code=code), ASK_S
+        )
+    except grpc.RpcError as problem:
+        logger.debug("%s:%s does not answer with a verdict: %s", address, port, problem)
+        return None

@@ -100,16 +100,14 @@ def probe(address: str, port: int, token: str, timeout_s: float = PROBE_S) -> Pr
         return "nobody"
     import grpc
 
-    from ttp.wire.channel import metadata, open_channel, stub
     from ttp.wire.v1.controller_pb2 import GetStatusRequest
 
-    with open_channel(address, port, channel_options()) as channel:
-        try:
-            stub(channel).GetStatus(GetStatusRequest(), timeout=timeout_s, metadata=metadata(token))
-        except grpc.RpcError as problem:
-            code = problem.code()
-            refused = code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
-            return "refused" if refused else "other"
+    try:
+        ask(address, port, token, "GetStatus", GetStatusRequest(), timeout_s)
+    except grpc.RpcError as problem:
+        code = problem.code()
+        refused = code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+        return "refused" if refused else "other"
     return "controller"
 
 
@@ -123,11 +121,30 @@ def ask_status(address: str, port: int, token: str, timeout_s: float = PROBE_S) 
     """Return the status (``GetStatusResponse``) of a controller; None: it does not answer, or refuses the token."""
     import grpc
 
-    from ttp.wire.channel import metadata, open_channel, stub
     from ttp.wire.v1.controller_pb2 import GetStatusRequest
 
+    try:
+        return ask(address, port, token, "GetStatus", GetStatusRequest(), timeout_s)
+    except grpc.RpcError:
+        return None
+
+
+def ask(address: str, port: int, token: str, method: str, request: Any, timeout_s: float) -> Any:
+    """Send one request to a controller, over a connection of its own, and return the answer.
+
+    Args:
+        address: the controller's host.
+        port: the controller's port.
+        token: the job's token.
+        method: name of the method of the controller's service.
+        request: its message.
+        timeout_s: seconds that the controller may take to answer.
+
+    Raises:
+        grpc.RpcError: it does not answer, or refuses.
+        ConfigError: TLS is configured and cannot be used.
+    """
+    from ttp.wire.channel import metadata, open_channel, stub
+
     with open_channel(address, port, channel_options()) as channel:
-        try:
-            return stub(channel).GetStatus(GetStatusRequest(), timeout=timeout_s, metadata=metadata(token))
-        except grpc.RpcError:
-            return None
+        return getattr(stub(channel), method)(request, timeout=timeout_s, metadata=metadata(token))

@@ -112,7 +112,6 @@ class _Starts:
         for warning in warnings:
             logger.warning("%s", warning)
         self.codes: list[int] = []
-        self._excused: set[int] = set()
 
     def run(self) -> int:
         for launch in range(self._job.max_restarts + 1):
@@ -166,7 +165,6 @@ class _Starts:
             return self._start_at((_number_of(self._job.master_addr, named_s), port), launch)
 
     def _start_at(self, address: tuple[str, int], launch: int) -> bool:
-        self._excused.clear()
         job = self._job
         self._host.before_workers(
             job.master_addr, first_node=job.node_rank == 0, world_size=job.world_size, here=job.local_size
@@ -206,14 +204,8 @@ class _Starts:
 
     def _codes_of(self, processes: Processes) -> dict[int, int]:
         """Return exit codes of the workers; 0 for a crash in MindSpore's threads after the program had ended."""
-        codes = processes.codes()
-        crashed = [rank for rank, code in codes.items() if code < 0 and self._host.has_ended(processes.workers[rank])]
-        for rank in crashed:
-            if rank not in self._excused:
-                text = "rank %d had trained to its end when signal %d killed it: that counts as trained"
-                logger.warning(text, rank, -codes[rank])
-        self._excused.update(crashed)
-        return codes | dict.fromkeys(crashed, EXIT_TRAINED)
+        self._host.excuse(processes.workers)
+        return processes.codes()
 
     def _lost_scheduler(self, processes: Processes) -> bool:
         """Let the workers save after the scheduler was lost, as MindSpore ends them seconds later. Returns False."""
