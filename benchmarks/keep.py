@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.result import Result
+from benchmarks.result import Result, ratio_of
 from benchmarks.steady import BLOCK_STEPS, JOBS, model_of, training
 from benchmarks.world import protected, scratch
 from ttp import session
@@ -57,5 +57,4 @@ def run(quick: bool) -> Iterator[Result]:
     continuing._continuing = None
     how = f"{blocks} blocks of {steps} steps by turns; off: {statistics.median(taken['off']) * 1e3:.2f} ms"
     for way, title in (("keep", "keep"), ("one_step", "keep and one_step")):
-        ratio = statistics.median(a / b for a, b in zip(taken[way], taken["off"], strict=True))
-        yield Result(f"step time, {title} on / off", ratio, "x", 1.002, how)
+        yield Result(f"step time, {title} on / off", ratio_of(taken[way], taken["off"]), "x", 1.002, how)

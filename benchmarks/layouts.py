@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
-from benchmarks.result import Result
+from benchmarks.result import Result, ratio_of
 from benchmarks.world import train
 
 LAYOUTS = {
@@ -37,10 +37,8 @@ def run(quick: bool) -> Iterator[Result]:
 def _measure(layout: str, title: str, blocks: int, steps: int, ranks: int) -> Result:
     arguments = [layout, "", blocks, steps, STEP_MS, *SIZES]
     found = train("benchmarks.layout_rank", arguments, ranks, controlled=True)[0]
-    ratios = [on / off for on, off in zip(found["on"], found["off"], strict=True)]
     how = f"{blocks} blocks of {steps} steps by turns, {ranks} ranks; off: {statistics.median(found['off']):.2f} ms"
     if found["barrier"]:
-        alone = [with_it / off for with_it, off in zip(found["barrier"], found["off"], strict=True)]
-        how += f"; the barrier before each update and nothing else: {statistics.median(alone):.4g} x"
+        how += f"; the barrier before each update and nothing else: {ratio_of(found['barrier'], found['off']):.4g} x"
     budget = BUDGET_DDP if layout == "ddp" else BUDGET
-    return Result(f"step time, ttp on / off, {title}", statistics.median(ratios), "x", budget, how)
+    return Result(f"step time, ttp on / off, {title}", ratio_of(found["on"], found["off"]), "x", budget, how)

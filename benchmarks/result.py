@@ -52,6 +52,11 @@ def median_of(samples: Sequence[float]) -> tuple[float, float]:
     return statistics.median(ordered), ordered[min(len(ordered) - 1, int(len(ordered) * 0.9))]
 
 
+def ratio_of(these: Sequence[float], those: Sequence[float]) -> float:
+    """Return the median of the ratios of two measurements that were made by turns."""
+    return statistics.median(this / that for this, that in zip(these, those, strict=True))
+
+
 def time_us(call: Callable[[], object], repeat: int) -> list[float]:
     """Call ``call`` ``repeat`` times; return the microseconds of each call."""
     samples = []

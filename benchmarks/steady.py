@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.result import Result, median_of, time_us
+from benchmarks.result import Result, median_of, ratio_of, time_us
 from benchmarks.world import protected, scratch
 from ttp import session
 from ttp.adapters.torch.adapter import TorchAdapter
@@ -134,9 +134,8 @@ def measure(job: Job, save_dir: str, blocks: int, steps: int) -> list[Result]:
     hot = time_us(lambda: adapter.capture.capture(processor.gate.version, True), 200) if job is JOBS["plain"] else []
     current.left()
     session.reset()
-    ratio = statistics.median(a / b for a, b in zip(on, off, strict=True))
     how = f"{blocks} blocks of {steps} steps by turns; off: {statistics.median(off) * 1e3:.2f} ms"
-    results = [Result(f"step time, ttp on / off, {job.title}", ratio, "x", job.budget, how)]
+    results = [Result(f"step time, ttp on / off, {job.title}", ratio_of(on, off), "x", job.budget, how)]
     return results + list(_shares(job, taken, extra, hot))
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from typing import Any
 
-from benchmarks.result import Result
+from benchmarks.result import Result, ratio_of
 from benchmarks.world import train
 
 KINDS = {
@@ -41,15 +40,10 @@ def _measure(kind: str, title: str, blocks: int, steps: int, width: int, world: 
         ),
         Result(
             f"step / step of DDP with AdamW, {title}",
-            _ratio(ranks[0], "off", "plain"),
+            ratio_of(ranks[0]["off"], ranks[0]["plain"]),
             "x",
             None,
             f"{bare:.1f} ms; {shown}",
         ),
-        Result(f"step time, ttp on / off, {title}", _ratio(ranks[0], "on", "off"), "x", None, shown),
+        Result(f"step time, ttp on / off, {title}", ratio_of(ranks[0]["on"], ranks[0]["off"]), "x", None, shown),
     ]
-
-
-def _ratio(rank: dict[str, Any], one: str, other: str) -> float:
-    ratios: list[float] = [a / b for a, b in zip(rank[one], rank[other], strict=True)]
-    return statistics.median(ratios)
