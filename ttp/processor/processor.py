@@ -217,10 +217,6 @@ class Processor:
         """Pass an event to the program's own recovery. May be called from any thread."""
         self._inbox.put(event)
 
-    def exit_with(self, code: int | None) -> None:
-        """Set the exit code of this process after a release; None: the controller's."""
-        self._exit_code = code
-
     def wait_let_go(self, timeout_s: float) -> bool:
         """Wait up to ``timeout_s`` seconds until train() may return. Returns False if the time is over."""
         return self._let_go.wait(timeout_s) or self._closed

@@ -6,7 +6,9 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ttp import session
 from ttp.config import Config, RankEnv
@@ -44,7 +46,6 @@ class Participant:
     Args:
         env: identity of this rank.
         config: the job's settings.
-        exit_code: exit code of this process after a release; None for 75 if saved and 70 if not.
         action_s: time limit of a handler in seconds, at most half of ``TTP_OT``. Saving may take all of ``TTP_OT`` but
             ``ANOTHER_S``, so that other ranks have time to save if a save handler hangs.
         retry: whether lost device memory and broken links may be repaired in this process.
@@ -61,7 +62,6 @@ class Participant:
         env: RankEnv,
         config: Config,
         *,
-        exit_code: int | None = None,
         action_s: float = ACTION_S,
         retry: bool = True,
         load_repair: bool = False,
@@ -70,15 +70,23 @@ class Participant:
         elastic: bool = False,
         raise_when_halted: bool = True,
     ) -> None:
-        self._env, self._config, self._exit_code = env, config, exit_code
-        self._action_s, self._retry, self._load_repair = action_s, retry, load_repair
-        self._halt_before_dump, self._recover, self._raises = halt_before_dump, recover, raise_when_halted
-        self._elastic = elastic
+        self._env, self._config, self._raises = env, config, raise_when_halted
+        rescue_s = config.rescue_patience_s
+        self._able = Handlers(
+            Rank(env.rank),
+            sets=(),
+            retry=retry,
+            load_repair=load_repair,
+            halt_before_dump=halt_before_dump,
+            action_ms=_ms(min(action_s, rescue_s / 2)),
+            save_ms=_ms(rescue_s - min(rescue_s / 2, ANOTHER_S)),
+            halted=False,
+            recover=recover,
+            elastic=elastic,
+        )
+        self._said = threading.Lock()
         self._seat = Seat(config.resolved_run_dir())
         self._handlers: dict[HandlerKind, Handler] = {}
-        self._sets: tuple[ReplicaSet, ...] = ()
-        self._halted = False
-        self._said = threading.Lock()
         self._loop, self._pause = Loop(), PausePoint()
         self._session: session.Session | None = None
         self._processor: Processor | None = None
@@ -90,7 +98,7 @@ class Participant:
     def register(self, kind: HandlerKind, func: Handler) -> None:
         """Register ``func`` to be called with a ``Call`` in each round of this kind, instead of an earlier one."""
         self._handlers[kind] = func
-        if self._recover and kind in RECOVERING:
+        if self._able.recover and kind in RECOVERING:
             self._say()
 
     def start(self) -> None:
@@ -117,9 +125,8 @@ class Participant:
         """Set the processor up before any order can arrive."""
         self._actor = Actor(
             Rank(self._env.rank), processor, self._handlers, self._loop, self._pause, self._seat,
-            self._say_halted, self._on_device,
+            lambda halted: self._say(halted=halted), self._on_device,
         )  # fmt: skip
-        processor.exit_with(self._exit_code)
         processor.speak_for(RankRounds(), self._act)
         processor.before_exit = self._before_exit
         self._processor = processor
@@ -154,39 +161,19 @@ class Participant:
             ConfigError: the sets are not valid; the text says why.
         """
         rank = Rank(self._env.rank)
-        self._sets = tuple(check_set(group, rank, self._env.world_size) for group in sets)
-        self._say()
+        self._say(sets=tuple(check_set(group, rank, self._env.world_size) for group in sets))
 
     def set_halt_before_dump(self, halt: bool) -> None:
         """Change ``halt_before_dump``, for programs that know it only after they have joined."""
-        self._halt_before_dump = halt
-        self._say()
+        self._say(halt_before_dump=halt)
 
-    def _say_halted(self, halted: bool) -> None:
-        self._halted = halted
-        self._say()
-
-    def _say(self) -> None:
+    def _say(self, **changed: Any) -> None:
+        """Change some fields of the report of what this rank can do, and send it once the rank has joined."""
         with self._said:
-            if self._processor is None:
-                return
-            rescue_s = self._config.rescue_patience_s
-            self._processor.tell(
-                Said(
-                    Handlers(
-                        rank=Rank(self._env.rank),
-                        sets=self._sets,
-                        retry=self._retry,
-                        load_repair=self._load_repair,
-                        halt_before_dump=self._halt_before_dump,
-                        action_ms=_ms(min(self._action_s, rescue_s / 2)),
-                        save_ms=_ms(rescue_s - min(rescue_s / 2, ANOTHER_S)),
-                        halted=self._halted,
-                        recover=self._recover and all(kind in self._handlers for kind in RECOVERING),
-                        elastic=self._elastic,
-                    )
-                )
-            )
+            self._able = replace(self._able, **changed)
+            if self._processor is not None:
+                recover = self._able.recover and all(kind in self._handlers for kind in RECOVERING)
+                self._processor.tell(Said(replace(self._able, recover=recover)))
 
     # ------------------------------------------------------------------------------------------------ training thread
 
@@ -262,8 +249,7 @@ class Participant:
         words = text or f"the training loop has ended: {ailment.value}"
         self._loop_left()
         if not self._repairable(ailment):
-            text = f"rank {self._env.rank}: {words}"
-            processor.report(FaultKind.EXCEPTION, text, code, then=self._exit_code)
+            processor.report(FaultKind.EXCEPTION, f"rank {self._env.rank}: {words}", code)
             processor.wait_released()
             log.error("no controller has handled the failure of rank %s", self._env.rank)
             self.close()
@@ -273,8 +259,8 @@ class Participant:
     def _repairable(self, ailment: Ailment) -> bool:
         """Return whether the training thread of this process may enter its loop again."""
         if ailment in (Ailment.PEER, Ailment.JOINED):
-            return self._recover and (self.rebooted or ailment is Ailment.PEER)
-        return ailment is not Ailment.FATAL and (self._retry or ailment is Ailment.STOPPED)
+            return self._able.recover and (self.rebooted or ailment is Ailment.PEER)
+        return ailment is not Ailment.FATAL and (self._able.retry or ailment is Ailment.STOPPED)
 
     def _loop_left(self) -> None:
         if self._processor is not None:
