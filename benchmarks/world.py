@@ -22,6 +22,9 @@ from ttp.wire.channel import open_channel, stub
 from ttp.wire.v1 import controller_pb2 as pb
 from ttp.wire.v1.controller_pb2_grpc import ControllerStub
 
+REACHED_S = 180
+"""Seconds in which the ranks of a job have to begin to train."""
+
 
 def free_port() -> int:
     """Return a port that is free at the moment."""
@@ -168,15 +171,15 @@ def _environment(rank: int, world_size: int, port: int, directory: Path) -> dict
     }
 
 
-def _wait_for(service: ControllerStub, version: int, timeout_s: float = 180) -> None:
+def _wait_for(service: ControllerStub, version: int) -> None:
     """Wait until the job trains and every rank has finished ``version``."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + REACHED_S
     while time.monotonic() < deadline:
         status = service.GetStatus(pb.GetStatusRequest(), timeout=10)
         if status.stage == "training" and all(r.version >= version for r in status.ranks):
             return
         time.sleep(0.05)
-    raise TimeoutError(f"the ranks did not reach version {version} within {timeout_s} s")
+    raise TimeoutError(f"the ranks did not reach version {version} within {REACHED_S} s")
 
 
 @contextlib.contextmanager

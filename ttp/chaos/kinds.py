@@ -48,10 +48,10 @@ class RunDraw:
         """Draw a duration between ``least`` and ``most`` seconds."""
         return round(self.chance.uniform(least, most), 3)
 
-    def here(self, what: str, who: Target, name: str = "first", seconds: float = 0.0) -> Fault:
+    def here(self, what: str, who: Target, seconds: float = 0.0) -> Fault:
         """Return a fault at this step and phase."""
         seen_by = None if who.kind == "ranks" else self._rank_on_another_host(who)
-        return Fault(f"{self.prefix} {name}", what, who, self.step, self.phase, seen_by, seconds=seconds)
+        return Fault(f"{self.prefix} first", what, who, self.step, self.phase, seen_by, seconds=seconds)
 
     def _rank_on_another_host(self, who: Target) -> int:
         others = [r for r in range(self.job.world_size) if who.kind != "host" or self.job.host_of(r) not in who.numbers]

@@ -35,6 +35,8 @@ RETRY_MAX_S = 2.0
 KEPT_S = 30 * 86400.0
 """Seconds without ranks after which a controller with an owner ends by itself. Ranks may prepare data for hours before
 they connect; normally its owner ends it with the job."""
+END_S = 10.0
+"""Seconds that a controller may take to end."""
 TAIL_LINES = 15
 TAIL_BYTES = 1 << 16
 
@@ -86,7 +88,7 @@ def start_controller(
         raise ConfigError(f"cannot start the controller, run directory {run_dir}: {problem}") from None
 
 
-def stop_controller(child: subprocess.Popen[bytes], patience_s: float = 10.0) -> None:
+def stop_controller(child: subprocess.Popen[bytes], patience_s: float = END_S) -> None:
     """End the controller and wait until it has ended. After ``patience_s`` seconds it is killed.
 
     SIGINT ends a controller that serves as soon as it has written its journal; on SIGTERM alone it would first wait
@@ -103,10 +105,10 @@ def stop_controller(child: subprocess.Popen[bytes], patience_s: float = 10.0) ->
         child.wait()
 
 
-def end_controller(address: str, port: int, token: str, patience_s: float = 10.0) -> None:
+def end_controller(address: str, port: int, token: str) -> None:
     """Send SIGINT to this machine's controller at that port, if one serves, and wait until the port is free.
 
-    Returns after ``patience_s`` seconds even if the controller still listens.
+    Returns after ``END_S`` seconds even if the controller still listens.
     """
     pid = controller_pid(address, port, token)
     if pid is None:
@@ -116,7 +118,7 @@ def end_controller(address: str, port: int, token: str, patience_s: float = 10.0
     except (ProcessLookupError, PermissionError) as problem:
         logger.warning("the controller at %s:%d (pid %d) could not be ended: %s", address, port, pid, problem)
         return
-    deadline_s = time.monotonic() + patience_s
+    deadline_s = time.monotonic() + END_S
     while listens(address, port, 1.0) and time.monotonic() < deadline_s:
         time.sleep(0.05)
 

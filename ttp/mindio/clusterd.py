@@ -28,6 +28,8 @@ OTHER_FAULT = 1
 ACCUSE_AGAIN_S = 2.0
 EPISODE_S = 900.0
 """Largest number of seconds that ClusterD waits for a report; a later signal is about another fault."""
+STOP_S = 60.0
+"""Seconds in which the job has to freeze."""
 KNOWN_MAX = 256
 
 
@@ -147,13 +149,12 @@ class Bridge(Messages):
 
     Args:
         job_id: id of the job in ClusterD.
-        stop_s: seconds in which the job has to freeze.
         dump_s: seconds in which the job has to save.
     """
 
-    def __init__(self, job_id: str, stop_s: float = 60.0, dump_s: float = 360.0) -> None:
+    def __init__(self, job_id: str, dump_s: float = 360.0) -> None:
         super().__init__(job_id)
-        self._stop_s, self._dump_s = stop_s, dump_s
+        self._dump_s = dump_s
         self._seen: Seen | None = None
         self._told: deque[str] = deque(maxlen=KNOWN_MAX)
         """Incidents whose dead ranks were reported to ClusterD."""
@@ -174,7 +175,7 @@ class Bridge(Messages):
                 answer = pb.RecoverAnswer(code=NOT_DONE, info="ttp does not pause jobs: it saves and restarts them")
                 return [pb.RecoverStopped(job_id=self._job_id, status=answer, fault_ranks=signal.fault_ranks)]
             case "stopTrain", _:
-                self._fault(ranks, self._hosts_of(ranks), now).owed["stop"] = now + self._stop_s
+                self._fault(ranks, self._hosts_of(ranks), now).owed["stop"] = now + STOP_S
             case "globalFault", _:
                 self._fault(ranks, self._hosts_of(ranks), now)
                 can = pb.RecoverStrategies(job_id=self._job_id, fault_ranks=signal.fault_ranks)
