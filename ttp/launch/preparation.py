@@ -12,7 +12,7 @@ import sys
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from ttp.config import Config, saved_exit_code
+from ttp.config import CONTINUITY_MODES, Config, saved_exit_code
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED, ConfigError
 from ttp.launch.log_format import formatter
 from ttp.launch.ports import hold_port
@@ -22,6 +22,10 @@ from ttp.launch.token_file import forget_token, is_of_another_job, write_token
 
 EXIT_FAILED = 1
 
+EXIT_CODES = """A rank that exits with 64 is not restarted: its message says what to change. Exit code, the same on
+every host: 0 trained to the end, 75 saved and wants to be started again, 70 could not save, or nothing new in three
+launches in a row, 64 bad configuration or a call of ttp that is wrong, 1 anything else."""
+"""What ``ttp run --help`` says about all launchers."""
 CONTINUITY_HELP = (
     "how the job is started again after a failure. warm (default): workers are forked from a process that has imported "
     "their modules; off: each worker is a new interpreter; keep: like warm, but only dead workers are started, and the "
@@ -34,12 +38,18 @@ SAVED_CODE_HELP = (
 MINDIO_HELP = "let programs written for mindio_ttp run on ttp"
 
 
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that ``ttp run`` has for jobs of every framework."""
+    parser.add_argument("--mindio", action="store_true", help=MINDIO_HELP)
+    parser.add_argument("--continuity", choices=CONTINUITY_MODES, help=CONTINUITY_HELP)
+    parser.add_argument("--saved-exit-code", type=_saved_code, metavar="N", help=SAVED_CODE_HELP)
+
+
 class Launch:
     """One job, as the command line describes it.
 
     Args:
-        flags: ``mindio``, whether programs written for mindio_ttp are to run on ttp; ``continuity`` and
-            ``saved_exit_code``, None: as the environment says.
+        flags: those of ``add_flags``.
         several_nodes: other hosts take part.
     """
 
@@ -132,7 +142,7 @@ def _settle(config: Config, several_nodes: bool) -> Config:
     return dataclasses.replace(config, run_dir=str(run_dir))
 
 
-def saved_code(text: str) -> int:
+def _saved_code(text: str) -> int:
     """Parse the value of ``--saved-exit-code``, for argparse."""
     try:
         return saved_exit_code(text)

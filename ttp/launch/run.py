@@ -15,31 +15,26 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from ttp.config import CONTINUITY_MODES, MINDIO_FORCE, MINDIO_SWITCH, Config
+from ttp.config import MINDIO_FORCE, MINDIO_SWITCH, Config
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_SAVED, EXIT_TRAINED, ConfigError
 from ttp.launch.preparation import (
-    CONTINUITY_HELP,
+    EXIT_CODES,
     EXIT_FAILED,
-    MINDIO_HELP,
-    SAVED_CODE_HELP,
     Launch,
+    add_flags,
     forget_run_dir,
     refuse,
-    saved_code,
     settled,
     show_log,
 )
 
 logger = logging.getLogger("ttp.launch")
 
-EPILOG = """
+EPILOG = f"""
 ttp run takes every flag of torchrun and launches in the same way. In addition: it starts the job's controller on the
 first node (on TTP_PORT; one node: a free port when unset); when a rank dies, the healthy ones get up to TTP_OT seconds
 (default 360) to save before they are stopped; and a restart (--max-restarts) works and resumes from what they saved,
-with any rendezvous. A rank that exits with 64 is not restarted: its message says what to change. Exit code, the same on
-every host: 0 trained to the end, 75 saved and wants to be started again, 70 could not save, or nothing new in three
-launches in a row, 64 bad configuration or a call of ttp that is wrong, 1 anything else. For MindSpore jobs see
-ttp run --mindspore --help.
+with any rendezvous. {EXIT_CODES} For MindSpore jobs see ttp run --mindspore --help.
 """
 
 MINDSPORE = "--mindspore"
@@ -127,9 +122,7 @@ def _parse(argv: list[str]) -> Any:
         ) from None
     parser = get_args_parser()
     parser.prog, parser.epilog = "ttp run", EPILOG
-    parser.add_argument("--mindio", action="store_true", help=MINDIO_HELP)
-    parser.add_argument("--continuity", choices=CONTINUITY_MODES, help=CONTINUITY_HELP)
-    parser.add_argument("--saved-exit-code", type=saved_code, metavar="N", help=SAVED_CODE_HELP)
+    add_flags(parser)
     parser.add_argument("--stand-by", action="store_true", help=STAND_BY_HELP)
     parser.add_argument("--elastic", action="store_true", help=ELASTIC_HELP)
     arguments = parser.parse_args(argv)

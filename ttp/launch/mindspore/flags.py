@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ttp.config import CONTINUITY_MODES
 from ttp.core.layout import WORLD_SIZE_MAX
 from ttp.errors import ConfigError
-from ttp.launch.preparation import CONTINUITY_HELP, MINDIO_HELP, SAVED_CODE_HELP, saved_code
+from ttp.launch.preparation import EXIT_CODES, add_flags
 from ttp.launch.presence import is_local
 from ttp.launch.rank_table import RankTable, await_rank_table
 
@@ -28,13 +27,11 @@ RESTART_TYPE = "/user/restore/reset/config/restartType"
 RUNNERS = ("python", "python3", "pytest")
 """Programs that may stand in the place of the script, as for msrun."""
 
-EPILOG = """
+EPILOG = f"""
 Scheduler and workers are started as msrun does, on every host with the same flags but --node-rank. In addition: the
 job's controller runs on the first node (on TTP_PORT; one node: a free port when unset); when a rank dies, the healthy
 ones get up to TTP_OT seconds (default 360) to save before they are stopped; and the job is then started again up to
---max-restarts times. A rank that exits with 64 is not restarted: its message says what to change. Exit code, the same
-on every host: 0 trained to the end, 75 saved and wants to be started again, 70 could not save, or nothing new in three
-launches in a row, 64 bad configuration or a call of ttp that is wrong, 1 anything else.
+--max-restarts times. {EXIT_CODES}
 """
 
 
@@ -158,9 +155,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--restart-type-file", default=RESTART_TYPE, metavar="F", help="podReschedule in it: the job is started again "
         "with a new rank table only [%(default)s]")  # fmt: skip
     add("--join", choices=("True", "False"), default="True", help="taken from msrun's users; the job is always joined")
-    add("--mindio", action="store_true", help=MINDIO_HELP)
-    add("--continuity", choices=CONTINUITY_MODES, help=CONTINUITY_HELP)
-    add("--saved-exit-code", type=saved_code, metavar="N", help=SAVED_CODE_HELP)
+    add_flags(parser)
     add("script", help="the training script, or python, python3, pytest")
     add("script_args", nargs=argparse.REMAINDER, help="its arguments")
     return parser
