@@ -50,7 +50,8 @@ def test_ranks_that_go_on_once_more_before_anybody_looks_are_seen_to(
     agent: Any = SimpleNamespace(_worker_group=group, _remaining_restarts=1, _pcontext=object())
     failed: list[str] = []
     again = Again(tmp_path)
-    host: Any = SimpleNamespace(again=again, sweep=lambda: None, stop_going_on=lambda _, why: failed.append(why))
+    leases = SimpleNamespace(sweep=lambda: None)
+    host: Any = SimpleNamespace(again=again, leases=leases, stop_going_on=lambda _, why: failed.append(why))
     workers: Any = {0: SimpleNamespace(poll=lambda: None, pid=os.getpid())}
     seats = Seats(agent, host, Config(continuity="keep"))
     filled: list[int] = []

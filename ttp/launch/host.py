@@ -59,7 +59,7 @@ class Host:
     def __init__(self, config: Config, run_dir: Path) -> None:
         self.config = config
         self._run_dir = run_dir
-        self._leases = Leases(run_dir)
+        self.leases = Leases(run_dir)
         self._keeper = ControllerKeeper(config, run_dir)
         self._keeps = False
         self._watch = WorkerWatch()
@@ -73,7 +73,7 @@ class Host:
         self.shadows = Shadows(run_dir)
         self.seat: Callable[[], str] = lambda: ""
         """Returns whether a dead worker can be started alone; see ``ttp.core.controller.continuing``. Thread safe."""
-        self._leases.sweep()
+        self.leases.sweep()
         self._too_early = is_of_another_job(run_dir, config.token, config.port or 0)
         if not self._too_early:
             forget_ring(run_dir)
@@ -106,7 +106,7 @@ class Host:
             ConfigError: at the first start, if this is the first node and no controller can serve. Later this is only
                 logged: training without protection is better than none.
         """
-        self._leases.sweep()
+        self.leases.sweep()
         self.again.clear()
         self._early.begins(time.monotonic())
         first_start, self._address = not self._address, address
@@ -142,10 +142,6 @@ class Host:
                 "cannot start a relay on this host, its ranks connect to the controller directly: %s", problem
             )
 
-    def sweep(self) -> None:
-        """Remove files that killed processes have left in the run directory."""
-        self._leases.sweep()
-
     def watch(self, workers: Workers) -> None:
         """Report deaths of these workers from now on."""
         pids = {rank: worker.pid for rank, worker in workers.items()}
@@ -165,7 +161,7 @@ class Host:
     def excuse(self, workers: Workers) -> None:
         """Give workers that crashed after their program had ended, in a library that is unloaded, the exit code 0."""
         for rank, worker in workers.items():
-            if (code := worker.poll() or 0) < 0 and self._leases.has_ended(worker.pid):
+            if (code := worker.poll() or 0) < 0 and self.leases.has_ended(worker.pid):
                 text = "rank %d had trained to its end when signal %d killed it: that counts as trained"
                 logger.warning(text, rank, -code)
                 worker.returncode = EXIT_TRAINED
@@ -292,7 +288,7 @@ class Host:
             self._keeper.stop()
             if self._relay is not None:
                 self._relay.close()
-            self._leases.sweep()
+            self.leases.sweep()
 
     def _ask_verdict(self, several_nodes: bool, code: int) -> int:
         """Return the job's exit code. The first node waits until the other launchers have asked for theirs."""
@@ -336,22 +332,22 @@ class Host:
         return verdict
 
     def _scene(self, workers: Workers) -> WorkersNow:
-        exits, leases = {worker.pid: worker.poll() for worker in workers.values()}, self._leases.deadlines()
+        exits, leases = {worker.pid: worker.poll() for worker in workers.values()}, self.leases.deadlines()
         return WorkersNow(
             alive=frozenset(pid for pid, code in exits.items() if code is None),
             exits={pid: code for pid, code in exits.items() if code is not None},
-            armed=frozenset(worker_of(pid, exits) for pid in self._leases.armed()),
+            armed=frozenset(worker_of(pid, exits) for pid in self.leases.armed()),
             deadlines={worker_of(pid, exits): until for pid, until in sorted(leases.items(), key=itemgetter(1))},
             again=self.again.marks(),
         )
 
     def _armed(self, workers: Workers) -> set[int]:
         alive = _alive(workers)
-        return alive & {worker_of(pid, alive) for pid in self._leases.armed()}
+        return alive & {worker_of(pid, alive) for pid in self.leases.armed()}
 
     def _send(self, pids: Iterable[int], how: signal.Signals, workers: Workers) -> None:
         self._watch.expect(pids)
-        alive, armed = _alive(workers), self._leases.armed()
+        alive, armed = _alive(workers), self.leases.armed()
         for pid in alive & set(pids):
             ranks = [rank for rank in armed - {pid} if worker_of(rank, alive) == pid]
             if not ranks or how is signal.SIGKILL:

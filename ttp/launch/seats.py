@@ -86,7 +86,7 @@ class Seats:
         if self._filling and not self._going(workers):
             self._filling = False
             self._next_time()
-            self._host.sweep()
+            self._host.leases.sweep()
             logger.info("all ranks train again; those that did not die have kept their processes")
 
     def _say(self) -> str:
