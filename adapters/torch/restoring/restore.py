@@ -163,7 +163,7 @@ def _owner(item: IndexEntry) -> str:
 
 def _parts_min(item: IndexEntry) -> int:
     """Return the least number of steps that the path of such a value has."""
-    return 4 if item.path[:2] == _STATE else 2 if item.path[0] == "model" else 1
+    return 3 if item.path[:2] == _STATE else 2 if item.path[0] == "model" else 1
 
 
 def _is_small(item: IndexEntry, names: ModelNames) -> bool:

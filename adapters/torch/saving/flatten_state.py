@@ -16,31 +16,40 @@ ToHost = Callable[[Tensor], Tensor]
 """Returns a tensor's content on the host: the tensor itself if it is on the host, else a copy, whose memory the caller
 may free."""
 _PLAIN = (bool, int, float, str, type(None))
-_OF_MODULES = {"model": 2, "extra": 3}
-"""Least number of steps in the path of a module's value, by the first step."""
+_OF_CONTENT = {"model": 2, "extra": 3, "optim": 4}
+"""Least number of steps in the path of a value that a module or an optimizer has, by the first step."""
 
 
 def leaves(state: Mapping[Any, Any]) -> Iterator[tuple[StatePath, tuple[int, ...], Any]]:
     """Yield every value of a nested state as ``(path, positions of int keys in the path, value)``.
 
-    Mappings are always flattened, lists only if they hold a tensor or another flattened container, tuples never. Other
-    than in stock torch, an empty mapping in the extra state of a module is a value: its module has to get it back.
+    Mappings are flattened, lists only if they hold a tensor or another flattened container, tuples never. Other than in
+    stock torch, a mapping is a value if its keys cannot be told from their texts (a tuple; ``1`` beside ``"1"``), or if
+    it is empty and belongs to a module or an optimizer: these have to get it back.
     """
     for key, value in list(state.items()):
         yield from _visit((str(key),), (0,) if type(key) is int else (), value)
 
 
 def _visit(path: StatePath, int_keys: tuple[int, ...], value: Any) -> Iterator[tuple[StatePath, tuple[int, ...], Any]]:
-    if isinstance(value, Mapping):
-        if not value and len(path) >= _OF_MODULES.get(str(path[0]), len(path) + 1):
+    if isinstance(value, Mapping) and _has_lasting_keys(value):
+        if not value and len(path) >= _OF_CONTENT.get(str(path[0]), len(path) + 1):
             yield path, int_keys, {}
         for key, inner in list(value.items()):
             yield from _visit((*path, str(key)), (*int_keys, len(path)) if type(key) is int else int_keys, inner)
+    elif isinstance(value, Mapping):
+        yield path, int_keys, dict(value)
     elif _is_leaf(value):
         yield path, int_keys, value
     else:
         for index, inner in enumerate(value):
             yield from _visit((*path, index), int_keys, inner)
+
+
+def _has_lasting_keys(value: Mapping[Any, Any]) -> bool:
+    """Return whether the keys can be made again from their texts, as ``put`` does."""
+    keys = list(value)
+    return {str, int}.issuperset(map(type, keys)) and len(set(map(str, keys))) == len(keys)
 
 
 def _is_leaf(value: Any) -> bool:
@@ -101,7 +110,7 @@ def dump(value: Any, to_host: ToHost) -> bytes | None:
     buffer = io.BytesIO()
     try:
         torch.save(_portable(value, to_host), buffer)
-        if not isinstance(value, _PLAIN):
+        if type(value) not in _PLAIN:  # of a subclass, such as an Enum, torch would have to load the class
             torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
     except Exception:
         return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -45,7 +46,7 @@ def refusal(state: State, model: nn.Module) -> str:
         state: all state that this rank may have to write.
         model: the model; all of its buffers are captured after every update, non-persistent ones too.
     """
-    found = [*_wrong_device(state, model), *_wrong_tensors(state), *_wrong_values(state)]
+    found = [*_wrong_device(state, model), *_wrong_tensors(state), *_wrong_values(state), *_wrong_names(state)]
     more = f"; and {len(found) - _LISTED_MAX} more like it" if len(found) > _LISTED_MAX else ""
     return f"this training state could not be saved: {'; '.join(found[:_LISTED_MAX])}{more}" if found else ""
 
@@ -275,6 +276,12 @@ def _wrong_values(state: State) -> Iterator[str]:
                 f"{key} is a {type(value).__module__}.{type(value).__qualname__}, which has no form on disk that is "
                 "safe to load: keep tensors, numbers, strings, and lists and dicts of them"
             )
+
+
+def _wrong_names(state: State) -> Iterator[str]:
+    count = Counter(".".join(map(str, path)) for path, _, _ in leaves(state))
+    for key in (key for key, number in count.items() if number > 1):
+        yield f"two values are called {key} if the keys to them are joined by dots: give one of them another key"
 
 
 def _tensors(state: State) -> Iterator[tuple[str, Tensor]]:

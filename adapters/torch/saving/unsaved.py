@@ -28,13 +28,15 @@ def refuse_unsaved(given: Sequence[Optimizer], extra: Collection[Any]) -> None:
         UsageError: an optimizer keeps such state.
     """
     every = [owner for optimizer in given for owner in owners_of(optimizer)]
-    for owner in every if len(every) > 1 else ():
-        nobodys = next((key for key in list(owner.state) if not isinstance(key, Tensor)), None)
+    why, fit = "has a name for strings only", (Tensor, str)
+    if len(every) > 1:
+        why, fit = "of several optimizers does not tell which of them such an entry belongs to", (Tensor,)
+    for owner in every:
+        nobodys = next((key for key in list(owner.state) if not isinstance(key, fit)), None)
         if nobodys is not None:
             raise UsageError(
-                f"{type(owner).__name__} keeps {nobodys!r} in .state, which is no parameter: a checkpoint of several "
-                "optimizers does not tell which of them such an entry belongs to. Keep it in state[parameter] or in "
-                "its param groups"
+                f"{type(owner).__name__} keeps {nobodys!r} in .state, which is no parameter: a checkpoint {why}. Keep "
+                "it in state[parameter] or in its param groups"
             )
     for optimizer in given:
         owners = owners_of(optimizer)

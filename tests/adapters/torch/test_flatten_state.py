@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections import OrderedDict
+from enum import Enum, IntEnum
 from typing import Any
 
 import numpy
@@ -33,7 +34,8 @@ def test_the_rules_are_those_of_stock_torch(state: dict[str, Any]) -> None:
 
 
 def test_put_is_the_inverse_and_keeps_integer_keys_apart_from_indices() -> None:
-    state = {"a": [T, {0: T, "1": 2}, [3]], "b": {7: {8: "x"}}, "c": (1, 2), 5: T}
+    state = {"a": [T, {0: T, "1": 2}, [3]], "b": {7: {8: "x"}}, "c": (1, 2), 5: T, "d": {(1, 2): T, None: {3: T}}}
+    state |= {"e": {1: T, "1": 2}, "f": {True: 1}}
     rebuilt: dict[str, Any] = {}
     for path, int_keys, value in leaves(state):
         put(rebuilt, path, value, int_keys)
@@ -79,6 +81,24 @@ def test_what_cannot_be_loaded_safely_is_refused() -> None:
     assert dump(Odd(), torch.Tensor.cpu) is None
     assert dump(print, torch.Tensor.cpu) is None
     assert dump([numpy.ones(3)], torch.Tensor.cpu) is None
+
+
+class Mode(str, Enum):
+    """A text of a class of its own."""
+
+    FAST = "fast"
+
+
+class Level(IntEnum):
+    """A number of a class of its own."""
+
+    LOW = 1
+
+
+@pytest.mark.parametrize("value", [Mode.FAST, Level.LOW])
+def test_texts_and_numbers_of_a_class_of_their_own_are_refused(value: Any) -> None:
+    """torch refuses to load them, and with them the whole checkpoint could not be restored."""
+    assert dump(value, torch.Tensor.cpu) is None
 
 
 BASE = torch.arange(24, dtype=torch.bfloat16).reshape(4, 6)

@@ -104,6 +104,28 @@ def test_state_that_the_optimizer_already_has_is_replaced(tmp_path: Path) -> Non
     assert facts(model, optimizer) == facts(*fresh(seed=3))
 
 
+@pytest.mark.parametrize(
+    "kept",
+    [
+        torch.arange(2.0),
+        7,
+        {"step": 1, "cache": {}},
+        {"list": [{}, torch.ones(1)]},
+        {"blocks": {(0, 1): torch.ones(1), True: 2}},
+        {"blocks": {1: torch.ones(1), "1": torch.zeros(1)}},
+    ],
+    ids=["a tensor", "a number", "an empty dict", "an empty dict in a list", "keys of other types", "equal texts"],
+)
+def test_state_of_any_form_comes_back(tmp_path: Path, kept: Any) -> None:
+    model, optimizer = fresh(OPTIMIZERS["sgd"], seed=3)
+    state: Any = optimizer.state
+    state[model.second.weight] = kept
+    manifest = write_checkpoint(tmp_path / "c", model, optimizer, JobState(version=1))
+    other, again = fresh(OPTIMIZERS["sgd"])
+    restore_into(tmp_path / "c", manifest, model=other, optimizer=again)
+    assert repr(again.state[other.second.weight]) == repr(kept)
+
+
 def test_param_groups_and_tensors_stay_the_same_objects(tmp_path: Path) -> None:
     make = OPTIMIZERS["adam with a tensor lr"]
     model, optimizer = fresh(make)
@@ -230,9 +252,9 @@ def through_a_checkpoint(path: Path, model: Counting, other: Counting) -> Restor
     return restore_into(path, write_checkpoint(path, model, one, JobState(version=1)), model=other, optimizer=two)
 
 
-@pytest.mark.parametrize("seen", [(1, "x"), {}, [{}], {"a": {}, "b": 1}])
+@pytest.mark.parametrize("seen", [(1, "x"), {}, [{}], {"a": {}, "b": 1}, {(0, 1): "x", None: 2}, {1: 2, "1": 3}])
 def test_expanded_buffers_and_extra_states(seen: Any, tmp_path: Path) -> None:
-    """Also empty dicts in an extra state come back."""
+    """Also empty dicts and keys of any type in an extra state come back."""
     model, other = Counting(5.0), Counting(1.0)
     model.seen, other.seen = seen, "mine"
     through_a_checkpoint(tmp_path / "c", model, other)

@@ -73,8 +73,12 @@ def quantised() -> Any:
 
 
 class WithExtraState(nn.Module):
+    def __init__(self, state: Any = None) -> None:
+        super().__init__()
+        self.state = state or {"amax": memoryview(b"")}
+
     def get_extra_state(self) -> Any:
-        return {"amax": memoryview(b"")}
+        return self.state
 
     def set_extra_state(self, state: Any) -> None: ...
 
@@ -92,8 +96,12 @@ class TestWhenItIsWrapped:
             ),
             (buffer(lambda: Packed(torch.ones(2))), "model.odd is a Packed of layout"),
             (lambda model: model.append(WithExtraState()), r"model.2._extra_state.amax is a builtins.memoryview"),
+            (
+                lambda model: model.append(WithExtraState({"a": {"b": 1}, "a.b": 2})),
+                r"two values are called model.2._extra_state.a.b",
+            ),
         ],
-        ids=["meta", "meta that is not saved", "sparse", "quantised", "subclass", "extra state of a module"],
+        ids=["meta", "meta that is not saved", "sparse", "quantised", "subclass", "extra state of a module", "dots"],
     )
     @pytest.mark.supports("tensor subclasses")
     @pytest.mark.supports("non-dense tensors")
@@ -190,6 +198,13 @@ class TestAfterTheFirstUpdate:
         with pytest.raises(UsageError, match=text):
             job.step()
         assert job.processor.gate.version == 1 and job.processor.begun == [1]
+
+    def test_state_by_a_key_that_is_no_name_is_refused(self, tmp_path: Path) -> None:
+        """Equal layers have equal texts, so their entries could not be told apart in a checkpoint."""
+        job = Job(tmp_path).wrap()
+        job.optimizer.state[job.model[0]] = {"factor": torch.ones(1)}
+        with pytest.raises(UsageError, match=r"keeps Linear.* in \.state, which is no parameter"):
+            job.step()
 
     def test_eight_bits_in_plain_tensors_are_saved(self, tmp_path: Path) -> None:
         """As bitsandbytes keeps them."""
