@@ -40,7 +40,7 @@ class LazyTensor:
     def of(cls, tensor: Tensor) -> LazyTensor:
         """Wrap a tensor that is in memory or mapped from a file."""
         tensor = tensor.detach()
-        layout = (tensor.dtype, tuple(tensor.shape), tensor.stride())
+        layout = (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
         identity = (tensor.data_ptr(), *layout) if tensor.numel() else object()
         return cls(tensor.dtype, tuple(tensor.shape), identity, lambda: tensor)
 

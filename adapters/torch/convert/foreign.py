@@ -36,18 +36,20 @@ def understood(path: Path, loaded: Any, *, optimizer: bool) -> WholeState:
     if not isinstance(loaded, Mapping):
         raise CheckpointError(f"{path} holds a {type(loaded).__name__} instead of a mapping from names to tensors")
     model_key = next((key for key in _MODEL if isinstance(loaded.get(key), Mapping)), None)
-    model = _unwrapped(loaded if model_key is None else loaded[model_key])
+    rest: Mapping[str, Any] = {} if model_key is None else loaded
+    ours: Any = rest.get("ttp") if isinstance(rest.get("ttp"), Mapping) else None
+    given = loaded if model_key is None else loaded[model_key]
+    model = _unwrapped(given) if ours is None else dict(given)
     if not any(isinstance(value, Tensor) for value in model.values()):
         raise CheckpointError(f"{path} holds no weights: it has no {', '.join(_MODEL)}, and is no state dict itself")
     state: dict[str, Any] = {"model": model}
     notes: list[str] = []
-    rest: Mapping[str, Any] = {} if model_key is None else loaded
     optim = next((rest[key] for key in _OPTIMIZER if optimizer and isinstance(rest.get(key), Mapping)), None)
     if optim is not None:
         state["optim"] = _named(path, optim, model, notes)
     if isinstance(rest.get("extra"), Mapping):
         state["extra"] = rest["extra"]
-    ours: Any = rest.get("ttp") if isinstance(rest.get("ttp"), Mapping) else {}
+    ours = ours or {}
     job = {**ours.get("job", {}), **_schedules(rest.get("scheduler"))} if optim is not None else None
     version = next((rest[key] for key in _VERSION if type(rest.get(key)) is int), None)
     return WholeState(path.name, version, leaves_of(state), str(ours.get("optimizer", "")), job, tuple(notes))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Hashable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,10 +84,10 @@ def plan(contents: WholeState, *, optimizer: bool) -> FilePlan:
     metadata = {"format": "pt", _SOURCE: contents.source}
     if contents.version is not None:
         metadata[_VERSION] = str(contents.version)
-    if optimizer:
-        named |= _moments(contents, named)
-        metadata |= {_KIND: contents.optimizer, _OPTIM: _encode_optimizer(contents)}
     stored, tied = _untie(named)
+    if optimizer:
+        stored |= _moments(contents, named)
+        metadata |= {_KIND: contents.optimizer, _OPTIM: _encode_optimizer(contents)}
     clash = sorted(tied.keys() & metadata.keys())
     if clash:
         raise CheckpointError(f"{clash[0]} cannot be the name of a weight in a safetensors file: use --to torch")
@@ -170,11 +171,11 @@ def _encode_optimizer(contents: WholeState) -> str:
 
 def _plain(leaf: StateValue) -> Any:
     value = {_TUPLE: list(leaf.value)} if isinstance(leaf.value, tuple) else leaf.value
-    try:
-        json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError):
-        raise CheckpointError(f"{leaf.key} cannot be stored in a safetensors file: use --to torch") from None
-    return value
+    with suppress(TypeError, ValueError):
+        kept = not leaf.int_keys and _TUPLE not in leaf.path
+        if kept and json.loads(json.dumps(value, allow_nan=False), object_hook=_tuples) == leaf.value:
+            return value
+    raise CheckpointError(f"{leaf.key} cannot be stored in a safetensors file: use --to torch")
 
 
 def _untie(named: Mapping[str, LazyTensor]) -> tuple[dict[str, LazyTensor], dict[str, str]]:

@@ -3,7 +3,7 @@
 ``model`` is for ``model.load_state_dict``, and ``optim`` for ``optimizer.load_state_dict``: its param groups have names
 of parameters instead of numbers, which torch accepts and ``set_optimizer_state_dict`` needs. ``scheduler``, if there is
 one, is for the LR scheduler's ``load_state_dict``. ``extra`` holds the modules that were given as ``extra_state``.
-``ttp`` is for ttp, which can make a checkpoint from the file again.
+``ttp`` is for ttp, which can make a checkpoint from the file again: it shows that no name has the prefix of a wrapper.
 
 Memory: ``torch.save`` takes all tensors at once. So the tensors are first written one by one to an unnamed file beside
 the target, and mapped from there, so that the kernel can drop them from memory. That file needs as much free space on
@@ -61,6 +61,8 @@ def write(
         for entry in entries.values():
             mapped.add(entry)
         state = tree(iter(kept), mapped.tensor)
+        if "optim" in state:
+            state["optim"].setdefault("state", {})  # plain SGD has none, and load_state_dict() needs the key
         rest, unsafe = _rest(contents, optimizer=optimizer)
         with HashingFile(target, progress) as file:
             torch.save(state | rest, cast("Any", file))
@@ -70,7 +72,7 @@ def write(
 
 def _rest(contents: WholeState, *, optimizer: bool) -> tuple[dict[str, Any], list[str]]:
     """Return the entries besides model, optimizer and extra, and the names of those that cannot be stored."""
-    rest: dict[str, Any] = {"version": contents.version}
+    rest: dict[str, Any] = {"version": contents.version, "ttp": {}}
     if not optimizer:
         return rest, []
     job = dict(contents.job or {})

@@ -159,16 +159,39 @@ def _load(reader: ManifestReader, state_dict: dict[str, Any], *, partial: bool =
         raise CheckpointError(f"{reader.path} cannot be loaded: {causes[0]}") from problem
 
 
-def read_values(path: Path, items: Sequence[IndexEntry]) -> dict[str, Any]:
-    """Read small items to the CPU and return them as a nested state.
+def read_values(path: Path, items: Iterable[IndexEntry]) -> dict[str, Any]:
+    """Read items to the CPU and return them as a nested state, with whole tensors.
 
     Raises:
         CheckpointError: a file cannot be read, or does not match its table of contents.
     """
     root: dict[str, Any] = {}
-    for item in items:
-        put(root, item.path, read_value(path, item), item.int_keys)
+    for chunks in by_path(items):
+        put(root, chunks[0].path, read_whole(path, chunks), chunks[0].int_keys)
     return root
+
+
+def by_path(items: Iterable[IndexEntry]) -> list[list[IndexEntry]]:
+    """Return the distinct chunks of each value. The values are in the order of the checkpoint."""
+    found: dict[StatePath, dict[object, IndexEntry]] = {}
+    for item in items:  # replicas may have written a chunk twice: keep the first, as stock torch does
+        found.setdefault(item.path, {}).setdefault((item.offsets, item.sizes), item)
+    return [list(chunks.values()) for chunks in found.values()]
+
+
+def read_whole(path: Path, chunks: Sequence[IndexEntry]) -> Any:
+    """Read a value of which ``chunks`` are all chunks. Takes the memory of the value and of its largest chunk.
+
+    Raises:
+        CheckpointError: a file cannot be read, or does not match its table of contents.
+    """
+    first = chunks[0]
+    if len(chunks) == 1 and first.sizes == first.shape:
+        return read_value(path, first)
+    full = torch.empty(first.shape, dtype=first.torch_dtype)
+    for chunk in chunks:
+        copy_overlaps(path, chunk, [Chunk(full, first.shape, (0,) * full.dim())])
+    return full
 
 
 def read_value(path: Path, item: IndexEntry) -> Any:

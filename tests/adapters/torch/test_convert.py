@@ -96,7 +96,7 @@ def test_a_plain_torch_job_goes_on_with_the_torch_file(tmp_path: Path, checkpoin
         train(*one, 3)
     assert facts(model, optimizer) == facts(*trained[:2])
     weights = torch.load(converted(checkpoint, tmp_path / "w.pt", "torch", optimizer=False).target, weights_only=True)
-    assert weights.keys() == {"model", "version"}
+    assert weights.keys() == {"model", "version", "ttp"}
 
 
 def test_the_names_of_the_optimizer_fit_torchs_own_functions(
@@ -160,27 +160,67 @@ def load_in_order(file: Path, model: nn.Module) -> list[Tensor]:
     return [found[name] for name in model.state_dict()]
 
 
-def test_optimizer_state_in_torchs_flattened_form_becomes_nested(tmp_path: Path) -> None:
-    one, two = torch.randn(2, 3), torch.randn(3)
-    optim = {
-        "state.layer.weight.exp_avg": one + 1,
-        "state.layer.bias.exp_avg": two + 1,
-        "param_groups.layer.weight.lr": 0.1,
-        "param_groups.layer.bias.lr": 0.1,
-        "param_groups.layer.weight.betas": (0.9, 0.99),
-        "param_groups.layer.bias.betas": (0.8, 0.99),
-    }
-    state = {"model": {"layer.weight": one, "layer.bias": two}, "optim": optim}
+@pytest.mark.parametrize("to", ["torch", "safetensors"])
+def test_settings_by_the_names_of_parameters_become_param_groups(tmp_path: Path, to: str) -> None:
+    """Jobs with several pipeline stages write them so."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW([{"params": [model.bias], "lr": 0.5}, {"params": [model.weight]}])
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    named = {"weight": optimizer.param_groups[1], "bias": optimizer.param_groups[0]}
+    settings = {name: {key: v for key, v in group.items() if key != "params"} for name, group in named.items()}
+    moments = {name: optimizer.state[p] for name, p in model.named_parameters()}
+    optim = {"state": moments, "param_groups": settings}
+    state = {"model": dict(model.named_parameters()), "optim": optim, "ttp": {"version": 2, "optimizer": ""}}
     (tmp_path / "c").mkdir()
     whole_checkpoint(
         tmp_path / "c", [write_shard(tmp_path / "c", "__0_0.distcp", state, shard=Shard("model"), writer=Rank(0))], 2
     )
-    file = torch.load(converted(tmp_path / "c", tmp_path / "f", "torch").target, weights_only=True)
-    assert torch.equal(file["optim"]["state"]["layer.weight"]["exp_avg"], one + 1)
-    assert file["optim"]["param_groups"] == [
-        {"lr": 0.1, "betas": (0.9, 0.99), "params": ["layer.weight"]},
-        {"lr": 0.1, "betas": (0.8, 0.99), "params": ["layer.bias"]},
-    ]
+    file = converted(tmp_path / "c", tmp_path / "f", to, optimizer=True).target
+    if to == "torch":
+        groups = torch.load(file, weights_only=True)["optim"]["param_groups"]
+        assert [(group["lr"], group["params"]) for group in groups] == [(1e-3, ["weight"]), (0.5, ["bias"])]
+    path = converted(file, tmp_path / "new", "dcp").target
+    other = nn.Linear(3, 2)
+    again = torch.optim.AdamW([{"params": [other.weight]}, {"params": [other.bias]}])
+    restored(path, other, again)
+    assert [group["lr"] for group in again.param_groups] == [1e-3, 0.5]
+    assert torch.equal(again.state[other.bias]["exp_avg"], optimizer.state[model.bias]["exp_avg"])
+
+
+@pytest.mark.parametrize("optimizer", [True, False])
+@pytest.mark.parametrize("to", ["torch", "safetensors"])
+def test_names_like_those_of_wrappers_are_kept(tmp_path: Path, to: str, optimizer: bool) -> None:
+    """A model may call its only child ``module``, as DistributedDataParallel does."""
+    model, again = (nn.ModuleDict({"module": nn.Linear(2, 2)}) for _ in range(2))
+    make = torch.optim.AdamW
+    write_checkpoint(tmp_path / "c", model, make(model.parameters()), JobState(version=3))
+    file = converted(tmp_path / "c", tmp_path / "f", to, optimizer=optimizer).target
+    restored(converted(file, tmp_path / "new", "dcp").target, again, make(again.parameters()))
+    assert same(model.state_dict().values(), again.state_dict().values())
+
+
+def test_tensors_of_the_optimizer_that_are_also_others(tmp_path: Path) -> None:
+    """One count for all parameters, and a reference to a weight."""
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer, again = (torch.optim.AdamW(each.parameters()) for each in (model, other))
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    for parameter in model.parameters():
+        optimizer.state[parameter] |= {"count": torch.tensor(5.0), "slow": parameter.detach()}
+    optimizer.state[model.bias]["count"] = optimizer.state[model.weight]["count"]
+    write_checkpoint(tmp_path / "c", model, optimizer, JobState(version=3))
+    file = converted(tmp_path / "c", tmp_path / "f", "safetensors", optimizer=True).target
+    restored(converted(file, tmp_path / "new", "dcp").target, other, again)
+    assert facts(other, again) == facts(model, optimizer)
+
+
+@pytest.mark.parametrize("value", [{1: 2}, [(1, 2)], {"__tuple__": [1]}, float("nan")])
+def test_what_json_would_change_is_not_written(tmp_path: Path, trained: Trained, value: Any) -> None:
+    trained[1].param_groups[0]["odd"] = value
+    write_checkpoint(tmp_path / "c", trained[0], trained[1], JobState(version=3))
+    with pytest.raises(CheckpointError, match=r"odd.* cannot be stored in a safetensors file: use --to torch"):
+        converted(tmp_path / "c", tmp_path / "f", "safetensors", optimizer=True)
 
 
 # ---------------------------------------------------------------------------------------------- refusals
@@ -271,16 +311,16 @@ def test_a_missing_library_is_named(tmp_path: Path, checkpoint: Path, monkeypatc
 def test_one_tensor_at_a_time_is_in_memory(tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch) -> None:
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
     most = 0
-    assemble = from_checkpoint._assemble
+    read = from_checkpoint.read_whole
 
     def counting(path: Path, chunks: Any) -> Tensor:
         nonlocal most
-        tensor = assemble(path, chunks)
+        tensor: Tensor = read(path, chunks)
         gc.collect()
         alive.add(tensor.untyped_storage())
         most = max(most, len(alive))
         return tensor
 
-    monkeypatch.setattr(from_checkpoint, "_assemble", counting)
+    monkeypatch.setattr(from_checkpoint, "read_whole", counting)
     converted(sharded(tmp_path / "c", {f"{n}": torch.randn(9, 9) for n in "acdef"}), tmp_path / "new", to)
     assert most == 1
