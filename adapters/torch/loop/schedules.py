@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ttp.adapters.torch.loop.post_step_state import listed
+from ttp.adapters.torch.restoring.compare import hand_to
 from ttp.adapters.torch.saving.job_state import JobState
 
 
@@ -35,7 +36,7 @@ def load_scheduler(scheduler: Any, job: JobState) -> list[str]:
     if len(here) != len(there):
         return [f"the checkpoint has {len(there)} LR schedulers and this job {len(here)}: they were not restored"]
     for each, saved in zip(here, there, strict=True):
-        each.load_state_dict(saved.state)
+        hand_to(f"load_state_dict() of the LR scheduler ({type(each).__name__})", each.load_state_dict, saved.state)
     due = [(each, saved.state) for each, saved in zip(here, there, strict=True) if saved.pending]
     return [note for each, state in due for note in _make_due_step(each, state)]
 
@@ -58,7 +59,8 @@ def load_scaler(scaler: Any, job: JobState) -> list[str]:
         return _one_sided(
             "a gradient scaler", scaler if scaler is not None and scaler.is_enabled() else None, job.scaler
         )
-    scaler.load_state_dict(_updated(job.scaler, job.scaler_skipped) if job.scaler_pending else job.scaler)
+    state = _updated(job.scaler, job.scaler_skipped) if job.scaler_pending else job.scaler
+    hand_to("load_state_dict() of the gradient scaler", scaler.load_state_dict, state)
     return []
 
 

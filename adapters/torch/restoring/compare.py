@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
@@ -11,6 +11,7 @@ from ttp.adapters.torch.saving.piece_index import IndexEntry
 from ttp.adapters.torch.saving.state import optimizer_kind
 from ttp.adapters.torch.sharding.dtensor_chunks import Cutter
 from ttp.adapters.torch.sharding.names import ModelNames
+from ttp.errors import OtherModelError
 
 _LISTED_MAX = 8
 _NOT_HYPERPARAMETERS = {
@@ -96,6 +97,26 @@ def optimizer_differences(names: ModelNames, optimizer: Optimizer, saved: SavedG
         found += _sentence(f"only here in param group {number}", sorted(mine - theirs))
         found += _sentence(f"only in the checkpoint in param group {number}", sorted(theirs - mine))
     return found
+
+
+def hand_to(what: str, load: Callable[[Any], object], saved: Any) -> None:
+    """Hand a saved state over to ``load``, a method of an object of the program.
+
+    Args:
+        what: the method, for the message.
+        load: the method.
+        saved: the state.
+
+    Raises:
+        OtherModelError: it does not accept the state.
+    """
+    try:
+        load(saved)
+    except Exception as problem:
+        raise OtherModelError(
+            f"{what} refused what was saved ({type(problem).__name__}: {problem}). Use the code that wrote the "
+            "checkpoint, or another save_dir to start at step 0"
+        ) from problem
 
 
 def _settings(groups: SavedGroups) -> set[str]:

@@ -8,6 +8,7 @@ import os
 import random
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,11 +24,12 @@ from ttp.adapters.torch.local_state.extra_state import ExtraState
 from ttp.adapters.torch.local_state.image import LocalState, read_local_state
 from ttp.adapters.torch.loop.post_step_state import PostStepState
 from ttp.adapters.torch.loop.repeating import Repeating
+from ttp.adapters.torch.restoring.compare import hand_to
 from ttp.adapters.torch.restoring.kept import Kept, UnlikeError
 from ttp.adapters.torch.restoring.reader import load, read_values
 from ttp.adapters.torch.restoring.restore import Restored, restore_into
 from ttp.adapters.torch.restoring.transfer import give, receive
-from ttp.adapters.torch.saving.piece_index import items_of
+from ttp.adapters.torch.saving.piece_index import IndexEntry, items_of
 from ttp.adapters.torch.sharding.dtensor_chunks import is_distributed
 from ttp.adapters.torch.sharding.exchange import connected, gather_bytes
 from ttp.adapters.torch.sharding.names import module_tensors
@@ -232,17 +234,20 @@ class Restoring(abc.ABC):
 
     def _load_modules(self, checkpoint: Path, manifest: Manifest) -> None:
         """Load the modules that were given as ``extra_state``, such as averages of the weights."""
-        items = [item for item in items_of(manifest.pieces) if item.path[0] == "extra"]
-        values = read_values(checkpoint, items).get("extra", {})
+        saved: dict[str, list[IndexEntry]] = defaultdict(list)
+        for item in items_of(manifest.pieces):
+            if item.path[0] == "extra":
+                saved[str(item.path[1])].append(item)
         for name, module in self._extra.modules.items():
-            if name in values and any(map(is_distributed, module.parameters())):
+            if name not in saved:
+                log.warning("extra_state[%r] is not in the checkpoint: it keeps its initial value", name)
+            elif any(map(is_distributed, module.parameters())):
                 load(
                     checkpoint, manifest, {"extra": {name: {k: t.detach() for k, t in module_tensors(module).items()}}}
                 )
-            elif name in values:
-                module.load_state_dict(values[name])
             else:
-                log.warning("extra_state[%r] is not in the checkpoint: it keeps its initial value", name)
+                whole = read_values(checkpoint, saved[name])["extra"][name]
+                hand_to(f"extra_state[{name!r}].load_state_dict()", module.load_state_dict, whole)
 
     def _load_local(
         self, checkpoint: Path, manifest: Manifest, restored: Restored, rank: int, world_size: int

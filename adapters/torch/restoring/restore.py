@@ -16,7 +16,7 @@ from ttp.adapters.torch.local_state.buffers import overlaps
 from ttp.adapters.torch.loop.combined_optimizer import members_of
 from ttp.adapters.torch.loop.schedules import load_scaler, load_scheduler
 from ttp.adapters.torch.loop.unwrap_optimizer import unwrap_optimizer
-from ttp.adapters.torch.restoring.compare import is_left_out, model_differences, optimizer_differences
+from ttp.adapters.torch.restoring.compare import hand_to, is_left_out, model_differences, optimizer_differences
 from ttp.adapters.torch.restoring.kept import Kept, UnlikeError, hand_over
 from ttp.adapters.torch.restoring.reader import load, load_chunks, read_values
 from ttp.adapters.torch.saving.checkpoint import Chunk
@@ -200,10 +200,13 @@ def _load_model(saved: _Saved, names: ModelNames, cutter: Cutter) -> None:
     load_chunks(saved.path, saved.manifest, pieces)
     for name, loaded in target.items():
         if not _shares_memory(loaded, tensors[name]) and not torch.equal(loaded, tensors[name]):
-            names.replace_buffer(name, loaded)
+            if name in names.parameters:
+                tensors[name].data = loaded  # frozen, as no optimizer can update such a parameter
+            else:
+                names.replace_buffer(name, loaded)
     for name, owner in names.extra_states.items():
         if name in saved.extra_states and not is_left_out(name, saved.left_out):
-            owner.set_extra_state(saved.extra_states[name])
+            hand_to(f"set_extra_state() of {name}", owner.set_extra_state, saved.extra_states[name])
 
 
 def _make_buffers(saved: _Saved, names: ModelNames) -> None:

@@ -145,7 +145,7 @@ class _ShardWriter:
         if why := objection(name.key, tensor):
             raise CheckpointError(why)
         dtype = chunk.dtype or tensor.dtype
-        layout = (dtype, tensor.shape, tensor.stride())
+        layout = (dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
         same = (tensor.device, tensor.data_ptr(), *layout, chunk.offsets, chunk.shape)
         first = self._tensors.get(same) if tensor.numel() else None
         if first is not None:

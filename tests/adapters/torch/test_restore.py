@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.adapters.torch.checkpoints import Net, adamw, digest, train, write_checkpoint
 from ttp.adapters.torch.restoring.restore import Restored, restore_into
 from ttp.adapters.torch.saving.job_state import JobState
-from ttp.errors import CheckpointError
+from ttp.errors import CheckpointError, OtherModelError
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -246,9 +246,9 @@ class Counting(nn.Module):
         self.seen = state["seen"]
 
 
-def through_a_checkpoint(path: Path, model: Counting, other: Counting) -> Restored:
+def through_a_checkpoint(path: Path, model: nn.Module, other: nn.Module) -> Restored:
     """Save one and restore the other from it."""
-    one, two = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, other))
+    one, two = (torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1) for m in (model, other))
     return restore_into(path, write_checkpoint(path, model, one, JobState(version=1)), model=other, optimizer=two)
 
 
@@ -259,6 +259,41 @@ def test_expanded_buffers_and_extra_states(seen: Any, tmp_path: Path) -> None:
     model.seen, other.seen = seen, "mine"
     through_a_checkpoint(tmp_path / "c", model, other)
     assert torch.equal(other.get_buffer("wide"), torch.full((4,), 5.0)) and other.seen == seen
+
+
+def odd_views(value: float) -> nn.Module:
+    """Return a model with a frozen parameter that cannot be written, and with views of one buffer."""
+    model = nn.Linear(2, 2)
+    model.wide = nn.Parameter(torch.tensor([value]).expand(4), requires_grad=False)
+    pair = torch.tensor([complex(1, value), 3j])
+    for name, view in {"pair": pair, "other": pair.conj(), "part": pair.imag, "negated": pair.conj().imag}.items():
+        model.register_buffer(name, view)
+    return model
+
+
+def test_what_shares_its_memory_with_others(tmp_path: Path) -> None:
+    model, other = odd_views(5.0), odd_views(1.0)
+    through_a_checkpoint(tmp_path / "c", model, other)
+    assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in model.state_dict().items())
+
+
+def test_objects_that_refuse_what_was_saved_are_named(tmp_path: Path) -> None:
+    """A restart would not help, so it is no error that only this launch has."""
+    model, other = Counting(5.0), Counting(1.0)
+    model.seen = {}
+    other.set_extra_state = lambda state: state["none"]["such"]  # type: ignore[method-assign]
+    with pytest.raises(OtherModelError, match=r"set_extra_state\(\) of _extra_state refused .*KeyError: 'none'"):
+        through_a_checkpoint(tmp_path / "c", model, other)
+
+
+def test_a_schedule_of_another_class_is_named(tmp_path: Path) -> None:
+    model, optimizer = fresh()
+    step, other = torch.optim.lr_scheduler.StepLR, torch.optim.lr_scheduler.SequentialLR
+    job = JobState(version=1, scheduler=step(optimizer, 1).state_dict())
+    manifest = write_checkpoint(tmp_path / "c", model, optimizer, job)
+    mine = other(optimizer, [step(optimizer, 1), step(optimizer, 1)], [1])
+    with pytest.raises(OtherModelError, match=r"load_state_dict\(\) of the LR scheduler \(SequentialLR\) refused"):
+        restore_into(tmp_path / "c", manifest, model=model, optimizer=optimizer, scheduler=mine)
 
 
 def test_an_extra_state_that_could_not_be_stored_is_noted_and_left_alone(tmp_path: Path) -> None:
