@@ -82,9 +82,9 @@ class FoundSharding:
             return self._names.parameters.keys()  # also those that were added after the discovery
         return self._parameters.get(shard, ())
 
-    def carries(self, shard: Shard, tensor: Tensor) -> bool:
+    def carries(self, shard: Shard, value: Any) -> bool:
         """See ``Sharding``. Every shard carries tensors made after the discovery, and any with an explicit layout."""
-        return self._explicit or self._mine.get(self._cutter.cut("", tensor), shard) == shard
+        return self._explicit or self._mine.get(self._cutter.cut("", value), shard) == shard
 
     def stored(self, owner: str, tensor: Tensor) -> TensorOrChunks:
         """See ``Sharding``."""

@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 
 from ttp.adapters.torch.loop.combined_optimizer import members_of
 from ttp.adapters.torch.loop.unwrap_optimizer import is_sharded
-from ttp.adapters.torch.saving.checkpoint import Chunk, TensorOrChunks
+from ttp.adapters.torch.saving.checkpoint import Chunk, TensorOrChunks, chunks_of
 from ttp.adapters.torch.sharding.data_parallel import ddps_of, not_replicated
 from ttp.adapters.torch.sharding.ddp_buckets import Ddp
-from ttp.adapters.torch.sharding.dtensor_chunks import Cutter
+from ttp.adapters.torch.sharding.dtensor_chunks import Cutter, is_distributed
 from ttp.adapters.torch.sharding.exchange import connected
 from ttp.adapters.torch.sharding.names import ModelNames
 from ttp.core.layout import Layout, Shard
@@ -41,10 +41,10 @@ class Sharding(Protocol):
     def parameters_of(self, shard: Shard) -> Collection[str]:
         """Return the canonical names of parameters that this rank writes for ``shard``; all names of tied weights."""
 
-    def carries(self, shard: Shard, tensor: Tensor) -> bool:
-        """Return whether a tensor that belongs to no parameter (a buffer, an average) is written with ``shard``.
+    def carries(self, shard: Shard, value: Any) -> bool:
+        """Return whether a value that belongs to no parameter (a buffer, an extra state) is written with ``shard``.
 
-        On each rank that holds such a tensor, at least one shard carries it.
+        On each rank that holds such a value, at least one shard carries it.
         """
 
     def stored(self, owner: str, tensor: Tensor) -> TensorOrChunks:
@@ -126,7 +126,7 @@ class PlainSharding:
         """See ``Sharding``."""
         return self._names.parameters.keys()
 
-    def carries(self, shard: Shard, tensor: Tensor) -> bool:
+    def carries(self, shard: Shard, value: Any) -> bool:
         """See ``Sharding``."""
         return True
 
@@ -186,12 +186,13 @@ def state_of(sharding: Sharding, shard: Shard, state: Mapping[str, Any], names: 
     part["model"] = {
         name: sharding.stored(name, value) if name in parameters else value
         for name, value in state["model"].items()
-        if (name in wanted if name in parameters else _goes_with(sharding, shard, value))
+        if (name in wanted if name in parameters else sharding.carries(shard, value))
     }
+    absent = {name for name in wanted if chunks_of(part["model"].get(name)) == []}
     groups = state["optim"]["param_groups"]
     part["optim"] = {
         "state": {
-            name: _converted(sharding, name, values)
+            name: _converted(sharding, name, _cut(values) if name in absent else values)
             for name, values in state["optim"]["state"].items()
             if name in wanted or name not in parameters
         },
@@ -200,6 +201,11 @@ def state_of(sharding: Sharding, shard: Shard, state: Mapping[str, Any], names: 
     if "extra" in state:
         part["extra"] = {name: _carried(sharding, shard, values) for name, values in state["extra"].items()}
     return part
+
+
+def _cut(values: Any) -> dict[str, Any]:
+    """Return what may be written of the state for a parameter that has no element here: its step counts stay at 0."""
+    return {key: value for key, value in values.items() if is_distributed(value)} if isinstance(values, dict) else {}
 
 
 def _flat(groups: Sequence[Mapping[str, Any]], wanted: Collection[str]) -> dict[str, dict[str, Any]]:
@@ -218,12 +224,8 @@ def local_tensors(stored: TensorOrChunks) -> tuple[Tensor, ...]:
     return tuple(chunk.tensor if isinstance(chunk, Chunk) else chunk for chunk in chunks)
 
 
-def _goes_with(sharding: Sharding, shard: Shard, value: Any) -> bool:
-    return not isinstance(value, Tensor) or sharding.carries(shard, value)
-
-
 def _carried(sharding: Sharding, shard: Shard, values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _converted(sharding, "", v) for key, v in values.items() if _goes_with(sharding, shard, v)}
+    return {key: _converted(sharding, "", v) for key, v in values.items() if sharding.carries(shard, v)}
 
 
 def _converted(sharding: Sharding, owner: str, value: Any) -> Any:

@@ -60,7 +60,7 @@ class ZeroSharding:
         own = _parameters(self._inner)
         return [name for name, p in self._names.parameters.items() if id(p) in own]
 
-    def carries(self, shard: Shard, tensor: Tensor) -> bool:
+    def carries(self, shard: Shard, value: Any) -> bool:
         """See ``Sharding``."""
         return shard in (REPLICATED, COMMON)
 

@@ -115,6 +115,24 @@ def restored(saved: Path, pairs: list[tuple[str, str]], world: int) -> None:
     assert_equal(run_world(saved, WORKER, "restore_all", size=world), pairs)
 
 
+def test_an_extra_state_is_that_of_one_rank(told: list[dict[str, Any]]) -> None:
+    """Not a mixture of several, and no reason to refuse the save."""
+    assert [said["seen"] for said in told] == [[3, 3, 3, 3]] * 4
+
+
+def test_counts_for_parameters_of_other_ranks_do_not_replace_theirs(told: list[dict[str, Any]]) -> None:
+    for said in told:
+        before, after = said["counted"]
+        assert before == after and set(before) == {2.0}
+
+
+def test_the_average_of_a_sharded_model_is_restored_into_a_whole_one(told: list[dict[str, Any]]) -> None:
+    for said in told:
+        alike, other = said["averaged"]
+        assert alike is True
+        assert "extra_state['ema'].load_state_dict() refused what was saved (RuntimeError" in other
+
+
 def test_a_job_of_another_kind(world: list[dict[str, Any]]) -> None:
     assert_equal([rank["restored"] for rank in world], SPAN)
 
