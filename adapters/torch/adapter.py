@@ -9,6 +9,7 @@ from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -20,6 +21,7 @@ from ttp.adapters.torch.loop.barrier import UpdateBarrier, needs_barrier
 from ttp.adapters.torch.loop.between import BetweenSteps
 from ttp.adapters.torch.loop.combined_optimizer import combined, members_of, refuse_shared, tell_forgotten
 from ttp.adapters.torch.loop.followers import Followers, untrained
+from ttp.adapters.torch.loop.hook import Hook
 from ttp.adapters.torch.loop.hooks import Attachment, Calls, attach, gathering
 from ttp.adapters.torch.loop.misuse import refuse_lazy
 from ttp.adapters.torch.loop.post_step_state import PostStepState
@@ -105,6 +107,7 @@ class TorchAdapter(Restoring):
         devices = devices_of([*model.parameters(), *model.buffers(), *owned, *averages])
         self._source = TorchSource(model, self._names, self._optimizer, self._capture, self._extra, devices)
         self._attachment: Attachment | None = None
+        self._forward: Any = None  # the hook that captures extra states of modules
         self._processor: Processor | None = None
         self._looked = False  # whether the optimizers were checked for state that cannot be saved
         self._followers: Followers | None = None
@@ -206,10 +209,20 @@ class TorchAdapter(Restoring):
             ddps=ddps,
             calls=self._calls(turns, takers, len(processor.layout.groups) > 1),
         )
+        if self._names.extra_states:
+            self._forward = self._model.register_forward_pre_hook(Hook(self._forward_begins))
         source.connect(processor, self._attachment, sharding)
         scaler, layout = self._scaler, processor.layout
         self.repeating = Repeating(self._model, self._given, scaler, self._capture, self._extra, layout, ddps)
         self._capture.capture(gate.version, final=True)
+
+    def _forward_begins(self, module: nn.Module, _args: Any) -> None:
+        """Capture the extra states of modules before the first forward pass after a version changes them."""
+        if torch.compiler.is_compiling() or self._processor is None:
+            return
+        version, states = self._processor.gate.version, self._source.module_states
+        if module.training and torch.is_grad_enabled() and states.values(version) is None:
+            states.take(version)
 
     def _make_post_step(self) -> PostStepState:
         return PostStepState(
@@ -351,6 +364,9 @@ class TorchAdapter(Restoring):
         if self._attachment is not None:
             self._attachment()
             self._attachment = None
+        if self._forward is not None:
+            self._forward.remove()
+            self._forward = None
         if self._followers is not None:
             self._followers.close()
             self._followers = None
@@ -363,6 +379,8 @@ class TorchAdapter(Restoring):
         attachment, self._attachment = self._attachment, None
         if attachment is not None:
             attachment()
+        if self._forward is not None:
+            self._forward.remove()
 
     def step_done(self) -> None:
         """See ``ttp.step_done``."""

@@ -19,6 +19,7 @@ from ttp.adapters.torch.local_state.capture import LocalCapture
 from ttp.adapters.torch.local_state.extra_state import ExtraState
 from ttp.adapters.torch.local_state.hyperparameters import plain_settings
 from ttp.adapters.torch.local_state.image import decode, object_digests
+from ttp.adapters.torch.local_state.module_states import ModuleStates
 from ttp.adapters.torch.loop.combined_optimizer import members_of
 from ttp.adapters.torch.loop.hooks import Attachment
 from ttp.adapters.torch.loop.post_step_state import PostStepState
@@ -92,6 +93,7 @@ class TorchSource(Standing):
         self.host_values = HostValues(
             lambda: [v for each in members_of(optimizer) for v in unwrap_optimizer(each).state.values()], self.on_host
         )
+        self.module_states = ModuleStates(names.extra_states, on_device=bool(devices))
         self._copier: HostCopier | None = None
         self._copying = threading.Lock()
         self._inspector: Inspector | None = None
@@ -220,6 +222,11 @@ class TorchSource(Standing):
     def finalise(self, directory: Path, order: Commit) -> list[Piece]:
         """See ``StateSource``: add the metadata that readers other than ttp need."""
         return finalise(directory, order.pieces, writer=order.rank, gaps=self.gaps)
+
+    def forget(self) -> None:
+        """See ``Standing``."""
+        super().forget()
+        self.module_states.forget()
 
     def close(self) -> None:
         """See ``StateSource``."""
@@ -350,9 +357,9 @@ class TorchSource(Standing):
         groups = self._processor.layout.groups
         widest = max((groups[stripes.base_of(shard)] for shard in shards), key=len)
         alike = set(widest) & pages.data.keys()
-        captured: dict[str, Tensor] = {}
+        captured: dict[str, Any] = dict(self.module_states.values(job.version) or {})
         if alike:
-            captured = dict(decode(pages.data[min(alike)]).buffers)
+            captured |= decode(pages.data[min(alike)]).buffers
         state = checkpoint_state(self._names, self._optimizer, captured, job, image)
         assert self.post_step is not None
         ahead = 0 if image is not None else self._processor.gate.version - job.version

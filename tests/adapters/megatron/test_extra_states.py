@@ -85,7 +85,7 @@ def test_a_module_that_fails_does_not_hurt_the_training(caplog: pytest.LogCaptur
         states.take(3)
         assert states.of(3) == {"a": (7,)}
     assert [record.getMessage() for record in caplog.records] == [
-        "get_extra_state() failed: checkpoints hold the states captured before",
+        "get_extra_state() failed: checkpoints may hold states of another version",
         "the checkpoint of version 3 holds the extra states of version 1",
     ]
 

@@ -115,6 +115,7 @@ def restored(saved: Path, pairs: list[tuple[str, str]], world: int) -> None:
     assert_equal(run_world(saved, WORKER, "restore_all", size=world), pairs)
 
 
+@pytest.mark.supports("extra states of modules")
 def test_an_extra_state_is_that_of_one_rank(told: list[dict[str, Any]]) -> None:
     """Not a mixture of several, and no reason to refuse the save."""
     assert [said["seen"] for said in told] == [[3, 3, 3, 3]] * 4

@@ -19,7 +19,18 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests.adapters.torch.going_on import Program, adamw, assert_goes_on_with_its_bits, data, net, plainly, program_of
+from tests.adapters.torch.going_on import (
+    UPDATES,
+    Program,
+    adamw,
+    assert_goes_on_with_its_bits,
+    data,
+    in_mid_run,
+    net,
+    plainly,
+    program_of,
+)
+from tests.adapters.torch.stub_processor import save
 from tests.making import making
 from ttp.testing.digests import digest
 
@@ -145,6 +156,33 @@ def test_activation_checkpointing(tmp_path: Path, use_reentrant: bool) -> None:
             return checkpoint(self.inner, self.first(x), use_reentrant=use_reentrant)
 
     assert_goes_on_with_its_bits(tmp_path, program_of(Recomputed))
+
+
+class Counting(nn.Linear):
+    """A layer whose extra state changes in its forward pass, as the scales of FP8 do."""
+
+    passes = 0
+
+    def forward(self, x: Tensor) -> Any:
+        self.passes += 1
+        return super().forward(x)
+
+    def get_extra_state(self) -> Any:
+        return {"passes": self.passes}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.passes = state["passes"]
+
+
+@supports("extra states of modules")
+def test_an_extra_state_that_the_forward_pass_changes(tmp_path: Path) -> None:
+    make = program_of(lambda: net(Counting(8, 8)))
+    assert_goes_on_with_its_bits(tmp_path, make)
+    one, adapter, processor = in_mid_run(tmp_path / "waits", make)
+    one.model(data()).sum().backward()  # of the next step: the rank waits for one that is dead, and is saved
+    saved, other = save(adapter, processor, UPDATES), make()
+    other.register().load(saved, 0, 1, protected=False)
+    assert (one.model[3].passes, other.model[3].passes) == (UPDATES + 1, UPDATES)
 
 
 @supports("frozen and tied parameters")
