@@ -184,7 +184,7 @@ def state_of(sharding: Sharding, shard: Shard, state: Mapping[str, Any], names: 
     wanted, parameters = set(sharding.parameters_of(shard)), names.parameters.keys()
     part = dict(state)
     part["model"] = {
-        name: sharding.stored(name, value) if name in parameters else value
+        name: sharding.stored(name, value) if isinstance(value, Tensor) else value
         for name, value in state["model"].items()
         if (name in wanted if name in parameters else sharding.carries(shard, value))
     }

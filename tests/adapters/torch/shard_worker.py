@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import Shard as Cut
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -84,6 +85,12 @@ def fsdp(mesh: DeviceMesh, seen: nn.Module | None = None, **settings: Any) -> An
     return fully_shard(model, mesh=mesh, **settings)
 
 
+def spread(model: Any, mesh: DeviceMesh) -> Any:
+    """Give the model a buffer that is cut over the ranks."""
+    model.register_buffer("spread", distribute_tensor(torch.arange(5.0), mesh, [Cut(0)]))
+    return model
+
+
 def tensor_parallel(mesh: DeviceMesh) -> nn.Module:
     gathered = ColwiseParallel(output_layouts=Replicate())
     split = RowwiseParallel(input_layouts=Replicate())
@@ -147,7 +154,7 @@ def made(name: str, rank: int) -> nn.Module:
     world = dist.get_world_size()
     makers: dict[str, Callable[[], nn.Module]] = {
         "by hand": net,
-        "seen": lambda: fsdp(mesh_of(world), seen=Seen(rank)),
+        "seen": lambda: spread(fsdp(mesh_of(world), seen=Seen(rank)), mesh_of(world)),
         "ddp": lambda: DistributedDataParallel(net()),
         "fsdp": lambda: fsdp(mesh_of(world)),
         "tp": lambda: tensor_parallel(mesh_of(world)),
@@ -325,6 +332,8 @@ def restore_all(directory: Path, rank: int) -> list[Any]:
 def restored(directory: Path, kind: str, rank: int, make: Callable[[nn.Module], Any] = adamw) -> tuple[Job, Job]:
     """Return a job that has saved, and one of the same kind that has restored its checkpoint."""
     one, two = (Job(directory / kind / name, kind, rank, make) for name in ("saved", "restored"))
+    for buffer in two.model.buffers():
+        buffer.zero_()
     one.train()
     two.adapter.load(one.save(2), rank, dist.get_world_size(), protected=False)
     one.close()
@@ -333,8 +342,9 @@ def restored(directory: Path, kind: str, rank: int, make: Callable[[nn.Module], 
 
 
 def of_one_rank(directory: Path, rank: int) -> Any:
-    """Return the extra state that each rank gets if it has another form on each."""
-    return restored(directory, "seen", rank)[1].model.seen.state["seen"]
+    """Return the extra state that each rank gets if it has another form on each, and a buffer that is cut."""
+    model: Any = restored(directory, "seen", rank)[1].model
+    return model.seen.state["seen"], whole(model.spread).tolist()
 
 
 def counted(directory: Path, rank: int) -> list[list[float]]:
