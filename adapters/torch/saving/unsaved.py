@@ -28,11 +28,11 @@ def refuse_unsaved(given: Sequence[Optimizer], extra: Collection[Any]) -> None:
         UsageError: an optimizer keeps such state.
     """
     every = [owner for optimizer in given for owner in owners_of(optimizer)]
-    why, fit = "has a name for strings only", (Tensor, str)
-    if len(every) > 1:
-        why, fit = "of several optimizers does not tell which of them such an entry belongs to", (Tensor,)
+    several = "of several optimizers does not tell which of them such an entry belongs to"
+    why = several if len(every) > 1 else "has names for strings only"
     for owner in every:
-        nobodys = next((key for key in list(owner.state) if not isinstance(key, fit)), None)
+        others = (key for key in list(owner.state) if not isinstance(key, Tensor))
+        nobodys = next((key for key in others if len(every) > 1 or not isinstance(key, str)), None)
         if nobodys is not None:
             raise UsageError(
                 f"{type(owner).__name__} keeps {nobodys!r} in .state, which is no parameter: a checkpoint {why}. Keep "

@@ -79,7 +79,7 @@ class Seen(nn.Module):
 
 
 def fsdp(mesh: DeviceMesh, seen: nn.Module | None = None, **settings: Any) -> Any:
-    model = net()
+    model: Any = net()
     model.seen = seen
     fully_shard(model.inner, mesh=mesh, **settings)
     return fully_shard(model, mesh=mesh, **settings)

@@ -25,6 +25,7 @@ from tests.adapters.torch.checkpoints import train, whole_checkpoint, write_chec
 from tests.adapters.torch.conversions import Trained, converted, facts, fresh, restored, same, sharded
 from ttp.adapters.torch.convert import from_checkpoint, safetensors_file, torch_file
 from ttp.adapters.torch.convert.conversion import convert
+from ttp.adapters.torch.restoring import reader
 from ttp.adapters.torch.saving.checkpoint import write_shard
 from ttp.adapters.torch.saving.job_state import JobState, Schedule, read_job_state
 from ttp.core.layout import Rank, Shard
@@ -164,7 +165,8 @@ def load_in_order(file: Path, model: nn.Module) -> list[Tensor]:
 def test_settings_by_the_names_of_parameters_become_param_groups(tmp_path: Path, to: str) -> None:
     """Jobs with several pipeline stages write them so."""
     model = nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW([{"params": [model.bias], "lr": 0.5}, {"params": [model.weight]}])
+    groups: list[dict[str, Any]] = [{"params": [model.bias], "lr": 0.5}, {"params": [model.weight]}]
+    optimizer = torch.optim.AdamW(groups)
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     named = {"weight": optimizer.param_groups[1], "bias": optimizer.param_groups[0]}
@@ -178,11 +180,12 @@ def test_settings_by_the_names_of_parameters_become_param_groups(tmp_path: Path,
     )
     file = converted(tmp_path / "c", tmp_path / "f", to, optimizer=True).target
     if to == "torch":
-        groups = torch.load(file, weights_only=True)["optim"]["param_groups"]
-        assert [(group["lr"], group["params"]) for group in groups] == [(1e-3, ["weight"]), (0.5, ["bias"])]
+        found = torch.load(file, weights_only=True)["optim"]["param_groups"]
+        assert [(group["lr"], group["params"]) for group in found] == [(1e-3, ["weight"]), (0.5, ["bias"])]
     path = converted(file, tmp_path / "new", "dcp").target
     other = nn.Linear(3, 2)
-    again = torch.optim.AdamW([{"params": [other.weight]}, {"params": [other.bias]}])
+    groups = [{"params": [other.weight]}, {"params": [other.bias]}]
+    again = torch.optim.AdamW(groups)
     restored(path, other, again)
     assert [group["lr"] for group in again.param_groups] == [1e-3, 0.5]
     assert torch.equal(again.state[other.bias]["exp_avg"], optimizer.state[model.bias]["exp_avg"])
@@ -311,7 +314,7 @@ def test_a_missing_library_is_named(tmp_path: Path, checkpoint: Path, monkeypatc
 def test_one_tensor_at_a_time_is_in_memory(tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch) -> None:
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
     most = 0
-    read = from_checkpoint.read_whole
+    read = reader.read_whole
 
     def counting(path: Path, chunks: Any) -> Tensor:
         nonlocal most
