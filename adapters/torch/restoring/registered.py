@@ -29,16 +29,17 @@ from ttp.adapters.torch.restoring.kept import Kept, UnlikeError
 from ttp.adapters.torch.restoring.reader import load, read_values
 from ttp.adapters.torch.restoring.restore import Restored, restore_into
 from ttp.adapters.torch.restoring.transfer import give, receive
-from ttp.adapters.torch.saving.piece_index import IndexEntry, items_of
+from ttp.adapters.torch.saving.piece_index import SHARD_KIND, IndexEntry, items_of
 from ttp.adapters.torch.sharding.dtensor_chunks import is_distributed
 from ttp.adapters.torch.sharding.exchange import connected, gather_bytes
 from ttp.adapters.torch.sharding.names import module_tensors
 from ttp.adapters.torch.sharding.sharding import Sharding
 from ttp.adapters.torch.source import TorchSource
-from ttp.core.layout import Rank, Version
+from ttp.core.layout import Rank, Shard, Version
 from ttp.core.rank.kept_state import Origin, givers, why_not_adopted
 from ttp.core.restore_choice import agree
 from ttp.core.restore_messages import Candidate, RestoreView
+from ttp.core.stripes import base_of
 from ttp.errors import RestoreError, TtpError
 from ttp.processor.local_state.local_piece import is_provisional, lender, objects_kept, ranks_kept, why_lost
 from ttp.store.encoding import decode, encode
@@ -317,11 +318,25 @@ class Restoring(abc.ABC):
         return 0 if several else rank
 
     def _same_places(self, manifest: Manifest, world_size: int) -> bool:
-        """Return whether each rank holds the shards that the rank of the same number held in the job that saved."""
+        """Return whether each rank holds the shards that the rank of the same number held in the job that saved.
+
+        Layouts of other kinds may have the same replica groups: ranks that draw their own numbers (FSDP) become ranks
+        that have to draw the same (tensor parallelism). They hold other parameters then.
+        """
         if world_size != manifest.world_size or not connected(world_size):
             return world_size == manifest.world_size
-        here = self.sharding(world_size).layout.groups.values()
-        return {tuple(ranks) for ranks in manifest.groups.values()} == set(here)
+        sharding, held = self.sharding(world_size), defaultdict[tuple[Rank, ...], set[str]](set)
+        if {tuple(ranks) for ranks in manifest.groups.values()} != set(sharding.layout.groups.values()):
+            return False
+        for shard in sharding.layout.shards_of(Rank(dist.get_rank())):
+            held[sharding.layout.groups[shard]].update(sharding.parameters_of(shard))
+        known = set().union(*held.values())
+        for piece in (piece for piece in manifest.pieces if piece.kind == SHARD_KIND):
+            mine = held.get(manifest.groups[base_of(Shard(piece.shard))], known)
+            names = {str(item.path[1]) for item in items_of([piece]) if item.path[0] == "model"}
+            if not names & known <= mine:
+                return False
+        return True
 
 
 def _together(verify: Callable[[], None], world_size: int) -> None:

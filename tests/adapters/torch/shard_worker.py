@@ -24,6 +24,7 @@ from ttp.adapters.torch.sharding.names import ModelNames
 from ttp.adapters.torch.sharding.sharding import Sharding, TrainingObjects, sharding_of
 from ttp.core.layout import Layout, Rank, Shard, Version
 from ttp.errors import ConfigError, OtherModelError
+from ttp.store.manifest import Manifest
 
 WORLD = 4
 Made = tuple[nn.Module, Any]
@@ -323,8 +324,10 @@ def restore_all(directory: Path, rank: int) -> list[Any]:
     told, world = [], dist.get_world_size()
     for source, target in json.loads((directory / "pairs.json").read_text()):
         job = Job(directory / f"again{world}" / f"{source} {target}", target, rank)
-        job.adapter.load(directory / source / "tft_saved_checkpoints-step_2", rank, world, protected=False)
-        told.append({"pair": [source, target], **compared(job, directory / source)})
+        path = directory / source / "tft_saved_checkpoints-step_2"
+        job.adapter.load(path, rank, world, protected=False)
+        same = job.adapter._same_places(Manifest.load(path), world)
+        told.append({"pair": [source, target], "same": same, **compared(job, directory / source)})
         job.close()
     return told
 

@@ -31,6 +31,7 @@ pytestmark = [pytest.mark.xdist_group("worlds"), pytest.mark.timeout(600)]
 SOURCES = ["ddp", "hsdp", "tp+dp", "pp+dp", "fsdp1"]
 TARGETS = ["ddp", "fsdp", "hsdp", "tp", "tp+dp", "tp+hsdp", "pp+dp", "mixed", "fsdp1"]
 SPAN = [("ddp", "fsdp1"), ("hsdp", "pp+dp"), ("tp+dp", "ddp"), ("pp+dp", "tp+hsdp"), ("fsdp1", "hsdp")]
+SPAN += [("hsdp", "tp+dp"), ("tp+dp", "hsdp"), ("hsdp", "mixed"), ("tp+dp", "tp+dp")]
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +141,13 @@ def test_the_average_of_a_sharded_model_is_restored_into_a_whole_one(told: list[
 
 def test_a_job_of_another_kind(world: list[dict[str, Any]]) -> None:
     assert_equal([rank["restored"] for rank in world], SPAN)
+
+
+def test_replica_groups_alone_do_not_make_layouts_the_same(world: list[dict[str, Any]]) -> None:
+    """In tensor parallelism ranks have to draw the same random numbers, and in FSDP other ones."""
+    for rank in world:
+        same = [tuple(told["pair"]) for told in rank["restored"] if told["same"]]
+        assert same == [("fsdp1", "hsdp"), ("hsdp", "mixed"), ("tp+dp", "tp+dp")]
 
 
 @pytest.mark.usefixtures("world")
