@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -11,8 +11,10 @@ import torch
 import xxhash
 from torch import Tensor
 
+from ttp.adapters.torch.saving.checkpoint import objection
 from ttp.adapters.torch.saving.flatten_state import leaves, put, whole
 from ttp.adapters.torch.saving.piece_index import StatePath
+from ttp.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +102,20 @@ class WholeState:
 
 
 def leaves_of(state: Mapping[str, Any]) -> tuple[StateValue, ...]:
-    """Return the values of a nested state that is in memory or mapped from a file."""
-    return tuple(
-        StateValue(path, int_keys, LazyTensor.of(value) if isinstance(value, Tensor) else value)
-        for path, int_keys, value in leaves(state)
-    )
+    """Return the values of a nested state that is in memory or mapped from a file.
+
+    Raises:
+        CheckpointError: a tensor is sparse, quantised or of a subclass of ``Tensor``.
+    """
+    found: list[StateValue] = []
+    for path, int_keys, value in leaves(state):
+        leaf = StateValue(path, int_keys, value)
+        if isinstance(value, Tensor):
+            if why := objection(leaf.key, value.detach()):
+                raise CheckpointError(why)
+            leaf = replace(leaf, value=LazyTensor.of(value))
+        found.append(leaf)
+    return tuple(found)
 
 
 def tree(found: Iterator[StateValue], make: Callable[[LazyTensor], Any]) -> dict[str, Any]:

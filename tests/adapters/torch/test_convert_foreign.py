@@ -112,6 +112,7 @@ def test_a_file_that_would_run_code_is_refused(tmp_path: Path) -> None:
     [
         [torch.ones(1)],
         {"model": {}},
+        {"w": torch.eye(3).to_sparse()},
         {"model": {"w": torch.ones(1)}, "optim": {"state": {}}},
         {"model": {"w": torch.ones(1)}, "optim": {"state": {}, "param_groups": [{}]}},
         {"model": {"w": torch.ones(1)}, "optim": {"state": {5: {}}, "param_groups": [{"params": [0]}]}},
