@@ -12,6 +12,7 @@ from ttp.adapters.torch.saving.state import optimizer_kind
 from ttp.adapters.torch.sharding.dtensor_chunks import Cutter
 from ttp.adapters.torch.sharding.names import ModelNames
 from ttp.errors import OtherModelError
+from ttp.processor.faults import is_collective_error
 
 _LISTED_MAX = 8
 _NOT_HYPERPARAMETERS = {
@@ -113,6 +114,8 @@ def hand_to(what: str, load: Callable[[Any], object], saved: Any) -> None:
     try:
         load(saved)
     except Exception as problem:
+        if is_collective_error(problem):
+            raise  # another rank is lost: a restart helps
         raise OtherModelError(
             f"{what} refused what was saved ({type(problem).__name__}: {problem}). Use the code that wrote the "
             "checkpoint, or another save_dir to start at step 0"

@@ -332,7 +332,7 @@ class Restoring(abc.ABC):
             held[sharding.layout.groups[shard]].update(sharding.parameters_of(shard))
         known = set().union(*held.values())
         for piece in (piece for piece in manifest.pieces if piece.kind == SHARD_KIND):
-            mine = held.get(manifest.groups[base_of(Shard(piece.shard))], known)
+            mine = held.get(manifest.groups.get(base_of(Shard(piece.shard)), ()), known)
             names = {str(item.path[1]) for item in items_of([piece]) if item.path[0] == "model"}
             if not names & known <= mine:
                 return False

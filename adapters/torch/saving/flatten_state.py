@@ -104,8 +104,8 @@ def dump(value: Any, to_host: ToHost) -> bytes | None:
     """Encode ``value`` as bytes that ``torch.load(..., weights_only=True)`` reads; None if that is not possible.
 
     Returns None also if pickling the value raises: one unusual setting must not prevent the whole checkpoint.
-    Numpy scalars become Python numbers: schedules that compute with numpy leave them in ``param_groups``, and torch
-    refuses to load them.
+    Numpy scalars, also as keys, become Python numbers: schedules that compute with numpy leave them in
+    ``param_groups``, and torch refuses to load them.
     """
     buffer = io.BytesIO()
     try:
@@ -125,5 +125,5 @@ def _portable(value: Any, to_host: ToHost) -> Any:
     if type(value) in (list, tuple, set):
         return type(value)(_portable(entry, to_host) for entry in value)
     if type(value) is dict:
-        return {key: _portable(entry, to_host) for key, entry in value.items()}
+        return {_portable(key, to_host): _portable(entry, to_host) for key, entry in value.items()}
     return value

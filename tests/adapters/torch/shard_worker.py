@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
-from torch.distributed.tensor import Shard as Cut
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,7 +22,7 @@ from ttp.adapters.torch.saving.checkpoint import Chunk
 from ttp.adapters.torch.sharding.names import ModelNames
 from ttp.adapters.torch.sharding.sharding import Sharding, TrainingObjects, sharding_of
 from ttp.core.layout import Layout, Rank, Shard, Version
-from ttp.errors import ConfigError, OtherModelError
+from ttp.errors import ConfigError
 from ttp.store.manifest import Manifest
 
 WORLD = 4
@@ -65,31 +64,10 @@ def mesh_of(*shape: int) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=("a", "b", "c")[: len(shape)])
 
 
-class Seen(nn.Module):
-    """A module whose extra state has another form on each rank."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.state = {"seen": [rank] * (rank + 1), "history": torch.full((rank + 1,), float(rank))}
-
-    def get_extra_state(self) -> Any:
-        return self.state
-
-    def set_extra_state(self, state: Any) -> None:
-        self.state = state
-
-
-def fsdp(mesh: DeviceMesh, seen: nn.Module | None = None, **settings: Any) -> Any:
-    model: Any = net()
-    model.seen = seen
+def fsdp(mesh: DeviceMesh, **settings: Any) -> Any:
+    model = net()
     fully_shard(model.inner, mesh=mesh, **settings)
     return fully_shard(model, mesh=mesh, **settings)
-
-
-def spread(model: Any, mesh: DeviceMesh) -> Any:
-    """Give the model a buffer that is cut over the ranks."""
-    model.register_buffer("spread", distribute_tensor(torch.arange(5.0), mesh, [Cut(0)]))
-    return model
 
 
 def tensor_parallel(mesh: DeviceMesh) -> nn.Module:
@@ -155,7 +133,6 @@ def made(name: str, rank: int) -> nn.Module:
     world = dist.get_world_size()
     makers: dict[str, Callable[[], nn.Module]] = {
         "by hand": net,
-        "seen": lambda: spread(fsdp(mesh_of(world), seen=Seen(rank)), mesh_of(world)),
         "ddp": lambda: DistributedDataParallel(net()),
         "fsdp": lambda: fsdp(mesh_of(world)),
         "tp": lambda: tensor_parallel(mesh_of(world)),
@@ -231,10 +208,10 @@ class Job:
     """One rank of a job of some kind, without a controller."""
 
     def __init__(
-        self, directory: Path, kind: str, rank: int, make: Callable[[nn.Module], Any] = adamw, **parts: Any
+        self, directory: Path, kind: str | nn.Module, rank: int, make: Callable[[Any], Any] = adamw, **parts: Any
     ) -> None:
         self.rank = rank
-        self.model = made(kind, rank)
+        self.model: Any = made(kind, rank) if isinstance(kind, str) else kind
         self.optimizer = make(self.model)
         self.adapter = registered(self.model, self.optimizer, **parts)
         layout = self.adapter.layout(dist.get_world_size())
@@ -332,54 +309,6 @@ def restore_all(directory: Path, rank: int) -> list[Any]:
     return told
 
 
-def restored(directory: Path, kind: str, rank: int, make: Callable[[nn.Module], Any] = adamw) -> tuple[Job, Job]:
-    """Return a job that has saved, and one of the same kind that has restored its checkpoint."""
-    one, two = (Job(directory / kind / name, kind, rank, make) for name in ("saved", "restored"))
-    for buffer in two.model.buffers():
-        buffer.zero_()
-    one.train()
-    two.adapter.load(one.save(2), rank, dist.get_world_size(), protected=False)
-    one.close()
-    two.close()
-    return one, two
-
-
-def of_one_rank(directory: Path, rank: int) -> Any:
-    """Return the extra state that each rank gets if it has another form on each, and a buffer that is cut."""
-    model: Any = restored(directory, "seen", rank)[1].model
-    return model.seen.state["seen"], whole(model.spread).tolist()
-
-
-def counted(directory: Path, rank: int) -> list[list[float]]:
-    """Return step counts before and after a restore, of an optimizer that counts for what is on other ranks too."""
-    jobs = restored(directory, "fsdp1", rank, lambda model: torch.optim.Adagrad(model.parameters()))
-    here = [p for p in jobs[0].model.parameters() if p.numel()]
-    there = [p for p in jobs[1].model.parameters() if p.numel()]
-    pairs = zip(jobs, (here, there), strict=True)
-    return [[float(job.optimizer.state[p]["step"]) for p in parameters] for job, parameters in pairs]
-
-
-def averaged(directory: Path, rank: int) -> Any:
-    """Return whether the average of a sharded model comes back whole, and why another one is refused."""
-    average, alike, other = made("hsdp", rank), net(), nn.Linear(1, 1)
-    job = Job(directory / "average", "hsdp", rank, extra_state={"ema": average})
-    job.train(1)
-    path = job.save(1)
-    job.close()
-    whole, found = net().state_dict(), list[Any]()
-    for number, target in enumerate((alike, other)):
-        for parameter in target.parameters():
-            nn.init.zeros_(parameter)
-        job = Job(directory / "average" / str(number), "ddp", rank, extra_state={"ema": target})
-        try:
-            job.adapter.load(path, rank, dist.get_world_size(), protected=False)
-            found.append(all(torch.equal(tensor, whole[name]) for name, tensor in target.state_dict().items()))
-        except OtherModelError as problem:
-            found.append(str(problem))
-        job.close()
-    return found
-
-
 def remember(job: Job, path: Path) -> None:
     """Store what this rank knows of the checkpoint that the job at ``path`` has written."""
     torch.save(held(job), path.with_name(f"{path.name}.{job.rank}.pt"))
@@ -417,15 +346,6 @@ def link(directory: Path, rank: int) -> dict[str, Any]:
     remember(job, directory / str(version))
     job.close()
     return told
-
-
-def everything(directory: Path, rank: int) -> dict[str, Any]:
-    """Run all cases in one world, because starting processes is slow."""
-    told = layouts(directory, rank)
-    save_all(directory, rank)
-    told |= {"seen": of_one_rank(directory, rank), "counted": counted(directory, rank)}
-    told["averaged"] = averaged(directory, rank)
-    return {"layouts": told, "restored": restore_all(directory, rank)}
 
 
 SAVED = ["ddp", "hsdp", "tp+dp", "pp+dp", "fsdp1"]

@@ -67,9 +67,9 @@ def test_plain_values_come_back_as_they_were(value: Any) -> None:
 
 
 def test_numpy_scalars_become_plain_numbers() -> None:
-    data = dump({"lr": numpy.float64(0.1), "n": (numpy.int64(3),)}, torch.Tensor.cpu)
+    data = dump({"lr": numpy.float64(0.1), "n": (numpy.int64(3),), numpy.int64(4): 5}, torch.Tensor.cpu)
     assert data is not None
-    assert torch.load(io.BytesIO(data), weights_only=True) == {"lr": 0.1, "n": (3,)}
+    assert torch.load(io.BytesIO(data), weights_only=True) == {"lr": 0.1, "n": (3,), 4: 5}
 
 
 def test_what_cannot_be_loaded_safely_is_refused() -> None:

@@ -42,7 +42,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def world(saved: Path) -> list[dict[str, Any]]:
     (saved / "pairs.json").write_text(json.dumps(SPAN))
-    return run_world(saved, WORKER, "everything")
+    return run_world(saved, "tests.adapters.torch.shard_states", "everything")
 
 
 @pytest.fixture(scope="module")

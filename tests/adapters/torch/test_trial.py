@@ -90,16 +90,10 @@ class TestWhenItIsWrapped:
             (buffer(lambda: torch.empty(2, device="meta")), "model.odd is on the device 'meta': give it memory before"),
             (buffer(lambda: torch.empty(2, device="meta"), persistent=False), "model.odd is on the device 'meta'"),
             (buffer(lambda: torch.eye(3).to_sparse()), "model.odd is a Tensor of layout torch.sparse_coo"),
-            (
-                buffer(quantised),
-                "model.odd is a Tensor of layout torch.strided, dtype torch.qint8",
-            ),
+            (buffer(quantised), "model.odd is a Tensor of layout torch.strided, dtype torch.qint8"),
             (buffer(lambda: Packed(torch.ones(2))), "model.odd is a Packed of layout"),
             (lambda model: model.append(WithExtraState()), r"model.2._extra_state.amax is a builtins.memoryview"),
-            (
-                lambda model: model.append(WithExtraState({"a": {"b": 1}, "a.b": 2})),
-                r"two values are called model.2._extra_state.a.b",
-            ),
+            (lambda model: model.append(WithExtraState({"a": {"b": 1}, "a.b": 2})), r"two values are called model.2."),
         ],
         ids=["meta", "meta that is not saved", "sparse", "quantised", "subclass", "extra state of a module", "dots"],
     )
