@@ -23,7 +23,7 @@ from ttp.adapters.torch.loop.combined_optimizer import combined, members_of, ref
 from ttp.adapters.torch.loop.followers import Followers, untrained
 from ttp.adapters.torch.loop.hook import Hook
 from ttp.adapters.torch.loop.hooks import Attachment, Calls, attach, gathering
-from ttp.adapters.torch.loop.misuse import refuse_lazy
+from ttp.adapters.torch.loop.misuse import capturing, refuse_lazy
 from ttp.adapters.torch.loop.post_step_state import PostStepState
 from ttp.adapters.torch.loop.repeating import Repeating
 from ttp.adapters.torch.loop.reporting import DeviceReporter
@@ -218,8 +218,8 @@ class TorchAdapter(Restoring):
 
     def _forward_begins(self, module: nn.Module, _args: Any) -> None:
         """Capture the extra states of modules before the first forward pass after a version changes them."""
-        if torch.compiler.is_compiling() or self._processor is None:
-            return
+        if torch.compiler.is_compiling() or self._processor is None or capturing():
+            return  # a CUDA graph that is being captured may not wait for the device
         version, states = self._processor.gate.version, self._source.module_states
         if module.training and torch.is_grad_enabled() and states.values(version) is None:
             states.take(version)
