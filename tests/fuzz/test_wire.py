@@ -32,6 +32,7 @@ from ttp.core.layout_messages import TellLayout
 from ttp.core.rank import actions as act
 from ttp.core.rank import events as ev
 from ttp.core.rank.machine import ProcessorMachine, RankTimeouts
+from ttp.core.relay import Frame, LineId
 from ttp.core.restore_messages import Candidate, Reading, Restored, RestoreView
 from ttp.mindio.protocol.handler_recovery import HandlerRecovery
 from ttp.mindio.protocol.rank_side import RankRounds
@@ -39,6 +40,7 @@ from ttp.testing.toy import hello
 from ttp.wire import limits
 from ttp.wire.convert import order_from_wire, order_to_wire, parse_report, report_to_wire
 from ttp.wire.limits import WireError
+from ttp.wire.relay import frame_to_wire, parse_frame
 from ttp.wire.v1 import controller_pb2 as pb
 
 LAYOUT = Layout.data_parallel(3)
@@ -299,6 +301,15 @@ def test_a_large_message_of_few_parts_is_taken() -> None:
     piece = m.Piece("f", 1, "d", "shard", "model", Rank(0), "x" * (4 << 20))
     report = m.Saved(Rank(0), "i1", 0, (piece,))
     assert parse_report(report_to_wire(report).SerializeToString()) == report
+
+
+def test_a_large_frame_of_a_relay_that_names_silent_ranks_is_taken() -> None:
+    """Their numbers are packed like the fields of a message, but are none."""
+    piece = m.Piece("f", 1, "d", "shard", "model", Rank(0), "x" * (1 << 20))
+    reports = (((LineId(7),), m.Saved(Rank(0), "i1", 0, (piece,))),)
+    for silent in range(1, 9):
+        frame = Frame(reports, beat=True, silent=(LineId(silent),))
+        assert parse_frame(frame_to_wire(frame).SerializeToString()) == (frame, {})
 
 
 def test_a_billion_ranks_in_a_group_are_refused() -> None:

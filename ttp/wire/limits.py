@@ -108,10 +108,13 @@ def check_size(data: bytes) -> None:
     left = ENTRIES_MAX
     for start, end in _fields(data, 0, len(data)):
         left -= 1
-        for _ in _fields(data, start, end):
-            left -= 1
-            if left <= 0:
-                break
+        try:
+            for _ in _fields(data, start, end):
+                left -= 1
+                if left <= 0:
+                    break
+        except WireError:
+            pass  # packed numbers, which are no message
         if left <= 0:
             raise WireError(f"a message of {len(data)} bytes has more than {ENTRIES_MAX} fields")
 
