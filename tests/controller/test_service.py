@@ -25,6 +25,7 @@ from ttp.controller.__main__ import _why_not, parser, patience_of
 from ttp.core import messages as m
 from ttp.core.layout import Layout, Rank, Shard, Version
 from ttp.errors import EXIT_PORT_TAKEN
+from ttp.wire.channel import MESSAGE_BYTES_MAX
 from ttp.wire.v1 import controller_pb2 as pb
 
 
@@ -306,3 +307,25 @@ def test_a_port_that_only_root_may_use() -> None:
     os.close(theirs)
     with os.fdopen(ours) as said:
         assert said.read().startswith("this user may not listen there")
+
+
+@pytest.mark.slow
+def test_an_order_to_commit_may_be_larger_than_any_report(controller: Controller) -> None:
+    """It carries the tables of all pieces: 200 bytes for each tensor, in each of a thousand shards."""
+    layout = Layout(2, {Shard("a"): (Rank(0),), Shard("b"): (Rank(1),)})
+    ranks = [controller.rank(number, layout=layout) for number in (0, 1)]
+    for rank in ranks:
+        rank.expect(m.Welcome)
+    until(lambda: controller.status().stage == "training")
+    asked = controller.stub.SaveNow.future(pb.SaveNowRequest(), metadata=controller.metadata, timeout=60)
+    for rank in ranks:
+        rank.say(frozen(rank.number, rank.expect(m.Freeze).incident, 3))
+    table = "x" * (MESSAGE_BYTES_MAX // 2)
+    for rank in ranks:
+        save = rank.expect(m.Save)
+        piece = m.Piece(f"{rank.number}", 1, "d", "shard", save.order.shards[0], Rank(rank.number), table)
+        rank.say(m.Saved(Rank(rank.number), save.incident, save.generation, (piece,)))
+    commit = ranks[0].expect(m.Commit)
+    assert [len(piece.table) for piece in commit.pieces] == [len(table)] * 2
+    ranks[0].say(m.Committed(Rank(0), commit.incident, commit.generation, "/d/step_3", 1))
+    assert asked.result().saved

@@ -13,7 +13,11 @@ from ttp.wire.address import target
 from ttp.wire.v1 import controller_pb2_grpc as rpc
 
 MESSAGE_BYTES_MAX = 256 << 20
-"""Largest message in bytes. The largest messages carry tables of pieces, which take about 300 bytes per tensor."""
+"""Largest message in bytes that a server takes. The largest of a rank is the table of its pieces."""
+ORDER_BYTES_MAX = (1 << 31) - 1
+"""Largest message in bytes that a client takes: protobuf's own limit. The order to commit carries the tables of all
+ranks, about 200 bytes for each tensor of each shard: a model of 800 tensors with Adam in 512 shards has 200 MiB.
+"""
 
 
 def _keepalive(after_ms: int, patience_ms: int) -> list[tuple[str, Any]]:
@@ -23,8 +27,6 @@ def _keepalive(after_ms: int, patience_ms: int) -> list[tuple[str, Any]]:
 
 
 _COMMON: list[tuple[str, Any]] = [
-    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
-    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.bdp_probe", 0),
@@ -32,6 +34,8 @@ _COMMON: list[tuple[str, Any]] = [
 
 CLIENT_OPTIONS = [
     *_COMMON,
+    ("grpc.max_receive_message_length", ORDER_BYTES_MAX),
+    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
     *_keepalive(5_000, 5_000),
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
@@ -40,6 +44,8 @@ CLIENT_OPTIONS = [
 
 SERVER_OPTIONS = [
     *_COMMON,
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", ORDER_BYTES_MAX),
     *_keepalive(1_250, 8_750),  # probes early, so that the server's kernel notices a lost host, and gives up late
     ("grpc.so_reuseport", 0),  # two controllers on one port must not be possible
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
