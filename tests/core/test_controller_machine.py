@@ -353,6 +353,33 @@ def test_a_thousand_ranks_cost_constant_time_per_event(monkeypatch: pytest.Monke
     assert len(decided) <= 2
 
 
+def test_no_plan_is_made_again_for_each_of_a_thousand_streams_that_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of a cluster is lost, with all copies of some shards: the streams end one by one, and each may come back."""
+    decided: list[int] = []
+
+    def counted(*given: Any) -> Plan | NoPlan:
+        decided.append(1)
+        return decide(*given)
+
+    monkeypatch.setattr(planning, "decide", counted)
+    talk = Talk(grid(500, 2))  # ranks 0 and 500 hold s0
+    talk.lost(0)
+    talk.lost(500)
+    for rank in range(1, 1000):
+        talk.frozen(rank, 7)
+    assert talk.incident.waits_for == "a lost or silent rank may come back and complete a version"
+    for rank in range(1, 400):
+        talk.lost(rank)
+    assert len(decided) <= 2
+    due = talk.machine.deadline()
+    assert due is not None and due <= talk.now + 0.05, "but soon"
+    for rank in range(400):
+        talk.back(rank, incident=talk.id, version=7)
+        talk.frozen(rank, 7)
+    assert "[plan]" in talk.after(0.05)
+    assert len(decided) <= 4
+
+
 def calls_of_a_burst(ranks: int) -> int:
     """Return the number of calls in the machine when every stream breaks and returns, and all is saved."""
     talk = Talk(Layout(ranks, grid(1, ranks).groups))
@@ -372,6 +399,7 @@ def calls_of_a_burst(ranks: int) -> int:
         talk.fault(0)
         for rank in range(ranks):
             talk.frozen(rank, 7)
+        talk.after(0.01)
         talk.saved(1)
         talk.committed(1)
     finally:

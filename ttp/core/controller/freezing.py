@@ -31,7 +31,8 @@ class Freezing:
         """Order these ranks to close their gates, because of ``cause``, and to report (again) the state they hold."""
         if incident.deferred:
             return
-        waited = bool(incident.waiting.difference(ranks))
+        incident.waiting.difference_update(ranks)
+        waited = bool(incident.waiting)
         for rank in ranks:
             incident.forget(rank)
         incident.waiting.update(ranks)
