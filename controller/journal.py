@@ -126,7 +126,8 @@ class Journal:
     def launch_goes_on(self, save_dir: str, happening: Happening) -> None:
         """Record an event of the launch. A failed line is not tried again: the incident's file has the event too."""
         if save_dir:
-            self._note(save_dir, happening.kind, happening.unix_s, json.loads(happening.facts))
+            facts = json.loads(happening.facts) | {"controller": self._address}
+            self._note(save_dir, happening.kind, happening.unix_s, facts)
 
     def _note(self, save_dir: str, kind: str, unix_s: float, facts: dict[str, Any]) -> None:
         line = history.line_of(kind, unix_s, facts)

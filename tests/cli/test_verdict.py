@@ -33,6 +33,7 @@ STORIES: dict[str, tuple[str, str, int]] = {
     "trained": (begins() + DONE, "trained", 0),
     "saved": (begins() + SAVED, "saved", 75),
     "lost": (begins() + LOST, "lost", 70),
+    "saved, but for a rank that reached only another controller": (begins() + SAVED + LOST, "saved", 75),
     "wrong, then saved": (begins() + WRONG + SAVED, "wrong", 64),
     "saved, then wrong": (begins() + SAVED + WRONG, "wrong", 64),
     "saved, then trained": (begins() + SAVED + begins() + DONE, "trained", 0),

@@ -212,6 +212,27 @@ def test_a_launch_names_the_controller_that_leads_it(tmp_path: Path, taken_over:
     assert (launch.run_id, launch.controller) == ("job", "second:2" if taken_over else "first:1")
 
 
+def test_a_controller_that_was_replaced_does_not_tell_how_the_launch_ended(tmp_path: Path) -> None:
+    """It was stopped for a while, and finds that all of its ranks are gone."""
+    facts = json.dumps({"run_id": "job", "incarnation": 1})
+    old, new = (Journal(tmp_path / "run", [str(tmp_path)], address=address) for address in ("first:1", "second:2"))
+
+    def released(journal: Journal, code: int) -> int | None:
+        happening = Happening(2, 1.8e9, 50.0, "released", "one", json.dumps({"exit_code": code}))
+        journal.launch_goes_on(str(tmp_path), happening)
+        journal.close(60)
+        (launch,) = read_launches(tmp_path)
+        return launch.code
+
+    for journal in (old, new):
+        happening = Happening(1, 1.8e9, 50.0, "incarnation", "", facts)
+        journal.launch_begins(str(tmp_path), happening, journal is new, lambda *_: None)
+        journal.close(60)
+    assert released(old, 70) is None
+    assert released(new, 75) == 75
+    assert released(old, 70) == 75
+
+
 def test_the_incident_is_written_before_the_history_of_launches(
     teller: Teller, monkeypatch: pytest.MonkeyPatch
 ) -> None:

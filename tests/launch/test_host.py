@@ -16,10 +16,12 @@ import pytest
 from tests.waiting import has_ended, until
 from ttp.config import Config
 from ttp.launch import host as subject
+from ttp.launch import job_verdict
 from ttp.launch.host import Host
 from ttp.launch.preparation import settled
 from ttp.launch.run_dir import prepare_run_dir
 from ttp.launch.token_file import read_token, write_token
+from ttp.wire.v1.controller_pb2 import GetVerdictResponse
 
 HERE = Path(__file__).parent
 Worker = subprocess.Popen[bytes]
@@ -204,3 +206,21 @@ def test_a_second_job_on_the_port_of_a_running_one_leaves_its_run_directory_as_i
     assert read_token(run_dir) == "theirs"
     assert launch() is None and not (run_dir / "ring.json").exists(), "nobody runs there any more"
     assert read_token(run_dir) is None
+
+
+@pytest.mark.parametrize(
+    ("answers", "code"),
+    [
+        ([(75, 1, 1), (70, 1, 2)], 75),  # the second one led only a rank that could not reach the first one
+        ([(70, 1, 1), (75, 1, 2)], 75),  # the first one was stopped, and found its ranks gone
+        ([(75, 1, 3), (70, 2, 1)], 70),  # of the launch before
+        ([(70, 1, 2), (64, 1, 1)], 64),
+    ],
+)
+def test_the_verdict_of_several_controllers(
+    answers: list[tuple[int, int, int]], code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = {f"h:{at}": GetVerdictResponse(code=c, incarnation=i, term=t) for at, (c, i, t) in enumerate(answers, 1)}
+    monkeypatch.setattr(job_verdict, "_ask", lambda host, port, *_: said[f"{host}:{port}"])
+    for around in (said, reversed(said)):
+        assert job_verdict.ask_verdict(around, "", "", 0).code == code

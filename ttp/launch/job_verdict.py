@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from ttp.errors import EXIT_BAD_CONFIG, EXIT_TRAINED
+from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_TRAINED
 from ttp.launch import presence
 from ttp.launch.ring import ask_everybody
 
@@ -72,10 +72,14 @@ def settled_code(own: int, answer: Any) -> int:
     return job
 
 
-def _standing(answer: Any) -> tuple[bool, bool, int, int]:
-    """Return a key that sorts answers: 64 first, then any verdict, then the newest incarnation and term."""
-    wrong = answer.HasField("code") and answer.code == EXIT_BAD_CONFIG
-    return wrong, answer.HasField("code"), answer.incarnation, answer.term
+def _standing(answer: Any) -> tuple[bool, bool, int, bool, int]:
+    """Return a key that sorts answers: 64 first, then any verdict of the newest incarnation, then the highest term.
+
+    A controller that led only some of the ranks may have saved nothing (70) while the others were saved.
+    """
+    known = answer.HasField("code")
+    wrong, saved = known and answer.code == EXIT_BAD_CONFIG, known and answer.code != EXIT_NOT_SAVED
+    return wrong, known, answer.incarnation, saved, answer.term
 
 
 def _ask(address: str, port: int, token: str, host: str, code: int, starts: bool) -> Any:

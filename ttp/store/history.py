@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ttp.errors import EXIT_BAD_CONFIG, EXIT_TRAINED, CheckpointError
+from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED, EXIT_TRAINED, CheckpointError
 from ttp.store.durable import make_directory, write_durably
 from ttp.store.json_text import parse_json
 from ttp.store.names import INCIDENTS
@@ -300,7 +300,7 @@ def _take(launch: Launch, record: Mapping[str, Any], at_s: float) -> None:
         case "finished":
             launch.progress, launch.code, launch.ended_unix_s = True, EXIT_TRAINED, at_s
             launch.text = "trained to the end"
-        case "released":
+        case "released" if not _overruled(launch, record):
             launch.released = True
             if launch.code == EXIT_BAD_CONFIG:
                 return
@@ -308,6 +308,16 @@ def _take(launch: Launch, record: Mapping[str, Any], at_s: float) -> None:
             launch.code, launch.text, launch.ended_unix_s = _whole(record.get("exit_code")), text, at_s
         case "wrong":
             launch.code, launch.text, launch.ended_unix_s = EXIT_BAD_CONFIG, text, at_s
+
+
+def _overruled(launch: Launch, record: Mapping[str, Any]) -> bool:
+    """Return whether a controller that saved nothing did not lead the launch, or led only ranks that another left.
+
+    A controller that was stopped finds all streams ended when it goes on: the ranks have another one. A rank that
+    reaches only another controller is alone there, while the rest of the job is saved.
+    """
+    replaced = record.get("controller", launch.controller) != launch.controller
+    return _whole(record.get("exit_code")) == EXIT_NOT_SAVED and (replaced or launch.code == EXIT_SAVED)
 
 
 def _whole(value: Any) -> int | None:
