@@ -8,6 +8,7 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import logging
@@ -305,21 +306,27 @@ class Driver:
         if incident:
             self._journal.write(self.machine.save_dir, happening)
         if kind == "incarnation":
-            self._journal.launch_begins(self.machine.save_dir, happening, bool(facts.get("resumed")), self._remembered)
+            told = functools.partial(self._remembered, self.machine.job.incarnation)
+            self._journal.launch_begins(self.machine.save_dir, happening, bool(facts.get("resumed")), told)
         elif kind in HISTORY_KINDS:
             self._journal.launch_goes_on(self.machine.save_dir, happening)
         for observe in self.observers:
             observe(kind, facts, happening.monotonic_s, happening.unix_s)
 
-    def _remembered(self, fruitless: int, present: Launch | None) -> None:
+    def _remembered(self, incarnation: int, fruitless: int, present: Launch | None) -> None:
         """Give the machine the result of ``Journal.launch_begins``. Called on the journal's thread."""
         event = ce.Remembered(fruitless, progress=False)
         if present is not None:
             saved = (Version(present.version), present.path) if present.version and present.path else None
             wrong = present.text if present.code == EXIT_BAD_CONFIG else ""
             event = ce.Remembered(fruitless, present.progress, saved, wrong, present.drained)
+
+        def feed() -> None:
+            if self.machine.job.incarnation == incarnation:  # else the disk was slow, and this is a later launch
+                self.feed(event)
+
         with contextlib.suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self.feed, event)
+            self._loop.call_soon_threadsafe(feed)
 
     def _remember(self, happening: Happening) -> None:
         self.history.append(happening)

@@ -27,6 +27,7 @@ from ttp.core.controller.events import (
 )
 from ttp.core.layout import Rank, Version
 from ttp.core.layout_messages import TellLayout
+from ttp.store.history import Launch
 from ttp.testing.scenario import grid
 from ttp.testing.toy import hello
 
@@ -156,5 +157,31 @@ def test_a_controller_that_takes_over_learns_what_the_one_before_has_recorded(tm
         assert driver.machine.verdict == before.machine.verdict and driver.machine.verdict.code == 64
         other = await lead(lambda *_: None, incarnation=2, **known)
         assert other.machine.last_commit is None and not other.machine.drained_hosts, "that is another launch"
+
+    quietly(run)
+
+
+def test_what_a_slow_disk_tells_of_the_launch_before_is_not_taken_for_this_one() -> None:
+    """Its ranks would be accused as of a drained host, and a version that it saved would not be saved again."""
+
+    async def run() -> None:
+        journal: Any = NoThreads()
+        told: list[Callable[[int, Launch], None]] = []
+        journal.launch_begins = lambda *given: told.append(given[-1])
+        driver, layout = Driver(PATIENCE, journal), grid(1, 1)
+        driver.machine.job.learn(layout)
+        first, second = (driver.connect(lambda: None) for _ in range(2))
+        driver.feed(Received(first.id, hello(0, layout, incarnation=1, resume=True, takeover=True, term_seen=1)))
+        driver.disconnect(first)
+        driver.feed(Received(second.id, hello(0, layout, launch=1, nonce="new")))
+        launch = Launch("job", 1, 0.0, code=64, text="wrong", version=7, path="step_7", drained=frozenset({"h"}))
+        told[0](2, launch)
+        await asyncio.sleep(0)
+        assert driver.machine.job.incarnation == 2 and driver.machine.last_commit is None
+        assert driver.machine.verdict.code is None and not driver.machine.drained_hosts
+        told[1](2, launch)
+        await asyncio.sleep(0)
+        assert driver.machine.last_commit == (7, "step_7")
+        driver.close()
 
     quietly(run)
