@@ -113,6 +113,20 @@ def test_who_was_part_of_the_job_and_is_refused_leaves() -> None:
     assert rank.machine.gone
 
 
+def test_a_standby_whose_place_another_job_has_taken_is_passed_over() -> None:
+    rank = Rank1(failover_s=0.0)
+    rank.order(m.Standbys(ME, 1, ("10.0.0.1:9", "10.0.0.2:9")))
+    asked = []
+    for _ in range(2):
+        rank.event(ev.StreamDown("gone"))
+        rank.after(1.0)
+        asked += [action.address for action in rank.did if isinstance(action, act.Connect)]
+        rank.event(ev.StreamUp())
+        assert rank.order(m.Refused(ME, m.RefusalCode.OTHER_JOB, "two jobs share TTP_PORT")) == ""
+    assert asked == ["10.0.0.1:9", "10.0.0.2:9"]
+    assert Rank1().order(m.Refused(ME, m.RefusalCode.OTHER_JOB, "why")).startswith("Exit"), "its own controller"
+
+
 def test_busy_means_try_again() -> None:
     rank = Rank1(joined=False)
     rank.event(ev.StreamUp())
