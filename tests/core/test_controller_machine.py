@@ -411,3 +411,17 @@ def calls_of_a_burst(ranks: int) -> int:
 def test_a_burst_of_returning_ranks_costs_each_of_them_the_same() -> None:
     """What runs after every event may not iterate over all lost, accused or writing ranks."""
     assert calls_of_a_burst(400) < 2.2 * calls_of_a_burst(200)
+
+
+def test_the_text_that_all_ranks_get_does_not_grow_with_their_number() -> None:
+    """A disk that is full fails every rank, and thousands of copies of a megabyte would not fit into memory."""
+    talk = Talk(grid(1, 50))
+    talk.fault(0)
+    for rank in range(50):
+        talk.frozen(rank, 7)
+    for _ in range(50):
+        (order,) = talk.orders(m.Save)[:1]
+        talk.save_failed(order.rank, order.generation)
+    text = talk.orders(m.Release)[0].text
+    assert "rank 0: disk full; rank 1: disk full; " in text and "; and 34 more ranks; shard 's0'" in text
+    assert "rank 16" not in text

@@ -14,6 +14,7 @@ from ttp.core.decide import Assignment, How, Plan, lost_story
 from ttp.core.layout import Layout, Rank, Shard, Version
 
 OVER = float("-inf")
+FAILURES_SHOWN = 16
 
 
 class Stage(enum.Enum):
@@ -267,6 +268,12 @@ class Incident:
             answer = self.answers.get(rank)
             if answer is not None and answer.final and answer.phase is not m.Phase.TORN:
                 self._count((rank,), answer.version)
+
+    def failures_shown(self) -> list[str]:
+        """Return in words which ranks could not save or commit; only the first few, as every rank gets this text."""
+        said = {**self.forgiven, **self.failures}
+        more = [f"and {len(said) - FAILURES_SHOWN} more ranks"] if len(said) > FAILURES_SHOWN else []
+        return [f"rank {rank}: {text}" for rank, text in sorted(said.items())[:FAILURES_SHOWN]] + more
 
     def use(self, layout: Layout) -> None:
         """Replace the layout by a more accurate one."""

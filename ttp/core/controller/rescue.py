@@ -348,9 +348,7 @@ class Rescue:
             text = f"saved version {incident.saved}; then: {reason}"
             self._saved_by_program(incident, incident.saved, text, incident.path, now)
             return
-        said = {**incident.forgiven, **incident.failures}
-        failures = [f"rank {rank}: {text}" for rank, text in sorted(said.items())]
-        text = "; ".join([*failures, reason])
+        text = "; ".join([*incident.failures_shown(), reason])
         incident.outcome = f"not saved: {text}"
         broken = incident.faulty or self._job.broken or self._job.in_doubt
         if (incident.snapshot or not broken) and not self.program.halted:
