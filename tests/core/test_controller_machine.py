@@ -380,6 +380,27 @@ def test_no_plan_is_made_again_for_each_of_a_thousand_streams_that_end(monkeypat
     assert len(decided) <= 4
 
 
+def test_savers_that_the_storage_refuses_at_once_are_replaced_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan for each of five thousand would take longer than TTP_OT, and the fallback directory would not be tried."""
+    decided: list[int] = []
+
+    def counted(*given: Any) -> Plan | NoPlan:
+        decided.append(1)
+        return decide(*given)
+
+    monkeypatch.setattr(planning, "decide", counted)
+    talk = Talk(grid(500, 2))
+    talk.fault(0)
+    for rank in range(1000):
+        talk.frozen(rank, 7)
+    refused = {order.rank for order in talk.orders(m.Save)}
+    for rank in refused:
+        talk.save_failed(rank)
+    talk.after(0.02)
+    assert len(decided) <= 4
+    assert len(talk.incident.pending) == len(refused) == 500 and talk.incident.pending.keys().isdisjoint(refused)
+
+
 def calls_of_a_burst(ranks: int) -> int:
     """Return the number of calls in the machine when every stream breaks and returns, and all is saved."""
     talk = Talk(Layout(ranks, grid(1, ranks).groups))

@@ -20,6 +20,11 @@ AGAIN_S = 0.02
 ANSWERS = "not all ranks have reported their versions yet"
 
 
+def rest_s(job: Membership) -> float:
+    """Return the least seconds between two plans that leaves time for the messages of all ranks; 0 for small jobs."""
+    return AGAIN_S * in_queue(0.0, len(job.members))
+
+
 @dataclass(frozen=True, slots=True)
 class Wait:
     """The decision that it is too early for a plan, and why."""
@@ -71,7 +76,7 @@ class Planner:
             incident.use(layout)
         verdict = self.decide(incident)
         why = self._program_waits(incident, verdict, now) if leads else self._falls_short(incident, verdict, now)
-        if why and not leads and (pause_s := AGAIN_S * in_queue(0.0, len(self._job.members))):
+        if why and not leads and (pause_s := rest_s(self._job)):
             incident.look_again_at = max(incident.look_again_at, now + pause_s)
         return Wait(why) if why else Go(verdict)
 

@@ -18,6 +18,7 @@ from ttp.core.controller.membership import Membership
 from ttp.core.controller.mirrors import Mirrors
 from ttp.core.controller.outbox import Outbox
 from ttp.core.controller.page_collectors import PAGES_S, PageCollectors
+from ttp.core.controller.planning import rest_s
 from ttp.core.decide import How, NoPlan, Plan
 from ttp.core.layout import Rank, Shard, Version
 
@@ -279,9 +280,10 @@ class Saving:
             self._outbox.record("replan", generation=incident.generation, lost_savers=sorted(incident.dropped))
             incident.enter(Stage.FREEZING, "savers were lost or failed")
             incident.losses += any(rank not in incident.failures for rank in incident.dropped)
+            pause_s = rest_s(self._job) if incident.pending else 0.0  # whoever still writes may be refused as well
             if incident.losses > LOSSES_MAX:
-                pause_s = REPLAN_S * 2 ** min(incident.losses - LOSSES_MAX - 1, 10)
-                incident.next_plan_at = incident.planned_at + min(REPLAN_MAX_S, pause_s)
+                pause_s += min(REPLAN_MAX_S, REPLAN_S * 2 ** min(incident.losses - LOSSES_MAX - 1, 10))
+            incident.next_plan_at = incident.planned_at + pause_s
             incident.dropped = []
         elif incident.awaiting or not (incident.pending or self._collects_late(incident, now)):
             self.commit(incident, "all pieces are durable", now)
