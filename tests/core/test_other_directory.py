@@ -9,6 +9,7 @@ import pytest
 
 from tests.core.talk import Talk, Wide, line
 from ttp.core import messages as m
+from ttp.testing.scenario import grid
 
 
 def saving(fallback_dir: str = "", **patience: Any) -> Wide:
@@ -171,3 +172,21 @@ def test_a_commit_that_hangs_is_given_to_another() -> None:
     assert "Commit:0" in said
     assert "[commit_failed]" in talk.after(60)
     assert talk.orders(m.Commit)[0].rank != 0
+
+
+def test_a_commit_that_many_ranks_are_refused_is_made_in_the_fallback() -> None:
+    """A thousand commits one after the other may take longer than TTP_OT."""
+    talk = Talk(grid(1, 100))
+    for member in talk.machine.job.members.values():
+        member.hello = replace(member.hello, fallback_dir="/spare")
+    talk.fault(99)
+    for rank in range(100):
+        talk.frozen(rank, 7)
+    talk.saved(talk.orders(m.Save)[0].rank)
+    said, refusals = "", 0
+    while "[fallback]" not in said:
+        (commit,) = talk.orders(m.Commit)
+        said, refusals = talk.commit_failed(commit.rank, commit.generation, may_pass=True), refusals + 1
+    assert refusals == 16
+    assert {order.directory for order in talk.orders(m.Save)} == {"/spare"}
+    assert "Release(75)" in talk.write()

@@ -22,7 +22,7 @@ from ttp.core.controller.mirrors import Mirrors
 from ttp.core.controller.outbox import Outbox
 from ttp.core.controller.planning import ANSWERS, Go, Planner, Wait
 from ttp.core.controller.program_recovery import Ending, MakeRecovery, Outcome, RescueContext
-from ttp.core.controller.retries import Retries
+from ttp.core.controller.retries import REFUSALS_MAX, Retries
 from ttp.core.controller.saving import Saving
 from ttp.core.controller.shadow import Shadow
 from ttp.core.decide import NoPlan, Plan
@@ -222,7 +222,8 @@ class Rescue:
         incident.end_pauses(now)
         if now >= incident.look_again_at:
             incident.look_again_at = 0.0
-        if self.saving.stalled(incident, p.stall_s, now):  # another rank would wait as long for this storage
+        refused = incident.stage is not Stage.SAVED and len(incident.passing) >= REFUSALS_MAX
+        if self.saving.stalled(incident, p.stall_s, now) or refused:  # other ranks would have the same storage
             self._retries.elsewhere(incident)
         if incident.stage is not Stage.SAVED and now >= incident.patient_since + p.rescue_s:
             self._end_without(incident, f"nothing was saved within {p.rescue_s:g} s (TTP_OT)", now)

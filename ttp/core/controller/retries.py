@@ -9,6 +9,9 @@ from ttp.core.controller.outbox import Outbox
 RETRY_S, RETRY_MAX_S = 0.1, 10.0
 """Seconds of the pause before the storage is tried again, doubled each time, and their maximum."""
 
+REFUSALS_MAX = 16
+"""Ranks that the storage has refused after which the fallback directory is used. A thousand would take too long."""
+
 
 class Retries:
     """Sends an incident back to ``FREEZING``, where the plan is made again.
