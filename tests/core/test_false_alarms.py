@@ -260,3 +260,25 @@ def test_a_fault_during_a_snapshot_makes_it_a_rescue() -> None:
     talk.saved(0)
     talk.committed(0)
     assert talk.after(1) == "[released] answer: saved Release(75):0,1"
+
+
+@pytest.mark.parametrize("what", ["time", "ranks"])
+def test_what_was_saved_before_newer_ranks_came_is_saved(what: str) -> None:
+    """They come back with a version that cannot be saved any more."""
+    talk = Talk(grid(2, 2))  # s0: 0 and 2, s1: 1 and 3
+    talk.fault(0)
+    talk.lost(2)
+    talk.lost(3)
+    talk.frozen(0, 7)
+    talk.frozen(1, 7)
+    assert talk.write() == "[committed]"
+    for rank in (2, 3):
+        talk.back(rank, incident=talk.id, version=8)
+    talk.frozen(2, 8)
+    assert "[plan] Save:2,3" in talk.frozen(3, 8)
+    for rank in (0, 1, 2) if what == "ranks" else ():
+        said = talk.accuse(rank, m.FaultKind.EXITED)
+    if what == "time":
+        said = talk.after(360)
+    assert "Release(75)" in said
+    assert talk.orders(m.Release)[0].text.startswith("saved version 7, but none of the newer ones: ")

@@ -344,18 +344,21 @@ class Rescue:
             self._end_without(incident, reason, now)
 
     def _end_without(self, incident: Incident, reason: str, now: float) -> None:
-        """End without a checkpoint: thaw if that is enough, else release. End as saved if the program has saved."""
+        """End without a checkpoint: thaw if that is enough, else release. End as saved if one was made before."""
         if incident.saved and incident.stage is Stage.PROGRAM:
             text = f"saved version {incident.saved}; then: {reason}"
             self._saved_by_program(incident, incident.saved, text, incident.path, now)
             return
         text = "; ".join([*incident.failures_shown(), reason])
-        incident.outcome = f"not saved: {text}"
+        saved = incident.saved if incident.size else 0  # in this incident, before ranks with a newer version came
+        what = f"saved version {saved}, but none of the newer ones" if saved else "not saved"
+        incident.outcome = f"{what}: {text}"
         broken = incident.faulty or self._job.broken or self._job.in_doubt
         if (incident.snapshot or not broken) and not self.program.halted:
             self._thaw(incident, f"the checkpoint could not be written: {text}")
         else:
-            self._release(incident, EXIT_NOT_SAVED, text, now)
+            code, text = (EXIT_SAVED, incident.outcome) if saved else (EXIT_NOT_SAVED, text)
+            self._release(incident, code, text, now)
 
     def _release(self, incident: Incident, exit_code: int, text: str, now: float) -> None:
         self.program.over(resumed=False)
