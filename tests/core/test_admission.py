@@ -53,6 +53,15 @@ def test_a_stray_rank_of_another_job_does_not_end_a_living_job() -> None:
     assert talk.machine.job.live == {0, 1, 2}
 
 
+@pytest.mark.parametrize("seen", [{"term_seen": 1}, {"term_seen": 2, "takeover": True}])
+def test_a_process_that_is_left_of_an_earlier_start_does_not_end_the_job(seen: dict[str, Any]) -> None:
+    """Its host stood still for minutes, say. It had been restarted twice, and the new controller counts from 1."""
+    talk = Talk()
+    old = replace(hello(1, talk.layout), nonce="old", incarnation=3, resume=True, version=Version(9), **seen)
+    assert talk.event(Received(ConnectionId(50), old)) == "Refused(rank_taken):1 [refused]"
+    assert talk.machine.job.live == {0, 1, 2} and talk.machine.job.incarnation == 1
+
+
 @pytest.mark.parametrize(
     ("layout", "text"),
     [

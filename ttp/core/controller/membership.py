@@ -255,7 +255,8 @@ class Membership:
         if self.takes_seat(hello):
             return False
         if hello.incarnation:
-            return hello.incarnation > self.incarnation and (not self.live or hello.run_id == self.run_id)
+            newer = hello.incarnation > self.incarnation and not self._outlives(hello)
+            return newer and (not self.live or hello.run_id == self.run_id)
         taken = self.members.get(hello.rank)
         if taken is not None and taken.hello.nonce == hello.nonce:
             return False
@@ -291,7 +292,20 @@ class Membership:
             return False
         if not self.formed:
             return False  # no state here can be out of date
+        if self._outlives(hello):
+            return False
         return not self.live or (hello.run_id == self.run_id and hello.incarnation >= self.incarnation)
+
+    def _outlives(self, hello: m.Hello) -> bool:
+        """Return whether every rank is connected, and ``hello`` is from none of their processes.
+
+        Then it is from a process that was left of another launch, whatever the number of its incarnation: if a job is
+        started anew, a new controller counts from 1 again.
+        """
+        if self.layout is None or len(self.live) < self.layout.world_size:
+            return False
+        known = self.members.get(hello.rank)
+        return known is None or known.hello.nonce != hello.nonce
 
     def refusal(self, hello: m.Hello) -> Refusal | None:
         """Return why ``hello`` cannot be admitted, in words for the operator; ``None`` if it can.
