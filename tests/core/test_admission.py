@@ -60,6 +60,9 @@ def test_a_process_that_is_left_of_an_earlier_start_does_not_end_the_job(seen: d
     old = replace(hello(1, talk.layout), nonce="old", incarnation=3, resume=True, version=Version(9), **seen)
     assert talk.event(Received(ConnectionId(50), old)) == "Refused(rank_taken):1 [refused]"
     assert talk.machine.job.live == {0, 1, 2} and talk.machine.job.incarnation == 1
+    talk.lost(2)
+    assert talk.event(Received(ConnectionId(50), old)) == "Refused(busy):1 [refused]", "nor does it keep it from a save"
+    assert talk.machine.stage == "freezing" and talk.machine.job.live == {0, 1}
 
 
 @pytest.mark.parametrize(

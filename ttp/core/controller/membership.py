@@ -285,8 +285,8 @@ class Membership:
     def may_have_moved(self, hello: m.Hello) -> bool:
         """Return whether ``hello``, from a rank that another controller led, may show that this job is led elsewhere.
 
-        A stray rank of another job, or of an incarnation that is over, does not show that for a job with live ranks
-        here. A rank that comes to a job that is still forming just joins it.
+        A stray rank of another job or incarnation does not show that for a job with live ranks here. A rank that comes
+        to a job that is still forming just joins it.
         """
         if self.layout is None or self.malformed(hello) is not None:
             return False
@@ -294,7 +294,7 @@ class Membership:
             return False  # no state here can be out of date
         if self._outlives(hello):
             return False
-        return not self.live or (hello.run_id == self.run_id and hello.incarnation >= self.incarnation)
+        return not self.live or (hello.run_id, hello.incarnation) == (self.run_id, self.incarnation)
 
     def _outlives(self, hello: m.Hello) -> bool:
         """Return whether every rank is connected, and ``hello`` is from none of their processes.
