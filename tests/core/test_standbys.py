@@ -39,6 +39,15 @@ def test_who_is_asked_is_announced_before_it_is_there() -> None:
     assert talk.orders(m.Standbys)[-1].addresses == ("[fe80::1]:77",)
 
 
+def test_an_order_that_was_lost_with_its_stream_is_repeated() -> None:
+    talk = Wide()
+    talk.lost(2)
+    assert "StandBy:2" in talk.back(2)
+    assert "StandBy" not in talk.back(3), "one rank of a host is enough"
+    talk.report(2, m.StandbyUp(Rank(2), "10.0.0.1:9"))
+    assert "StandBy:" not in talk.back(2)
+
+
 def test_a_host_that_cannot_is_replaced_by_another() -> None:
     talk = Wide(grid(1, 8), standbys=1)
     assert "StandBy:2" in talk.lines[2]

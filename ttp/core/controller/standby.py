@@ -30,6 +30,7 @@ class Standby:
     def __init__(self, job: Membership, outbox: Outbox, host: str, wanted: int, port: int) -> None:
         self._job, self._outbox, self._host, self._wanted, self._port = job, outbox, host, wanted, port
         self._places: dict[str, str] = {}
+        self._asked: dict[str, Rank] = {}
         self._up: set[str] = set()
         self._unable: set[str] = set()
 
@@ -40,20 +41,23 @@ class Standby:
 
     def reset(self) -> None:
         """Forget all standby controllers: in a new incarnation the processes that started them are gone."""
-        self._places, self._up, self._unable = {}, set(), set()
+        self._places, self._asked, self._up, self._unable = {}, {}, set(), set()
 
     def joined(self, rank: Rank) -> None:
         """Tell a rank that has joined the addresses of the standbys, and order one on its host if more are wanted."""
         self._tell((rank,))
+        host = self._job.members[rank].hello.host
         if self._ask(rank):
             self._tell_all()
+        elif self._asked.get(host) == rank and host in self._places.keys() - self._up:
+            self._outbox.send_to(rank, m.StandBy(rank, self._job.term))  # the order may have been lost with its stream
 
     def _ask(self, rank: Rank) -> bool:
         hello = self._job.members[rank].hello
         known = hello.host == self._host or hello.host in self._places or hello.host in self._unable
         if known or len(self._places) >= self._wanted:
             return False
-        self._places[hello.host] = _at(hello.address, self._port)
+        self._places[hello.host], self._asked[hello.host] = _at(hello.address, self._port), rank
         self._outbox.send_to(rank, m.StandBy(rank, self._job.term))
         return True
 
