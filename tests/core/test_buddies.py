@@ -84,12 +84,14 @@ def test_with_one_host_there_is_nobody_to_send_to() -> None:
     assert [(o.buddy, o.address) for o in talk.orders(CopyTo)] == [(NOBODY, "")] * 4
 
 
-def test_not_every_rank_keeps_copies() -> None:
+@pytest.mark.parametrize("keeping", [0, 3])
+def test_not_every_rank_keeps_copies(keeping: int) -> None:
     talk = Talk(ALONE, formed=False)
-    for r in range(3):
-        talk.hello(r)
-    assert "[no_buddies]" in talk.hello(3, copies_at="h:1")
-    assert talk.facts("no_buddies")["ranks"] == [0, 1, 2]
+    for r in range(4):
+        said = talk.hello(r, copies_at="h:1" if r == keeping else "")
+    assert "[no_buddies]" in said, "whoever came last"
+    assert talk.facts("no_buddies")["ranks"] == [r for r in range(4) if r != keeping]
+    assert "[no_buddies]" not in talk.back(keeping, copies_at="h:1"), "it is said once"
 
 
 def test_a_version_is_whole_when_all_have_it() -> None:

@@ -107,6 +107,7 @@ class Buddies:
         """The newest version that every rank has stored; 0 if there is none."""
         self._job, self._outbox = job, outbox
         self._named: dict[Rank, Rank] = {}
+        self._looked = False  # whether it is known if every rank keeps copies
         self._stored: dict[Version, set[Rank]] = {}
         self._fates: dict[Version, bool] = {}
         self._well: bool | None = None  # whether the last settled copy became whole
@@ -114,6 +115,7 @@ class Buddies:
     def reset(self) -> None:
         """Forget everything, because a new incarnation begins."""
         self.whole, self._named, self._stored, self._fates, self._well = Version(0), {}, {}, {}, None
+        self._looked = False
 
     # --------------------------------------------------------------------------------------------------------- buddies
 
@@ -124,14 +126,17 @@ class Buddies:
 
     def joined(self, rank: Rank) -> None:
         """Tell ranks their buddies once all ranks have said hello; tell a rank that comes back again."""
-        if not self._job.complete or not self._job.members[rank].hello.copies_at:
+        if not self._job.complete:
             return
-        if self._named:
-            self._tell(rank)
+        if self._looked:
+            if self._named:
+                self._tell(rank)
             return
+        self._looked = True
         without = [r for r, member in sorted(self._job.members.items()) if not member.hello.copies_at]
         if without:
-            self._outbox.record("no_buddies", text="not every rank keeps copies", ranks=without[:8])
+            if len(without) < len(self._job.members):
+                self._outbox.record("no_buddies", text="not every rank keeps copies", ranks=without[:8])
             return
         self._named = next_host(self._job.hosts()) or dict.fromkeys(sorted(self._job.members), NOBODY)
         self._outbox.record("buddies", buddies={str(rank): buddy for rank, buddy in self._named.items()})
