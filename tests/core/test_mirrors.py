@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.core.talk import Wide, page
+from tests.core.talk import Talk, Wide, page
 from ttp.core import messages as m
 from ttp.core.controller.events import Accused
 from ttp.core.copy_messages import Keep, Mirror, MirrorTo
@@ -50,6 +50,15 @@ def test_a_keeper_that_comes_back_is_where_it_says_it_is() -> None:
         MirrorTo(Rank(1), 1, Rank(3), "10.0.0.1:3"),
         MirrorTo(Rank(3), 1, Rank(1), "10.0.0.0:99"),
     ]
+
+
+@pytest.mark.parametrize(("without", "told"), [(0, "MirrorTo:1,3"), (3, "MirrorTo:0,2")])
+def test_a_rank_that_keeps_no_pages_does_not_keep_others_from_it(without: int, told: str) -> None:
+    """It could not open a port, say. It may be the last one to join."""
+    talk = Talk(grid(1, 4), formed=False)
+    for rank in range(4):
+        said = talk.hello(rank, host=f"h{rank // 2}", pages_at="" if rank == without else "h:1")
+    assert told in said
 
 
 def test_on_one_host_and_without_the_switch_nobody_is_told() -> None:

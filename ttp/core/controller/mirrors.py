@@ -28,13 +28,15 @@ class Mirrors:
 
     def __init__(self, job: Membership, outbox: Outbox) -> None:
         self._job, self._outbox = job, outbox
+        self._looked = False  # whether it is known if pages are mirrored
         self._keepers: dict[Rank, Rank] = {}
+        self._kept_by: dict[Rank, list[Rank]] = {}
         self._inherited: dict[Rank, Rank] = {}
         """The rank that each page handed over by a launcher was sent to, by the page's rank."""
 
     def reset(self) -> None:
         """Forget all keepers, because a new incarnation begins."""
-        self._keepers, self._inherited = {}, {}
+        self._looked, self._keepers, self._kept_by, self._inherited = False, {}, {}, {}
 
     def keeper(self, rank: Rank) -> Rank | None:
         """Return the rank that may have the page of ``rank``, whose host is lost; None: no rank has."""
@@ -46,12 +48,16 @@ class Mirrors:
         A job on one host has no keepers.
         """
         job = self._job
-        if not job.complete or not job.members[rank].hello.pages_at:
+        if not job.complete:
             return
-        if self._keepers:
-            told = [rank, *(r for r, keeper in self._keepers.items() if keeper == rank)]  # an address may change
+        if self._looked:
+            told = [rank, *self._kept_by.get(rank, ())]  # an address may change
         else:
-            self._keepers = next_host(job.hosts())
+            self._looked = True
+            if any(member.hello.pages_at for member in job.members.values()):
+                self._keepers = next_host(job.hosts())
+            for of, keeper in self._keepers.items():
+                self._kept_by.setdefault(keeper, []).append(of)
             told = list(self._keepers)
         for of in told:
             self._tell(of)
@@ -59,7 +65,7 @@ class Mirrors:
     def _tell(self, rank: Rank) -> None:
         keeper = self._keepers.get(rank)
         address = self._job.members[keeper].hello.pages_at if keeper is not None else ""
-        if keeper is not None and address:
+        if keeper is not None and address and self._job.members[rank].hello.pages_at:
             self._outbox.send_to(rank, MirrorTo(rank, self._job.term, keeper, address))
 
     def hand_over(self, page: Mirror) -> None:
