@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable
-from typing import Any
-
 import pytest
 
 from tests.core.talk import LOST, PATIENCE, Talk, frozen_at_7
 from ttp.core import messages as m
-from ttp.core.controller import planning
 from ttp.core.controller.events import ConnectionId, StreamEnded
-from ttp.core.decide import Answer, NoPlan, Plan, decide
-from ttp.core.layout import Layout
 from ttp.testing.scenario import grid
 
 # --------------------------------------------------------------------------------------------------------------- rescue
@@ -331,118 +324,3 @@ def test_a_rank_frozen_before_it_restored_saves_nothing_older() -> None:
     for rank in range(3):
         talk.frozen(rank, 0)
     assert "version 5 is on disk already" in talk.orders(m.Release)[0].text
-
-
-# ----------------------------------------------------------------------------------------------------------------- cost
-
-
-def test_a_thousand_ranks_cost_constant_time_per_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counts calls of ``decide``, not seconds: it may not run after every answer of a thousand ranks."""
-    decided: list[int] = []
-
-    def counted(layout: Layout, said: Iterable[Answer], *more: Any) -> Plan | NoPlan:
-        decided.append(1)
-        return decide(layout, said, *more)
-
-    monkeypatch.setattr(planning, "decide", counted)
-    talk = Talk(grid(10, 100))
-    talk.lost(0)
-    for rank in range(1, 1000):
-        talk.frozen(rank, 8 if rank < 500 and rank % 10 else 7)
-    assert talk.machine.stage == "saving"
-    assert len(decided) <= 2
-
-
-def test_no_plan_is_made_again_for_each_of_a_thousand_streams_that_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of a cluster is lost, with all copies of some shards: the streams end one by one, and each may come back."""
-    decided: list[int] = []
-
-    def counted(*given: Any) -> Plan | NoPlan:
-        decided.append(1)
-        return decide(*given)
-
-    monkeypatch.setattr(planning, "decide", counted)
-    talk = Talk(grid(500, 2))  # ranks 0 and 500 hold s0
-    talk.lost(0)
-    talk.lost(500)
-    for rank in range(1, 1000):
-        talk.frozen(rank, 7)
-    assert talk.incident.waits_for == "a lost or silent rank may come back and complete a version"
-    for rank in range(1, 400):
-        talk.lost(rank)
-    assert len(decided) <= 2
-    due = talk.machine.deadline()
-    assert due is not None and due <= talk.now + 0.05, "but soon"
-    for rank in range(400):
-        talk.back(rank, incident=talk.id, version=7)
-        talk.frozen(rank, 7)
-    assert "[plan]" in talk.after(0.05)
-    assert len(decided) <= 4
-
-
-def test_savers_that_the_storage_refuses_at_once_are_replaced_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan for each of five thousand would take longer than TTP_OT, and the fallback directory would not be tried."""
-    decided: list[int] = []
-
-    def counted(*given: Any) -> Plan | NoPlan:
-        decided.append(1)
-        return decide(*given)
-
-    monkeypatch.setattr(planning, "decide", counted)
-    talk = Talk(grid(500, 2))
-    talk.fault(0)
-    for rank in range(1000):
-        talk.frozen(rank, 7)
-    refused = {order.rank for order in talk.orders(m.Save)}
-    for rank in refused:
-        talk.save_failed(rank)
-    talk.after(0.02)
-    assert len(decided) <= 4
-    assert len(talk.incident.pending) == len(refused) == 500 and talk.incident.pending.keys().isdisjoint(refused)
-
-
-def calls_of_a_burst(ranks: int) -> int:
-    """Return the number of calls in the machine when every stream breaks and returns, and all is saved."""
-    talk = Talk(Layout(ranks, grid(1, ranks).groups))
-    calls = 0
-
-    def count(_frame: object, event: str, _argument: object) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
-    before = sys.getprofile()
-    sys.setprofile(count)
-    try:
-        for rank in range(ranks):
-            talk.lost(rank)
-        for rank in range(ranks):
-            talk.back(rank)
-        talk.fault(0)
-        for rank in range(ranks):
-            talk.frozen(rank, 7)
-        talk.after(0.01)
-        talk.saved(1)
-        talk.committed(1)
-    finally:
-        sys.setprofile(before)
-    assert talk.machine.stage == "released"
-    return calls
-
-
-def test_a_burst_of_returning_ranks_costs_each_of_them_the_same() -> None:
-    """What runs after every event may not iterate over all lost, accused or writing ranks."""
-    assert calls_of_a_burst(400) < 2.2 * calls_of_a_burst(200)
-
-
-def test_the_text_that_all_ranks_get_does_not_grow_with_their_number() -> None:
-    """A disk that is full fails every rank, and thousands of copies of a megabyte would not fit into memory."""
-    talk = Talk(grid(1, 50))
-    talk.fault(0)
-    for rank in range(50):
-        talk.frozen(rank, 7)
-    for _ in range(50):
-        (order,) = talk.orders(m.Save)[:1]
-        talk.save_failed(order.rank, order.generation)
-    text = talk.orders(m.Release)[0].text
-    assert "rank 0: disk full; rank 1: disk full; " in text and "; and 34 more ranks; shard 's0'" in text
-    assert "rank 16" not in text
