@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +11,13 @@ from typing import Any
 
 import pytest
 
+from tests.controller.conftest import Controller
 from tests.ports import free_port
 from tests.processor.fake_source import FakeSource
 from tests.waiting import until
 from ttp.config import Config, RankEnv
 from ttp.core import messages as m
-from ttp.core.layout import Layout
+from ttp.core.layout import Layout, Rank, Version
 from ttp.errors import ConfigError, TtpError
 from ttp.processor import joining as module
 from ttp.processor.processor import Processor
@@ -75,3 +77,31 @@ def test_it_says_once_that_it_is_protected(tmp_path: Path, start: Any, caplog: p
         assert [line.startswith(text) and line.endswith("version is saved in /saves") for line in told] == [True], told
     finally:
         processor.close()
+
+
+def test_a_launch_waits_as_long_as_the_one_before_is_saved(
+    tmp_path: Path, controller: Controller, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise it trains unprotected, and its restore() says that there is no controller and ends the job with 64."""
+    monkeypatch.setattr(module, "JOIN_PATIENCE_S", 1.5)
+    before = [controller.rank(number) for number in (0, 1)]
+    for rank in before:
+        rank.expect(m.Welcome)
+    before[0].say(m.Fault(Rank(0), Rank(0), m.FaultKind.EXCEPTION, "an error"))
+    incident = before[1].expect(m.Freeze).incident
+    config = Config(port=controller.port, run_dir=str(tmp_path / "rank"))
+    processor = Processor(config, replace(ENV, launch=1), Layout.data_parallel(2), FakeSource(), str(tmp_path))
+    starting = threading.Thread(target=processor.start)
+    starting.start()
+    try:
+        until(lambda: "rank 1 waits to join: the last incarnation of this job is still being saved" in caplog.text)
+        assert starting.is_alive() and "UNPROTECTED" not in caplog.text
+        for rank in before:
+            rank.say(m.Frozen(Rank(rank.number), incident, Version(0), m.Phase.IDLE, final=True))
+            rank.expect(m.Release)
+            rank.drop()
+        starting.join(30)
+        assert processor.incarnation == 2
+    finally:
+        processor.close()
+        starting.join()

@@ -379,7 +379,7 @@ class Model(Invariants):
                 return state._replace(jobs=put(state.jobs, r, (*state.jobs[r], order)))
             case act.CancelSave():
                 return state._replace(jobs=put(state.jobs, r, ()))
-            case act.Exit(code) | act.Rejected(code):
+            case act.Exit(code) | act.Rejected(code) if code is not m.RefusalCode.BUSY:
                 return state.gone(r, code if isinstance(code, int) else 70, keep=True)
             case _:
                 return state

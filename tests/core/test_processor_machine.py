@@ -130,7 +130,7 @@ def test_a_standby_whose_place_another_job_has_taken_is_passed_over() -> None:
 def test_busy_means_try_again() -> None:
     rank = Rank1(joined=False)
     rank.event(ev.StreamUp())
-    assert rank.order(m.Refused(ME, m.RefusalCode.BUSY, "why")) == ""
+    assert rank.order(m.Refused(ME, m.RefusalCode.BUSY, "why")) == "Rejected"
     assert not rank.machine.gone
     rank.event(ev.StreamDown("ended"))
     assert rank.after(1) == "Connect"

@@ -38,6 +38,7 @@ class Joining:
         """Why this rank can never join; None: it has joined, or may still."""
         self._env, self._at, self._alone = env, f"{env.master_addr}:{config.port}", alone
         self._known = threading.Event()
+        self._put_off = ""
         self._started = False  # the training thread no longer waits for the controller
         self._untold = env.rank == 0  # rank 0 has not yet said that training is protected
         self._first: Version | None = None
@@ -52,7 +53,7 @@ class Joining:
             ConfigError: the port belongs to something else.
             RefusedError: the controller does not accept this rank; the text says why.
         """
-        if not self._known.wait(JOIN_PATIENCE_S):
+        if not self._comes_to_know():
             self._started = True
             log.error(
                 "%s: training starts UNPROTECTED; ttp keeps trying to join "
@@ -70,13 +71,22 @@ class Joining:
             ConfigError: no controller can be reached.
             RefusedError: the controller does not accept this rank.
         """
-        if not self._known.wait(JOIN_PATIENCE_S):
+        if not self._comes_to_know():
             raise ConfigError(
                 f"{self._unjoined}, twice: restore() cannot agree with the other ranks. Check MASTER_ADDR, "
                 "TTP_PORT, the network and firewalls between this host and that one, and the controller's log there"
             )
         if self.problem is not None:
             raise self.problem
+
+    def _comes_to_know(self) -> bool:
+        """Wait for the controller's answer. Time in which it puts this rank off does not count."""
+        while not self._known.wait(JOIN_PATIENCE_S):
+            why, self._put_off = self._put_off, ""
+            if not why:
+                return False
+            log.warning("rank %s waits to join: %s", self._env.rank, why)
+        return True
 
     def decided(self, patience_s: float) -> RestoreDecision:
         """Wait for the checkpoint that all ranks can restore.
@@ -128,7 +138,10 @@ class Joining:
         self._known.set()
 
     def refused(self, code: RefusalCode, text: str) -> None:
-        """Note that the controller does not accept this rank."""
+        """Note that the controller does not accept this rank, or, with ``BUSY``, not yet."""
+        if code is RefusalCode.BUSY:
+            self._put_off = text
+            return
         kind = SeatTakenError if code is RefusalCode.RANK_TAKEN else RefusedError
         self.failed(kind(f"the controller at {self._at} refused this rank: {text}"))
 

@@ -207,7 +207,7 @@ class SimRank:
                 self.saver.cancel()
             case act.StartCommit(commit):
                 self.saver.commit(commit)
-            case act.Rejected(code, text):
+            case act.Rejected(code, text) if code is not m.RefusalCode.BUSY:
                 self.world.trace(self.name, f"rejected: {code.value} {text}")
                 self.exit(EXIT_NOT_SAVED)
             case act.Decided(decision):

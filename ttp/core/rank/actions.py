@@ -137,7 +137,7 @@ class Joined(Action):
 
 @dataclass(frozen=True, slots=True)
 class Rejected(Action):
-    """The controller has refused this process, which was never part of the job."""
+    """The controller has refused this process, which was never part of the job; with ``BUSY`` only for now."""
 
     code: m.RefusalCode
     text: str

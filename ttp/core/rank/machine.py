@@ -339,6 +339,8 @@ class ProcessorMachine:
             self._outbox.report(m.Goodbye(self._state.rank, self._state.returned.reason, self._state.version))
 
     def _refused(self, code: m.RefusalCode, text: str, now: float) -> None:
+        if code is m.RefusalCode.BUSY and not self.incarnation:
+            self._outbox.do(act.Rejected(code, text))
         if code is m.RefusalCode.BUSY or (code is m.RefusalCode.OTHER_JOB and self._route.takeover):
             return  # the stream ends, and the next attempt says hello again, or to the next standby controller
         if code is m.RefusalCode.MOVED:
