@@ -26,8 +26,9 @@ def on_host(job: Job, host: str, *args: str) -> subprocess.CompletedProcess[str]
 
 
 def kept_by(job: Job, host: str, term: int) -> Ring | None:
+    """Return what a host knows of the controllers, once that is of this term and the standby has told its address."""
     ring = read_ring(job.directory / "run" / host)
-    return ring if ring is not None and ring.term >= term else None
+    return ring if ring is not None and ring.term >= term and ring.home not in ring.standbys else None
 
 
 @pytest.mark.timeout(300)
@@ -46,7 +47,7 @@ def test_the_controller_is_found_where_it_reigns_now(make_job: Callable[..., Job
         env={"TTP_TOKEN": "secret", "JOB_STEP_S": "0.1"},
     ).start()
     job.wait_for_version(2, timeout_s=WAIT_S)
-    standby = until(lambda: kept_by(job, "two", 1), WAIT_S, job.story)
+    standby = until(lambda: kept_by(job, "one", 1) and kept_by(job, "two", 1), WAIT_S, job.story)
     before = json.loads(on_host(job, "two", "status", "--json").stdout)
     assert before["controller"]["port"] == job.port
 
