@@ -329,6 +329,7 @@ class TorchSource(Standing):
             to_host=self._to_host,
             cancelled=cancelled,
             progress=self.wrote,
+            lacking=self._names.lacking(),
             **cut,
         )
 

@@ -73,6 +73,7 @@ def write_shard(
     cancelled: Callable[[], bool] = lambda: False,
     progress: Progress | None = None,
     deal: Deal = _everything,
+    lacking: Sequence[str] = (),
 ) -> Piece:
     """Write the shard ``state`` to ``draft/file``; return when the file is durable.
 
@@ -88,6 +89,7 @@ def write_shard(
         cancelled: returns True to give up the save; called between tensors, and every 8 MiB within a tensor.
         progress: see ``HashingFile``.
         deal: selects the entries to write if the piece is a part of a shard; see ``Deal``. Default: all entries.
+        lacking: keys of values that ``state`` lacks, for the table: whoever restores the checkpoint is told.
 
     Returns:
         The piece, with size, digest and table of the file.
@@ -105,7 +107,7 @@ def write_shard(
         size, digest = target.sync_and_close()
     for key in shard_writer.left_out:
         _log.warning("%s is not in the checkpoint: it cannot be stored in a form that is safe to load", key)
-    table = encode_table(shard_writer.items, shard_writer.left_out)
+    table = encode_table(shard_writer.items, [*shard_writer.left_out, *lacking])
     return Piece(file, size, digest, SHARD_KIND, shard, writer, table, cut)
 
 

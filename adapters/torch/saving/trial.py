@@ -216,7 +216,7 @@ class Trial:
 
     def _made_late(self) -> Iterator[str]:
         """Yield messages about buffers that training has made: a restarted program has none when it restores."""
-        for name in sorted(ModelNames(self._model, None).buffer_names - self._names.buffer_names):
+        for name in self._names.made_late():
             yield (
                 f"the buffer {name} was made after wrap_optimizer(): a restarted program would lose its value. "
                 "Register it, as None if it has no value yet, before wrap_optimizer(), or register it with "

@@ -10,6 +10,8 @@ library may have swapped what ``named_parameters()`` shows; the objects in ``opt
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections.abc import Iterator, Mapping, Set
 
 import torch
@@ -19,6 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ttp.errors import CheckpointError, ConfigError
+
+log = logging.getLogger("ttp.adapters.torch")
 
 _WRAPPERS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 EXTRA_STATE = "_extra_state"
@@ -58,6 +62,18 @@ class ModelNames:
     def buffer_names(self) -> Set[str]:
         """The names of all buffers that belong into a checkpoint, also of those that are ``None``."""
         return self._buffer_owners.keys()
+
+    def made_late(self) -> list[str]:
+        """Return the names of buffers that the model has now and did not have when this object was made."""
+        return sorted(ModelNames(self._model, None).buffer_names - self.buffer_names)
+
+    def lacking(self) -> list[str]:
+        """Return the keys of buffers that no checkpoint has, because they were made in mid-run. Never raises."""
+        with contextlib.suppress(Exception):  # a model that cannot be looked at can still be saved
+            if late := self.made_late():
+                log.warning("not in the checkpoint, as they were made after wrap_optimizer(): %s", ", ".join(late))
+            return [f"model.{name}" for name in late]
+        return []
 
     @property
     def of_any_shape(self) -> set[str]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from tests.adapters.torch.going_on import UPDATES, adamw, assert_goes_on_with_its_bits, plainly, program_of
 from tests.adapters.torch.stub_processor import Loop
@@ -120,6 +121,24 @@ def test_one_that_is_registered_in_a_forward_pass(tmp_path: Path, persistent: bo
     refused = pytest.raises(UsageError, match=r"the buffer seen was made after wrap_optimizer\(\).*persistent=False")
     with refused if persistent else contextlib.nullcontext():
         saved_with(tmp_path, lambda: Late(6, 3))
+
+
+@supports("buffers made in training")
+def test_one_that_is_made_in_mid_run_is_said_to_be_missing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Such as the mask of a weight that is pruned after some epochs: the program that resumes has to make it again."""
+    model: Any = nn.Sequential(nn.Linear(6, 3))
+    job = Loop(tmp_path, model, adamw(model)).start(tmp_path / "pages")
+    step = plainly(model, job.optimizer)
+    for number in range(4):
+        step(number)
+    prune.random_unstructured(model[0], "weight", amount=0.5)
+    step(4)
+    path = job.save(5)
+    assert "not in the checkpoint, as they were made after wrap_optimizer(): 0.weight_mask" in caplog.text
+    other: Any = nn.Sequential(nn.Linear(6, 3))
+    Loop(tmp_path, other, adamw(other)).load(path)
+    assert "model.0.weight_mask could not be saved" in caplog.text
+    assert torch.equal(other[0].weight, model[0].weight_orig)
 
 
 def test_a_large_one_made_in_inference_mode(tmp_path: Path) -> None:
