@@ -75,6 +75,8 @@ class TorchAdapter(Restoring):
         UsageError: there is no optimizer, an extra state cannot be stored, or a scheduler changes unsaved param groups.
     """
 
+    _forward: Any = None  # the hook that captures extra states of modules
+
     def __init__(
         self,
         optimizer: Optimizer | Sequence[Optimizer],
@@ -107,7 +109,6 @@ class TorchAdapter(Restoring):
         devices = devices_of([*model.parameters(), *model.buffers(), *owned, *averages])
         self._source = TorchSource(model, self._names, self._optimizer, self._capture, self._extra, devices)
         self._attachment: Attachment | None = None
-        self._forward: Any = None  # the hook that captures extra states of modules
         self._processor: Processor | None = None
         self._looked = False  # whether the optimizers were checked for state that cannot be saved
         self._followers: Followers | None = None
