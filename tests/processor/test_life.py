@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import ttp
 from tests.controller.conftest import Controller
@@ -65,6 +66,22 @@ def test_what_was_trained_can_be_freed_when_train_has_returned(controller: Contr
 
     train()
     until(lambda: gc.collect() >= 0 and not any(reference() for reference in kept))
+
+
+def test_trainings_of_one_process_that_share_a_directory_are_told(
+    controller: Controller, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @ttp.ttp_to_persist
+    def train(save_dir: Path) -> None:
+        model = torch.nn.Linear(2, 2)
+        ttp.wrap_optimizer(torch.optim.SGD(model.parameters()), model=model, save_dir=save_dir)
+
+    train(tmp_path / "one")
+    monkeypatch.setattr(session.Session, "register", lambda *_, **__: None)  # the controller has ended with its job
+    train(tmp_path / "two")
+    assert "an earlier training" not in caplog.text
+    train(tmp_path / "one")
+    assert f"an earlier training of this process has used {tmp_path / 'one'} as well" in caplog.text
 
 
 def test_a_rank_that_cannot_join_leaves_no_threads(

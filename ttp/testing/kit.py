@@ -93,7 +93,7 @@ class Row:
         kill: the kill.
         codes: exit codes of that life, by rank; with a launcher, its one exit code.
         version: the saved version; None if none was saved.
-        lost: number of finished steps that the next life repeated.
+        lost: number of steps that a surviving rank had finished and the next life repeated.
         may_lose: ``may_lose`` of the job.
     """
 
@@ -182,7 +182,8 @@ def run(job: Job, directory: Path, *, start: Start = start_python, timeout_s: fl
     versions, logs, rows = hurt.committed(), [hurt.log(rank) for rank in range(job.world_size)], []
     for life, kill in enumerate(job.kills):
         codes = hurt.codes[life] if life < len(hurt.codes) else hurt.codes[-1]
-        lost = max(len(_steps(log, life) & _steps(log, life + 1)) for log in logs)
+        survivors = [log for rank, log in enumerate(logs) if rank != kill.rank] or logs
+        lost = max(len(_steps(log, life) & _steps(log, life + 1)) for log in survivors)
         rows.append(Row(kill, codes, versions[life] if life < len(versions) else None, lost, job.may_lose))
     return Report(tuple(rows), tuple(_differences(hurt, whole, logs)), hurt.story() + whole.story())
 
