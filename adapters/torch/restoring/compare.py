@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from ttp.adapters.torch.saving.piece_index import IndexEntry
@@ -15,6 +16,7 @@ from ttp.errors import OtherModelError
 from ttp.processor.faults import is_collective_error
 
 _LISTED_MAX = 8
+_PASSING = (OSError, MemoryError, torch.cuda.OutOfMemoryError)
 _NOT_HYPERPARAMETERS = {
     "params",
     "param_names",
@@ -114,8 +116,8 @@ def hand_to(what: str, load: Callable[[Any], object], saved: Any) -> None:
     try:
         load(saved)
     except Exception as problem:
-        if is_collective_error(problem):
-            raise  # another rank is lost: a restart helps
+        if is_collective_error(problem) or isinstance(problem, _PASSING):
+            raise  # another rank is lost, or memory or storage are short: a restart may help
         raise OtherModelError(
             f"{what} refused what was saved ({type(problem).__name__}: {problem}). Use the code that wrote the "
             "checkpoint, or another save_dir to start at step 0"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.adapters.torch.checkpoints import Net, adamw, digest, train, write_checkpoint
+from ttp.adapters.torch.restoring.compare import hand_to
 from ttp.adapters.torch.restoring.restore import Restored, restore_into
 from ttp.adapters.torch.saving.job_state import JobState
 from ttp.errors import CheckpointError, OtherModelError
@@ -302,3 +303,23 @@ def test_an_extra_state_that_could_not_be_stored_is_noted_and_left_alone(tmp_pat
     notes = through_a_checkpoint(tmp_path / "c", model, other).notes
     assert other.seen == "mine"
     assert notes == ("model._extra_state.seen could not be saved: it keeps the value that this program gave it",)
+
+
+@pytest.mark.parametrize(
+    ("problem", "seen"),
+    [
+        (KeyError("other"), OtherModelError),
+        (OSError(28, "no space"), OSError),
+        (MemoryError(), MemoryError),
+        (torch.cuda.OutOfMemoryError("CUDA out of memory"), torch.cuda.OutOfMemoryError),
+    ],
+)
+def test_an_object_that_lacks_memory_or_storage_does_not_end_the_job(problem: Exception, seen: type[Exception]) -> None:
+    """A restart may help then; it does not if the object refuses its state."""
+
+    def load(_: object) -> None:
+        raise problem
+
+    with pytest.raises(seen) as raised:
+        hand_to("load()", load, {})
+    assert raised.type is seen
