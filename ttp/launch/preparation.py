@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import argparse
 import contextlib
 import dataclasses
@@ -45,7 +46,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--saved-exit-code", type=_saved_code, metavar="N", help=SAVED_CODE_HELP)
 
 
-class Launch:
+class Launch(abc.ABC):
     """One job, as the command line describes it.
 
     Args:
@@ -62,11 +63,11 @@ class Launch:
         self.saved_exit_code: int | None = flags.saved_exit_code
         self.several_nodes = several_nodes
 
+    @abc.abstractmethod
     def run(self, config: Config) -> int:
         """Launch the job with these settings and return the exit code."""
-        raise NotImplementedError
 
-    def tell_others(self, text: str) -> None:
+    def tell_others(self, text: str) -> None:  # noqa: B027 - most hosts can tell nobody
         """Tell the hosts that wait for this one that its settings are refused, where that is possible. Never raises."""
 
 

@@ -280,9 +280,10 @@ def test_what_shares_its_memory_with_others(tmp_path: Path) -> None:
 
 def test_objects_that_refuse_what_was_saved_are_named(tmp_path: Path) -> None:
     """A restart would not help, so it is no error that only this launch has."""
-    model, other = Counting(5.0), Counting(1.0)
+    model = Counting(5.0)
+    other: Any = Counting(1.0)
     model.seen = {}
-    other.set_extra_state = lambda state: state["none"]["such"]  # type: ignore[method-assign]
+    other.set_extra_state = lambda state: state["none"]["such"]
     with pytest.raises(OtherModelError, match=r"set_extra_state\(\) of _extra_state refused .*KeyError: 'none'"):
         through_a_checkpoint(tmp_path / "c", model, other)
 

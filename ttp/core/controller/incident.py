@@ -15,6 +15,7 @@ from ttp.core.layout import Layout, Rank, Shard, Version
 
 OVER = float("-inf")
 FAILURES_SHOWN = 16
+"""Number of failed ranks that the text of a release names."""
 
 
 class Stage(enum.Enum):

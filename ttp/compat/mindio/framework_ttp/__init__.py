@@ -6,7 +6,7 @@ from ttp import legacy
 from ttp.api import ttp_to_persist
 from ttp.compat.mindio.framework_ttp import ttp_decorator
 from ttp.compat.mindio.framework_ttp.ttp_decorator import *  # noqa: F403 - these are the same names
-from ttp.legacy import *  # noqa: F403 - and these the older ones
+from ttp.legacy import *  # noqa: F403 - these are the same names, too
 
 __all__ = ["ttp_to_persist"]
 __all__ += legacy.__all__
