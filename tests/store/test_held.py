@@ -10,23 +10,19 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.damage import flip
 from tests.store.conftest import World
 from ttp.core.layout import Version
-from ttp.launch import shadow
+from ttp.launch import own_module, shadow
 from ttp.launch.shadow import Bringer, Shadows, serve
 from ttp.store.catalog import find_whole
 from ttp.store.choice import look_back
 from ttp.store.held import Held, Order
 from ttp.store.manifest import manifest_digest
 from ttp.store.names import draft_name
-
-if TYPE_CHECKING:
-    pass
 
 
 @pytest.fixture
@@ -217,17 +213,18 @@ def test_a_launcher_does_not_wait_for_a_writer_that_does_not_start(
     folder.mkdir(parents=True)
     (folder / "it").write_text(str(held.root))
     hangs = tmp_path / "python"
-    hangs.write_text("#!/bin/sh\nexec sleep 2\n")
+    hangs.write_text(f"#!/bin/sh\n: > {tmp_path}/asked\nexec sleep 2\n")
     hangs.chmod(0o755)
     shadows = Shadows(tmp_path / "run")
     with monkeypatch.context() as patch:
-        patch.setattr(shadow, "sys", SimpleNamespace(executable=str(hangs)))
+        patch.setattr(own_module, "sys", SimpleNamespace(executable=str(hangs)))
         patch.setattr(shadow, "START_S", 2.5)
         began_s = time.monotonic()
         assert not shadows.wait(0.2)
         assert time.monotonic() - began_s < 1.5
         assert shadows._starts is not None
         shadows._starts.join()
+        assert (tmp_path / "asked").exists()
     assert shadows.wait(60)
 
 
