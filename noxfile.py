@@ -170,6 +170,20 @@ def manifests(session: nox.Session) -> None:
 
 
 @nox.session
+def oldest(session: nox.Session) -> None:
+    """Test torch's adapter, the store and the commands with the oldest packages that pyproject.toml allows.
+
+    Needs Python 3.10 or 3.11, and takes the oldest torch from PyPI, which brings CUDA.
+    """
+    project = nox.project.load_toml("pyproject.toml")["project"]
+    least = [*project["dependencies"], *project["optional-dependencies"]["torch"]]
+    session.install(*(each.replace(">=", "==") for each in least), "safetensors>=0.4", "pytest-xdist>=3.6", *PYTEST)
+    session.install("--no-deps", "-e", ".")
+    parts = ("adapters/torch", "cli", "launch", "processor", "store", "wire")
+    session.run("python", "-m", "pytest", "-W", "default", *(f"tests/{part}" for part in parts), *session.posargs)
+
+
+@nox.session
 def tests(session: nox.Session) -> None:
     """Run all tests except the slow campaigns."""
     session.install(TORCH)

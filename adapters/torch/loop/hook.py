@@ -9,10 +9,17 @@ from typing import Any
 
 import torch
 
+from ttp.adapters.versions import numbers
+
+COUNTED_MIN = (2, 8)
+"""Oldest torch whose ``get_eval_frame_callback`` counts the reference that it returns: each call of 2.7 frees one."""
+
 _compiler: Any = torch.compiler
 _eval_frame: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
 _tracer: Callable[[], Any] | None = getattr(_eval_frame, "get_eval_frame_callback", None)
-"""Returns the callback by which torch compiles functions that this thread calls; None: this torch has no such call."""
+"""Returns the callback by which torch compiles functions that this thread calls; None: this torch has no safe call."""
+if numbers(torch.__version__) < COUNTED_MIN:
+    _tracer = None
 
 
 class Hook(partial[Any]):
