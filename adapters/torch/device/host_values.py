@@ -33,14 +33,12 @@ class _Kept:
 
     Args:
         version: number of finished updates.
-        places: where each number is: index of the stack (-1: ``numbers``), and index in it.
-        stacks: the scalar tensors, stacked by dtype.
-        numbers: the Python numbers.
+        places: index of each number in ``numbers``.
+        numbers: the numbers, also those of scalar tensors: to read these one by one takes half the time of a stack.
     """
 
     version: int
-    places: Mapping[_Place, tuple[int, int]]
-    stacks: list[Tensor]
+    places: Mapping[_Place, int]
     numbers: list[Any]
 
 
@@ -57,9 +55,9 @@ class HostValues:
         self._kept: deque[_Kept] = deque(maxlen=AHEAD_MAX + 1)
         self._known: list[int] = []  # identities of the states: a program may load or reset them
         self._scans = 0
-        self._groups: list[list[_Entry]] = []
+        self._tensors: list[_Entry] = []
         self._plain: list[_Entry] = []
-        self._places: dict[_Place, tuple[int, int]] = {}
+        self._places: dict[_Place, int] = {}
 
     def note(self, version: int) -> None:
         """Copy the numbers as those of ``version``. For the training thread, when it has finished that update."""
@@ -68,7 +66,7 @@ class HostValues:
             self._scan(state)
         try:
             self._keep(version)
-        except (KeyError, RuntimeError, TypeError):  # the optimizer keeps other values than before
+        except (KeyError, AttributeError, RuntimeError):  # the optimizer keeps other values than before
             self._scan(state)
             self._keep(version)
 
@@ -103,28 +101,23 @@ class HostValues:
                 f"the host is ahead of its device, and the optimizer's {key!r}, which is on the host, was not kept for "
                 f"version {version}"
             )
-        group, index = place
-        return kept.numbers[index] if group < 0 else kept.stacks[group][index]
+        number = kept.numbers[place]
+        return torch.tensor(number, dtype=value.dtype, device="cpu") if there else number
 
     def _keep(self, version: int) -> None:
-        stacks = [torch.stack([values[key] for values, key in group]) for group in self._groups]
-        self._kept.append(_Kept(version, self._places, stacks, [values[key] for values, key in self._plain]))
+        numbers = [values[key].item() for values, key in self._tensors]
+        numbers += [values[key] for values, key in self._plain]
+        self._kept.append(_Kept(version, self._places, numbers))
 
     def _scan(self, state: list[Any]) -> None:
         """Find the scalar tensors on the host and the Python numbers in the state."""
-        groups: dict[torch.dtype, list[_Entry]] = {}
-        self._plain = []
+        self._tensors, self._plain = [], []
         for values in state:
             for key, value in list(values.items()) if isinstance(values, dict) else ():
                 if isinstance(value, Tensor) and not value.dim() and self._on_host(value):
-                    groups.setdefault(value.dtype, []).append((values, key))
+                    self._tensors.append((values, key))
                 elif type(value) in (int, float):
                     self._plain.append((values, key))
-        self._groups = list(groups.values())
-        listed = [(-1, self._plain), *enumerate(self._groups)]
-        self._places = {
-            (id(values), key): (group, index)
-            for group, entries in listed
-            for index, (values, key) in enumerate(entries)
-        }
+        entries = enumerate((*self._tensors, *self._plain))
+        self._places = {(id(values), key): index for index, (values, key) in entries}
         self._known, self._scans = [*map(id, state)], self._scans + 1
