@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -31,16 +32,42 @@ _OWN_PRIORITY = -4
 _NON_BLOCKING = 1
 """``CU_STREAM_NON_BLOCKING``: the stream does not wait for the default stream."""
 
+_RELAXED = 2
+"""``CU_STREAM_CAPTURE_MODE_RELAXED``: what this thread does leaves the captures of other threads alone."""
+
 _own: dict[int, Any] = {}
 """The rescue's stream of each device. Streams are never destroyed, because copies may still be queued on them."""
 
 
-class _Mark:
-    """An event of CUDA, asked with its device as the current one.
+@contextlib.contextmanager
+def _at(device: int) -> Iterator[None]:
+    """Let this thread use a device, whichever device is its current one, and while the program captures a CUDA graph.
 
     A thread begins with the first device as the current one, and asking would make a context there: several hundred MB
-    of the memory of another rank's device, and an error if that device is the one that is broken.
+    of the memory of another rank's device, and an error if that device is the one that is broken. While any thread
+    captures a graph, a question to an event is an error for all others, and breaks the capture.
     """
+    mode, exchange = ctypes.byref(ctypes.c_int(_RELAXED)), _exchange_mode()
+    with torch.cuda.device(device):
+        exchange(mode)
+        try:
+            yield
+        finally:
+            exchange(mode)
+
+
+@functools.cache
+def _exchange_mode() -> Callable[[Any], object]:
+    """Return the driver's function that exchanges a word with this thread's mode for captures of other threads."""
+    try:
+        exchange: Callable[[Any], object] = driver().cuThreadExchangeStreamCaptureMode
+    except (OSError, AttributeError):  # no driver of this maker, or an old one
+        return lambda _mode: None
+    return exchange
+
+
+class _Mark:
+    """An event of CUDA."""
 
     __slots__ = ("_device", "event")
 
@@ -50,12 +77,12 @@ class _Mark:
 
     def query(self) -> bool:
         """See ``Event``."""
-        with torch.cuda.device(self._device):
+        with _at(self._device):
             return bool(self.event.query())
 
     def synchronize(self) -> None:
         """See ``Event``."""
-        with torch.cuda.device(self._device):
+        with _at(self._device):
             self.event.synchronize()
 
 
@@ -96,7 +123,7 @@ class CudaRuntime:
     @contextlib.contextmanager
     def on_side(self) -> Iterator[None]:
         """See ``Runtime``."""
-        with torch.cuda.device(self._index), torch.cuda.stream(self._side):
+        with _at(self._index), torch.cuda.stream(self._side):
             yield
 
     def hold(self) -> Hold:
@@ -109,7 +136,7 @@ class CudaRuntime:
 
     def pinned(self, size: int) -> Tensor:
         """See ``Runtime``."""
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def on_device(self, size: int) -> Tensor:
         """See ``Runtime``."""

@@ -37,7 +37,7 @@ class StreamHold:
         self._device, self._driver = device, driver()
         self._wait = self._driver.cuStreamWaitValue32_v2
         self._wait.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
-        self._memory = torch.zeros(16, dtype=torch.int32, pin_memory=True)
+        self._memory = torch.zeros(16, dtype=torch.int32, device="cpu", pin_memory=True)
         self._word = ctypes.c_uint32.from_address(self._memory.data_ptr())
         there = ctypes.c_uint64()
         with torch.cuda.device(device):
@@ -49,7 +49,8 @@ class StreamHold:
     def queue(self, number: int) -> None:
         """See ``Hold``."""
         stream: Any = torch.cuda.current_stream(self._device)
-        check(self._wait(stream.cuda_stream, self._address, number & 0xFFFFFFFF, _GREATER_OR_EQUAL), _REFUSED)
+        with torch.cuda.device(self._device):  # the default stream has the same handle, 0, on every device
+            check(self._wait(stream.cuda_stream, self._address, number & 0xFFFFFFFF, _GREATER_OR_EQUAL), _REFUSED)
 
     def release(self, number: int) -> None:
         """See ``Hold``."""

@@ -4,22 +4,37 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from ttp.adapters.torch.device import cuda
+from ttp.adapters.torch.loop.stream_hold import StreamHold
 
 OURS, FIRST = 3, 0
 
 
 class Library:
-    """The part of ``torch.cuda`` that is used; notes the current device of each call that CUDA relates to one."""
+    """The part of ``torch.cuda`` that is used; notes the current device of each call that CUDA relates to one.
+
+    Another thread captures a CUDA graph: that breaks at a call of a thread whose mode is not relaxed.
+    """
 
     def __init__(self) -> None:
         self.current = FIRST
         self.asked_on: list[int] = []
+        self.relaxed, self.capture_is_whole = False, True
+
+    def asked(self) -> bool:
+        self.asked_on.append(self.current)
+        self.capture_is_whole &= self.relaxed
+        return True
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:  # noqa: N802 - its name in the driver
+        mode._obj.value, self.relaxed = 2 * self.relaxed, mode._obj.value == 2
+        return 0
 
     @contextlib.contextmanager
     def device(self, device: int | torch.device) -> Iterator[None]:
@@ -29,16 +44,16 @@ class Library:
 
     @contextlib.contextmanager
     def stream(self, stream: str) -> Iterator[None]:
-        self.asked_on.append(self.current)
+        self.asked()
         yield
-        self.asked_on.append(self.current)
+        self.asked()
 
-    def current_stream(self, device: Any) -> str:
-        return "training's"
+    def current_stream(self, device: Any) -> Any:
+        return SimpleNamespace(cuda_stream=0)
 
 
 @pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> Any:
+def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     library: Any = Library()
 
     class Event:
@@ -47,8 +62,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Any:
         def record(self, stream: str) -> None: ...
 
         def query(self) -> bool:
-            library.asked_on.append(library.current)
-            return True
+            return bool(library.asked())
 
         synchronize = query
 
@@ -57,13 +71,19 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Any:
     library.ExternalStream = lambda handle, device: f"own, {handle}"
     monkeypatch.setattr(cuda, "_cuda", library)
     monkeypatch.setattr(cuda, "_own", {})
+    monkeypatch.setattr(cuda, "driver", lambda: library)
+    cuda._exchange_mode.cache_clear()
     for name in ("device", "stream", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, getattr(library, name))
-    return library
+    yield library
+    cuda._exchange_mode.cache_clear()
 
 
 def test_a_thread_asks_with_the_device_of_the_state_as_the_current_one(library: Library) -> None:
-    """A thread begins with the first device, which is another rank's: it would make a context there."""
+    """A thread begins with the first device, which is another rank's: it would make a context there.
+
+    And it leaves a CUDA graph whole that another thread captures meanwhile.
+    """
     runtime = cuda.CudaRuntime(torch.device("cuda", OURS))
     mark = runtime.mark(side=True)
     assert mark.query()
@@ -71,6 +91,23 @@ def test_a_thread_asks_with_the_device_of_the_state_as_the_current_one(library: 
     with runtime.on_side():
         pass
     assert library.asked_on == [OURS] * 4 and library.current == FIRST
+    assert library.capture_is_whole and not library.relaxed
+
+
+def test_without_the_driver_of_this_maker_it_asks_all_the_same(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "driver", SimpleNamespace)  # has no such function
+    assert cuda.CudaRuntime(torch.device("cuda", OURS)).mark(side=True).query()
+
+
+def test_a_hold_is_on_the_stream_of_its_own_device(library: Library) -> None:
+    """The default stream has the same handle on each device: the one of the current device would wait."""
+    hold: Any = StreamHold.__new__(StreamHold)
+    hold._device, hold._address = torch.device("cuda", OURS), 0
+    hold._wait = lambda *_: not library.asked()  # 0: no error
+    hold.queue(1)
+    assert library.asked_on == [OURS]
 
 
 def test_all_rescues_of_a_device_have_one_stream(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
