@@ -147,11 +147,8 @@ class DeviceBuffers:
             learning: copy large buffers even if no write to them was counted, to see whether all writes are counted.
 
         Returns:
-            The capture; None: the device hangs, so no memory came free, or a CUDA graph is being captured.
+            The capture; None: the device hangs, so no memory came free.
         """
-        if any(runtime.capturing() for runtime in self._runtimes):
-            self._graphs = True
-            return None
         stands = learning and self._unchanged()
         self.table.refresh()
         if self._built != self.table.layout:
@@ -179,6 +176,12 @@ class DeviceBuffers:
                     staged.parts[place] = entry.copied()
         staged.ready = events[0] if len(events) == 1 else AllEvents(events)
         return staged
+
+    def graphed(self) -> bool:
+        """Return whether a CUDA graph is being captured now: nothing may be queued, and buffers count as written to."""
+        now = any(runtime.capturing() for runtime in self._runtimes)
+        self._graphs = self._graphs or now
+        return now
 
     @property
     def bare(self) -> bool:

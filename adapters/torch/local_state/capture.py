@@ -112,7 +112,7 @@ class LocalCapture:
             version: the version that the state belongs to.
             final: False for a provisional capture, before the update to that version: the rank may die in the update.
         """
-        if self._page is None:
+        if self._page is None or (self._device is not None and self._device.graphed()):
             return
         if self._names:
             self._ask(self._names, compare=final and version == self._in_page[0])
@@ -266,7 +266,7 @@ class LocalCapture:
             return
         staged = device.capture(learning=self._updates <= _LEARNING_UPDATES)
         if staged is None:
-            return  # the device hangs, so it will finish no new version; or a CUDA graph is being captured
+            return  # the device hangs, so it will finish no new version
         head = b"".join(self._small())  # after the capture, because its header describes the buffers that were found
         staged.stands = staged.stands and version == known[0]
         apart = [part for _, apart in self._sections.values() for part in apart]

@@ -174,8 +174,9 @@ class Attachment(Bracket):
             self._backward_begins()
 
     def _backward_enters(self) -> None:
-        if capturing():
-            return  # a CUDA graph is being captured: hooks run once now, and not in its replays
+        if capturing():  # hooks run once now, and not in the replays of the graph: the capture only notes that
+            self._capture.capture(self._next_version(), False)
+            return
         if self._stepping.depth:
             self._look_for_exception()
         self._again, self._heard = False, True

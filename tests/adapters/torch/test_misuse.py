@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.adapters.torch.hooked import Job
-from ttp.adapters.torch.loop import misuse
+from ttp.adapters.torch.loop import hooks, misuse
 from ttp.core.messages import Phase
 from ttp.errors import UsageError
 
@@ -114,6 +114,13 @@ class TestGraphs:
         with pytest.raises(UsageError, match=r"captured in a CUDA graph.*make_graphed_callables"):
             job.optimizer.step()
         assert job.taken() == [] and job.gate.state().phase is Phase.IDLE
+
+    def test_a_backward_pass_that_is_captured_is_noted_only(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """``LocalCapture`` queues nothing then, and trusts torch's counters of writes no longer."""
+        job = Job()
+        monkeypatch.setattr(hooks, "capturing", lambda: True)
+        job.backward()
+        assert job.taken() == [(1, "early")] and job.mark == 1, "the mark is that of the forward pass"
 
     def test_torch_is_asked_where_it_uses_a_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert not misuse.capturing()

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 import ttp
-from tests.gpu.stand import Stand, assert_same, saved_tensors
+from tests.gpu.cases.steady import Statistics
+from tests.gpu.pages import written
+from tests.gpu.stand import Stand, assert_same, same_bytes, saved_tensors
 from tests.gpu.training import Plain, Training, references
+from ttp.adapters.torch.local_state.image import decode
+
+
+def still() -> torch.nn.Module:
+    """Make a model without dropout: a graph of it draws other numbers than an eager pass."""
+    model = Plain()
+    model.drop.p = 0.0
+    return model
 
 
 def forward_and_backward(stand: Stand) -> None:
@@ -20,13 +32,8 @@ def forward_and_backward(stand: Stand) -> None:
         make: Any = torch.cuda.make_graphed_callables
         return make(model, (torch.zeros(16, 32, device=stand.device),))
 
-    def plain() -> torch.nn.Module:
-        model = Plain()
-        model.drop.p = 0.0  # a graph of dropout draws other numbers than an eager pass
-        return model
-
     def make() -> Training:
-        return Training(stand, make=plain, wrap=graphed)
+        return Training(stand, make=still, wrap=graphed)
 
     wanted = references(make, 5)
     training = make()
@@ -39,6 +46,52 @@ def forward_and_backward(stand: Stand) -> None:
         assert_same(saved_tensors(checkpoint), wanted[4])
         training.step()
         assert_same(training.state(), wanted[5])
+
+
+def captured_late(stand: Stand) -> None:
+    """A graph that is captured in mid-run writes to buffers, large ones too, and torch counts none of these writes."""
+    training = Training(stand, make=Statistics)
+    with stand.protected():
+        training.protect()
+        for _ in range(6):
+            training.step()
+        with _captured(stand, training) as replay:
+            training.gradient()
+        for version in (7, 8, 9):
+            replay()
+            training.update()
+            found = decode(written(0, version).data).buffers
+            for name, buffer in stand.host_copy(dict(training.module.named_buffers())).items():
+                assert same_bytes(found[name], buffer), f"page of version {version}: {name}"
+
+
+def saved_meanwhile(stand: Stand) -> None:
+    """A save asks the device for its marks, on other threads, while a graph is captured: torch forbids that them."""
+    wanted = references(lambda: Training(stand, make=still), 4)
+    training = Training(stand, make=still)
+    with stand.protected():
+        training.protect()
+        for _ in range(3):
+            training.step()
+        with _captured(stand, training) as replay:
+            version, checkpoint = stand.save()
+            training.gradient()
+        assert version == 3
+        assert_same(saved_tensors(checkpoint), wanted[3])
+        replay()
+        training.update()
+        assert_same(training.state(), wanted[4])
+
+
+@contextlib.contextmanager
+def _captured(stand: Stand, training: Training) -> Iterator[Callable[[], None]]:
+    """Capture a graph of the block, which calls ``training.gradient``; yields what replays it."""
+    if not stand.real:
+        yield training.gradient
+        return
+    graph: Any = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        yield graph.replay
 
 
 def whole_step(stand: Stand) -> None:
