@@ -20,7 +20,7 @@ from ttp.adapters.torch.local_state.extra_state import ExtraState
 from ttp.adapters.torch.loop.barrier import UpdateBarrier, needs_barrier
 from ttp.adapters.torch.loop.between import BetweenSteps
 from ttp.adapters.torch.loop.combined_optimizer import combined, members_of, refuse_shared, tell_forgotten
-from ttp.adapters.torch.loop.followers import Followers, untrained
+from ttp.adapters.torch.loop.followers import Followers, called, untrained
 from ttp.adapters.torch.loop.hook import Hook
 from ttp.adapters.torch.loop.hooks import Attachment, Calls, attach, gathering
 from ttp.adapters.torch.loop.misuse import capturing, refuse_lazy
@@ -75,7 +75,7 @@ class TorchAdapter(Restoring):
         UsageError: there is no optimizer, an extra state cannot be stored, or a scheduler changes unsaved param groups.
     """
 
-    _forward: Any = None  # the hook that captures extra states of modules
+    _forward: Sequence[Any] = ()  # the hooks that capture extra states of modules
 
     def __init__(
         self,
@@ -211,7 +211,8 @@ class TorchAdapter(Restoring):
             calls=self._calls(turns, takers, len(processor.layout.groups) > 1),
         )
         if self._names.extra_states:
-            self._forward = self._model.register_forward_pre_hook(Hook(self._forward_begins))
+            hook = Hook(self._forward_begins)  # first of all: another hook (of FSDP) may wait for a rank that is dead
+            self._forward = [each.register_forward_pre_hook(hook, prepend=True) for each in called(self._model)]
         source.connect(processor, self._attachment, sharding)
         scaler, layout = self._scaler, processor.layout
         self.repeating = Repeating(self._model, self._given, scaler, self._capture, self._extra, layout, ddps)
@@ -365,9 +366,9 @@ class TorchAdapter(Restoring):
         if self._attachment is not None:
             self._attachment()
             self._attachment = None
-        if self._forward is not None:
-            self._forward.remove()
-            self._forward = None
+        for handle in self._forward:
+            handle.remove()
+        self._forward = ()
         if self._followers is not None:
             self._followers.close()
             self._followers = None
@@ -380,8 +381,8 @@ class TorchAdapter(Restoring):
         attachment, self._attachment = self._attachment, None
         if attachment is not None:
             attachment()
-        if self._forward is not None:
-            self._forward.remove()
+        for handle in self._forward:
+            handle.remove()
 
     def step_done(self) -> None:
         """See ``ttp.step_done``."""

@@ -185,6 +185,28 @@ def test_an_extra_state_that_the_forward_pass_changes(tmp_path: Path) -> None:
     assert (one.model[3].passes, other.model[3].passes) == (UPDATES + 1, UPDATES)
 
 
+@pytest.mark.parametrize("parts", [False, True])
+def test_an_extra_state_is_captured_before_anything_waits_for_other_ranks(tmp_path: Path, parts: bool) -> None:
+    """A hook of FSDP gathers weights before the forward pass. The model may also be a list whose parts are called."""
+
+    class Parts(nn.ModuleList):
+        def __call__(self, x: Tensor) -> Any:
+            return self[0](x)
+
+    def make() -> nn.Module:
+        model: nn.Module = net(Counting(8, 8))
+        model.register_forward_pre_hook(lambda module, _: gathers(module[3]), prepend=True)
+        return Parts([model]) if parts else model
+
+    def gathers(layer: Any) -> None:
+        layer.passes += 100
+
+    one, adapter, _ = in_mid_run(tmp_path, program_of(make))
+    one.model(data())
+    states: Any = adapter.source.module_states.values(UPDATES)
+    assert [state["passes"] for state in states.values()] == [101 * UPDATES]
+
+
 @supports("frozen and tied parameters")
 @pytest.mark.parametrize("registered", ["trained only", "all"])
 def test_frozen_and_tied_parameters(tmp_path: Path, registered: str) -> None:
