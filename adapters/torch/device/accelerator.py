@@ -172,7 +172,7 @@ class Numbers:
 
     def __init__(self, runtimes: Sequence[Runtime] = ()) -> None:
         self._runtimes = runtimes
-        self._pinned = runtimes[0].pinned(_NUMBERS * _NUMBER_BYTES) if runtimes else torch.empty(0)
+        self._pinned = runtimes[0].pinned(_NUMBERS * _NUMBER_BYTES) if runtimes else torch.empty(0, device="cpu")
         self.turn = 0
 
     def bring(self, value: Any) -> Any:
@@ -261,7 +261,8 @@ class DeviceFence:
             self._pending.append((version, self._runtime.mark(side=False)))
         except RuntimeError as problem:
             log.debug("no mark can be queued on the device: %s", problem)
-        self.finished_version()  # drops reached marks, which would pile up otherwise
+        if len(self._pending) > AHEAD_MAX:  # marks that are reached would pile up; to ask for each at once costs more
+            self.finished_version()
 
     def finished_version(self) -> int:
         """See ``Fence``."""
@@ -320,18 +321,26 @@ def make_fence(runtimes: Sequence[Runtime], base: int = 0, *, newest: bool = Fal
 
 def poll(done: Callable[[], bool], timeout_s: float) -> bool:
     """Call ``done`` until it returns True or ``timeout_s`` is over; return which. The driver's waits have no limit."""
-    deadline = time.monotonic() + timeout_s
+    deadline, pause_s = time.monotonic() + timeout_s, _POLL_S / 16
     while not done():
         if time.monotonic() > deadline:
             return False
-        time.sleep(_POLL_S)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _POLL_S)  # a save waits for each tensor, and small ones arrive at once
     return True
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
-    """Return a view of a dense tensor as a vector of bytes."""
+    """Return a view of the memory of a dense tensor as a vector of bytes; see ``as_viewed``."""
     # A dimension of size 1 may have any stride, which reshape(-1) would keep.
-    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    memory = as_viewed(tensor.detach(), tensor)
+    return memory.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def as_viewed(memory: Tensor, tensor: Tensor) -> Tensor:
+    """Return ``memory`` conjugated and negated if ``tensor`` is such a view of its own memory (``Tensor.conj()``)."""
+    turned = memory.conj() if tensor.is_conj() else memory
+    return torch._neg_view(turned) if tensor.is_neg() else turned
 
 
 def sample_of(tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ttp.adapters.torch.device.accelerator import Event, Runtime, flat_bytes, holder, poll
+from ttp.adapters.torch.device.accelerator import Event, Runtime, as_viewed, flat_bytes, holder, poll
 
 RING_BYTES = 64 << 20
 """Size in bytes of each pinned buffer."""
@@ -97,7 +97,7 @@ class HostCopier:
             run, span = _run(source), _span(source)
             with_gaps = span <= source.numel() // run * (run + _COPY_BYTES // source.element_size())
             runs = iter([source.as_strided((span,), (1,))]) if with_gaps else _runs(source, run)
-            target = torch.empty(span if with_gaps else source.numel(), dtype=tensor.dtype)
+            target = torch.empty(span if with_gaps else source.numel(), dtype=tensor.dtype, device="cpu")
             whole = partial(_shaped, target, tensor, with_gaps)
             yield from self._fly(runtime, self._slabs(runs), flat_bytes(target), whole)
 
@@ -186,4 +186,4 @@ def _shaped(copied: Tensor, tensor: Tensor, with_gaps: bool) -> Tensor:
     source = _by_stride(tensor)
     whole = copied.as_strided(source.shape, source.stride()).contiguous() if with_gaps else copied.view(source.shape)
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    return whole.permute(sorted(range(tensor.dim()), key=order.__getitem__))
+    return as_viewed(whole.permute(sorted(range(tensor.dim()), key=order.__getitem__)), tensor)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ttp.adapters.torch.device.accelerator import Event, Runtime, holder, poll
+from ttp.adapters.torch.device.accelerator import Event, Runtime, flat_bytes, holder, poll
 from ttp.adapters.torch.loop.misuse import capturing
 from ttp.adapters.torch.sharding.dtensor_chunks import is_distributed, local
 
@@ -284,7 +284,7 @@ def _sample(parameter: Tensor, runtimes: Sequence[Runtime]) -> _Sample:
     memory = local(parameter)
     runtime, count = holder(runtimes, memory), len(_bytes_of(memory))
     pointer: Callable[[], int] = partial(_pointer, parameter) if is_distributed(parameter) else parameter.data_ptr
-    zeros = torch.zeros(count, dtype=torch.uint8) if runtime is None else runtime.on_device(count).zero_()
+    zeros = torch.zeros(count, dtype=torch.uint8, device="cpu") if runtime is None else runtime.on_device(count).zero_()
     pinned = [] if runtime is None else list(torch.split(runtime.pinned(_ROWS * count), count))
     return _Sample(parameter, pointer, not parameter.requires_grad, runtime, zeros, pinned)
 
@@ -304,4 +304,4 @@ def _bytes_of(memory: Tensor) -> Tensor:
     flat = memory.detach().view(-1)
     count = min(flat.numel(), max(1, _BYTES // flat.element_size()))
     begin = (flat.numel() - count) // 2
-    return flat[begin : begin + count].view(torch.uint8)
+    return flat_bytes(flat[begin : begin + count])

@@ -12,7 +12,7 @@ from torch import nn
 from tests.adapters.torch.fake_device import FakeDevice, Sin, Watching
 from tests.adapters.torch.fake_runtime import FakeRuntime
 from ttp.adapters.torch.device import to_host
-from ttp.adapters.torch.device.accelerator import flat_bytes, holder
+from ttp.adapters.torch.device.accelerator import copied_bytes, holder
 from ttp.adapters.torch.device.to_host import HostCopier
 from ttp.adapters.torch.local_state import buffers
 from ttp.errors import CheckpointError
@@ -41,6 +41,8 @@ def tensors() -> list[Any]:
         torch.randn(3, 5, dtype=torch.bfloat16)[:, :3],
         torch.empty(0, 3)[:, ::2],
         torch.arange(9.0)[::4].view(3, 1).expand(3, 3),
+        torch.randn(3, 2, dtype=torch.complex64).conj(),
+        torch.randn(6, dtype=torch.complex64).conj().imag,
     ]
 
 
@@ -69,7 +71,8 @@ class TestHostCopier:
         assert len(got) == len(given) and not device.device.sins
         for before, after in zip(given, got, strict=True):
             assert after.dtype == before.dtype and after.shape == before.shape and not after.requires_grad
-            assert torch.equal(flat_bytes(before.contiguous()), flat_bytes(after.contiguous()))
+            assert (after.is_conj(), after.is_neg()) == (before.is_conj(), before.is_neg())
+            assert copied_bytes(before) == copied_bytes(after)
         assert got[6].is_contiguous(memory_format=torch.channels_last)
         assert got[ON_HOST] is not None and got[ON_HOST].data_ptr() == given[ON_HOST].data_ptr()
 

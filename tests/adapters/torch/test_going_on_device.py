@@ -114,6 +114,7 @@ Make = Callable[..., Rank]
 def test_no_update_is_queued_behind_a_collective_that_hangs(rank: Make) -> None:
     """The collective is aborted and leaves garbage. The state is unchanged to the bit, and is kept."""
     one = rank()
+    one.device.run()
     before, gate, source = one.state(), one.processor.gate, one.adapter.source
     thread = one.in_a_thread(dead=True)
     until(lambda: len(one.device.training.queue) > 1, PATIENCE_S)

@@ -35,6 +35,7 @@ class Odd(Plain):
         self.nothing = _frozen(torch.empty(0, 3))
         self.scalar = _frozen(torch.tensor(3.5))
         self.mask = _frozen(torch.arange(70) % 3 == 0)
+        self.turned_back = _frozen(torch.randn(3, 4, dtype=torch.complex64, generator=generator).conj())
         self.register_buffer("bytes", torch.arange(1000).to(torch.uint8))
         self.elsewhere = _frozen(drawn(7)) if second is not None else None
         self._second_device = second
