@@ -143,7 +143,8 @@ def _moments(stored: MegatronCheckpoint, weights: Mapping[str, Weight]) -> Itera
             yield StateValue(("optim", "state", name, state), (), entry)
         step = steps.get(weight.group[0])
         if step is not None:
-            yield StateValue(("optim", "state", name, "step"), (), LazyTensor.of(torch.tensor(float(step))))
+            count = torch.tensor(float(step), device="cpu")
+            yield StateValue(("optim", "state", name, "step"), (), LazyTensor.of(count))
 
 
 def _count(saved: Mapping[str, Any]) -> float | None:
@@ -252,7 +253,7 @@ class MegatronCheckpoint:
         Raises:
             CheckpointError: elements are missing, or a file cannot be read.
         """
-        target = torch.empty(view.sizes, dtype=self.dtype(prefix + view.key))
+        target = torch.empty(view.sizes, dtype=self.dtype(prefix + view.key), device="cpu")
         parts = view.parts(0, target.numel()) if target.numel() else ()
         fill(self.path, [Want(prefix + view.key, part, part.view(target.view(-1), 0)) for part in parts], self.items)
         return target

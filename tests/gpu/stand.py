@@ -24,6 +24,7 @@ import ttp
 import ttp.session
 from tests.gpu.made_up import MadeUp
 from tests.gpu.spinning import SPIN_MAX_S, NoSpin, Spin, Spinner
+from tests.ports import free_port
 from ttp.adapters.torch.restoring.reader import read_values
 from ttp.adapters.torch.saving.piece_index import items_of
 from ttp.store.manifest import Manifest
@@ -135,6 +136,11 @@ class Stand:
         timeout = datetime.timedelta(seconds=timeout_s)
         backend = "nccl" if self.real else "gloo"
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+
+    def begin_again(self) -> None:
+        """Make the next ``protected`` a new job."""
+        self._port = free_port()
+        os.environ["TTP_PORT"] = str(self._port)
 
     @contextlib.contextmanager
     def protected(self) -> Iterator[None]:

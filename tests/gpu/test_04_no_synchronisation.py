@@ -14,3 +14,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["plain", "statistics", "accumulation", "scaled", "ddp", "fsdp", "hsdp"])
 def test_of_the_training_thread(run_case: RunCase, kind: str) -> None:
     run_case("steady:no_synchronisation" + json.dumps({"kind": kind}))
+
+
+def test_a_program_with_a_default_device(run_case: RunCase) -> None:
+    run_case("steady:default_device")

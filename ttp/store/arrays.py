@@ -146,7 +146,7 @@ def unpack_tensor(fields: list[Any]) -> Any:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"torch has no dtype {name!r}")
     _check_shape(shape, dtype.itemsize, data)
-    flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
     tensor = flat.reshape(shape)
     if device and (here := _here(device[0])) is not None:
         tensor = tensor.to(here)

@@ -299,7 +299,7 @@ def _form(tensor: Tensor | None) -> str:
 
 def decode_buffer(info: BufferInfo, data: bytes) -> Tensor:
     """Make the tensor of a buffer from its bytes; ``data`` has ``info.size`` bytes."""
-    tensor = torch.empty(info.shape, dtype=getattr(torch, info.dtype))
+    tensor = torch.empty(info.shape, dtype=getattr(torch, info.dtype), device="cpu")
     if data:
         flat_bytes(tensor).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     return tensor

@@ -140,10 +140,10 @@ def _offset() -> int | None:
         return None
     memory = memory_at(probe._cdata + found, _LIVE.size)
     draws: list[Callable[[], object]] = [
-        lambda: torch.rand((), generator=probe),
-        lambda: torch.rand(700, generator=probe),
-        lambda: torch.randn((), generator=probe),  # leaves a spare normal number
-        lambda: torch.randn((), generator=probe),
+        lambda: torch.rand((), generator=probe, device="cpu"),
+        lambda: torch.rand(700, generator=probe, device="cpu"),
+        lambda: torch.randn((), generator=probe, device="cpu"),  # leaves a spare normal number
+        lambda: torch.randn((), generator=probe, device="cpu"),
         lambda: probe.set_state(_crafted(probe.get_state(), 1.5, 2.5)),
         lambda: probe.manual_seed(20_12),
     ]

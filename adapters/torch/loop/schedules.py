@@ -76,7 +76,7 @@ def _updated(scaler: Mapping[str, Any], skipped: bool) -> dict[str, Any]:
 
 
 def _in_float32(value: float) -> float:
-    return float(torch.tensor(value, dtype=torch.float32))
+    return float(torch.tensor(value, dtype=torch.float32, device="cpu"))
 
 
 def _one_sided(what: str, here: Any, there: Any) -> list[str]:

@@ -188,7 +188,7 @@ def read_whole(path: Path, chunks: Sequence[IndexEntry]) -> Any:
     first = chunks[0]
     if len(chunks) == 1 and first.sizes == first.shape:
         return read_value(path, first)
-    full = torch.empty(first.shape, dtype=first.torch_dtype)
+    full = torch.empty(first.shape, dtype=first.torch_dtype, device="cpu")
     for chunk in chunks:
         copy_overlaps(path, chunk, [Chunk(full, first.shape, (0,) * full.dim())])
     return full

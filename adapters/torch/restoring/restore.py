@@ -279,10 +279,10 @@ def _empty(
     """Make a tensor for one value of the optimizer's state, on the device on which the optimizer would put it."""
     owner = str(item.path[2])
     if owner not in owners:
-        return torch.empty(item.shape, dtype=item.torch_dtype)
+        return torch.empty(item.shape, dtype=item.torch_dtype, device="cpu")
     parameter, group = owners[owner]
     if not _belongs_to_device(item, devices.get(owner, "cpu"), parameter, group):
-        return torch.empty(item.shape, dtype=item.torch_dtype)
+        return torch.empty(item.shape, dtype=item.torch_dtype, device="cpu")
     if item.shape == cutter.shape(owner, parameter):
         return torch.empty_like(parameter.detach(), dtype=item.torch_dtype)  # sharded as the parameter is
     return torch.empty(item.shape, dtype=item.torch_dtype, device=parameter.device)

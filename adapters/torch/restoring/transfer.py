@@ -31,7 +31,7 @@ def give(kept: Kept, to: int) -> None:
     """
     tensors = kept.tensors()
     head = torch.frombuffer(bytearray(_described(kept, tensors)), dtype=torch.uint8)
-    dist.send(torch.tensor([head.numel()]), to)
+    dist.send(torch.tensor([head.numel()], device="cpu"), to)
     dist.send(head, to)
     digest = xxhash.xxh3_128()
     for pack in _packs([tensor.nbytes for tensor in tensors]):
@@ -51,9 +51,9 @@ def receive(source: int) -> Kept:
         UnlikeError: the received bytes do not have the sender's digest.
         RuntimeError: the other rank is lost.
     """
-    size = torch.zeros(1, dtype=torch.int64)
+    size = torch.zeros(1, dtype=torch.int64, device="cpu")
     dist.recv(size, source)
-    head = torch.empty(int(size), dtype=torch.uint8)
+    head = torch.empty(int(size), dtype=torch.uint8, device="cpu")
     dist.recv(head, source)
     described: Any = decode(head.numpy().tobytes())
     tensors = [
@@ -63,13 +63,13 @@ def receive(source: int) -> Kept:
     for pack in _packs([tensor.nbytes for tensor in tensors]):
         parts = [_bytes(tensors[index]) for index in pack]
         direct = len(parts) == 1 and tensors[pack[0]].is_contiguous()
-        data = parts[0] if direct else torch.empty(sum(part.numel() for part in parts), dtype=torch.uint8)
+        data = parts[0] if direct else torch.empty(sum(part.numel() for part in parts), dtype=torch.uint8, device="cpu")
         dist.recv(data, source)
         digest.update(_memory(data))
         if not direct:
             for index, part in zip(pack, torch.split(data, [part.numel() for part in parts]), strict=True):
                 _fill(tensors[index], part)
-    told = torch.empty(digest.digest_size, dtype=torch.uint8)
+    told = torch.empty(digest.digest_size, dtype=torch.uint8, device="cpu")
     dist.recv(told, source)
     if told.numpy().tobytes() != digest.digest():
         raise UnlikeError(f"the state that rank {source} sent was damaged on the way: its digest differs")

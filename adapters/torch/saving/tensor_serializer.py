@@ -94,5 +94,5 @@ def _memory(tensor: Tensor) -> memoryview:
 
 
 def _flip(tensor: Tensor) -> None:
-    flat = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage())
     flat.bitwise_not_()

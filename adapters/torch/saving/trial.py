@@ -265,7 +265,7 @@ def _wrong_tensors(state: State) -> Iterator[str]:
             yield why
         elif tensor.dtype not in dtypes:
             dtypes.add(tensor.dtype)
-            if dump(torch.empty(0, dtype=tensor.dtype), Tensor.cpu) is None:
+            if dump(torch.empty(0, dtype=tensor.dtype, device="cpu"), Tensor.cpu) is None:
                 yield f"{key} has the dtype {tensor.dtype}, which torch {torch.__version__} does not load safely"
 
 
@@ -300,7 +300,7 @@ def _storable(value: Any) -> bool:
 
 def _same_form(tensor: Tensor) -> Tensor:
     """Return a tensor of the same shape and dtype on the host; its bytes do not matter."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
 
 def _devices(model: nn.Module) -> frozenset[str]:

@@ -111,7 +111,7 @@ def _runs(tensor: Any, dim: int) -> list[_Run]:
     cuts = [(n, p) for n, p in enumerate(tensor.placements) if not p.is_replicate() and p.dim == dim]
     if not cuts:
         return [(0, 0, size)]
-    index = torch.arange(size)
+    index = torch.arange(size, device="cpu")
     for number, placement in cuts:
         pieces = getattr(placement, "split_factor", 1)
         index = _part(index, pieces, mesh.size(number), mesh.get_coordinate()[number])

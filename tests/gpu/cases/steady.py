@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import ttp
 from tests.gpu.pages import written
-from tests.gpu.stand import Stand, same_bytes
+from tests.gpu.stand import Stand, assert_same, same_bytes, saved_tensors
 from tests.gpu.training import Plain, Training, references
 from ttp.adapters.torch.local_state.image import decode
 
@@ -62,6 +63,29 @@ def no_synchronisation(stand: Stand, kind: str = "plain") -> None:
                 steps(10)
             version, _ = stand.save()
             assert version == 13
+
+
+def default_device(stand: Stand) -> None:
+    """A program may choose where new tensors are (``torch.set_default_device``): those of ttp are where they must be.
+
+    Where no GPU is, any other device than the host shows that.
+    """
+    elsewhere = torch.device("cuda" if stand.real else "meta")
+    wanted = references(lambda: Training(stand), 4)
+    training, other = Training(stand), Training(stand)
+    training.step()  # makes the optimizer's numbers on the host
+    with stand.protected(), elsewhere:
+        training.protect()
+        for _ in range(3):
+            training.step()
+        version, checkpoint = stand.save()
+    assert version == 3
+    assert_same(saved_tensors(checkpoint), wanted[4])
+    stand.begin_again()
+    with stand.protected(), elsewhere:
+        other.protect()
+        assert ttp.restore() == 3
+    assert_same(other.state(), wanted[4])
 
 
 def pages(stand: Stand) -> None:
