@@ -74,8 +74,6 @@ class Injector:
             with contextlib.suppress(KeyError, ProcessLookupError):
                 os.kill(int(os.environ["JOB_LAUNCHER_PID"]), signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
-        elif action == "hold":
-            pass  # until the file is there that it waits for
         elif action == "raise":
             raise ValueError("a wrong turn in the training loop")
         elif action == "misuse":
@@ -85,12 +83,8 @@ class Injector:
             next(iter(self.optimizer.state.values()))["odd"] = object()  # no save could write that
         elif action == "collective":
             raise RuntimeError("gloo: Connection closed by peer")  # as a rank sees it whose neighbour has died
-        elif action == "flip":
-            flip_a_bit()
         elif action == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
-        elif action == "deadlock":
-            wait_for_ever()
         elif action == "hold-gil":
             re.match("(a+)+b", "a" * 64)  # never ends, and keeps the interpreter lock
         elif action == "pause":
@@ -99,7 +93,7 @@ class Injector:
         elif action == "term-all":
             os.kill(int(os.environ["JOB_LAUNCHER_PID"]), signal.SIGTERM)
         else:
-            raise AssertionError(action)
+            DEEDS[action]()
 
 
 def lose_memory() -> None:
@@ -116,12 +110,22 @@ def flip_a_bit() -> None:
     word ^= 1
 
 
+def half_a_message() -> None:
+    """Rank 0 sends rank 1 a message; rank 1 ends when it has received a part of it."""
+    data = torch.full((1 << 26,), 1.0 - RANK)
+    work: Any = dist.irecv(data, 0) if RANK else dist.isend(data, 1)
+    while RANK and not data[0]:
+        time.sleep(0)
+    os.kill(os.getpid(), signal.SIGKILL) if RANK else work.wait()
+
+
 def wait_for_ever() -> None:
     lock = threading.Lock()
     lock.acquire()
     lock.acquire()
 
 
+DEEDS: Any = {"flip": flip_a_bit, "half": half_a_message, "deadlock": wait_for_ever, "hold": lambda: None}
 injector = Injector()
 
 
@@ -278,8 +282,7 @@ def train() -> None:
         undo=os.environ.get("JOB_UNDO"),
     )
     injector.model, injector.optimizer = model, optimizer
-    start = ttp.restore()
-    note("start", start)
+    note("start", start := ttp.restore())
     scheduler.armed = True
     batches = (batch(step, micro) for step in range(start, STEPS) for micro in range(ACCUMULATION))
     for step in range(start, STEPS):
@@ -353,10 +356,7 @@ def note(kind: str, value: int) -> None:
 
 
 def digest(*parts: bytes) -> str:
-    h = hashlib.sha256()
-    for part in parts:
-        h.update(part)
-    return h.hexdigest()
+    return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
 def raw(value: Any) -> bytes:

@@ -53,3 +53,13 @@ def test_what_a_loop_makes_and_leaves_is_no_obstacle(make_job: MakeJob, unbroken
     job = run(make_job, program)
     assert ANEW not in job.log.read_text() and ways(job, 0), job.story()
     assert job.results() == unbroken(job)
+
+
+def test_a_rank_that_gloo_does_not_wake_is_restarted_at_once(make_job: MakeJob, unbroken: Unbroken) -> None:
+    """gloo forgets the thread that waits for a message of which a part was sent when the other end died."""
+    half = [{"id": "half", "ranks": [0, 1], "step": 5, "phase": "data", "action": "half"}]
+    job = make_job(ranks=2, steps=9, max_restarts=1, faults=half, flags=KEEP, env={"TTP_CONTINUE_S": "60"})
+    assert job.run(TIMEOUT_S - 30) == 0, job.story()
+    assert again(job) == [True] and job.starts() == [0, *job.committed()] == [0, 5], job.story()
+    assert "a broken collective does not return" in job.log.read_text(), job.story()
+    assert job.results() == unbroken(job)

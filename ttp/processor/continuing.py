@@ -38,6 +38,7 @@ from ttp.processor.exiting import end_process
 from ttp.processor.faults import describe, is_collective_error, is_out_of_device_memory
 from ttp.processor.gate.gate import Halted
 from ttp.processor.kept_state import KeptState
+from ttp.processor.liveness import asleep
 from ttp.processor.source import StateSource
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class Continuing:
         self._pid = os.getpid()
         self._refused = self._incident = ""
         self._entered = self._registered = False
+        self._trains = 0, 0  # both idents of the thread that calls train()
         self._on_cuda = config.keep_cuda
         self._seated, self._retries = next_launch is not None, False  # takes a seat; calls train() once more
         self._broken = threading.Event()  # set when connections have been broken
@@ -99,12 +101,15 @@ class Continuing:
 
     def _enter(self) -> None:
         groups, self._registered = self._groups, False
+        self._trains = threading.get_ident(), threading.get_native_id()
         if groups is None:
             return
         if not self._entered:
+            from ttp.adapters.torch.regroup import self_test
+
             self._entered = True
             groups.enter()
-            self._refused = _self_test()
+            self._refused = self_test()
         else:
             groups.listen()
         if self._next is not None and not self._alone:
@@ -262,6 +267,7 @@ class Continuing:
         processor.gate.halt()
         self._let_go(processor.source)
         self._broken.set()
+        asleep.watch(self._trains, lambda: self.releasing, lambda: self.leave("a broken collective does not return"))
 
     def _let_go(self, source: Any) -> None:
         groups, reason = self._groups, ""
@@ -392,9 +398,3 @@ def _groups(*, seat: bool, with_nccl: bool) -> Groups | None:
     from ttp.adapters.torch.regroup import Groups
 
     return Groups(seat=seat, with_nccl=with_nccl)
-
-
-def _self_test() -> str:
-    from ttp.adapters.torch.regroup import self_test
-
-    return self_test()
