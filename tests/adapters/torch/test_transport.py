@@ -6,7 +6,9 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ import torch.distributed as dist
 
 from tests.gpu import made_up_nccl
 from tests.gpu.made_up_nccl import ProcessGroupNCCL
+from tests.waiting import until
 from ttp.adapters.torch import regroup, transport
 from ttp.adapters.torch.transport import Nccl
 from ttp.launch.nccl import HANDLING, HEARTBEAT, TO_GO_ON
@@ -22,6 +25,7 @@ from ttp.launch.nccl import HANDLING, HEARTBEAT, TO_GO_ON
 _dist: Any = dist
 c10d = regroup._c10d
 PATIENCE_S = 30.0
+TASKS, LOOP = Path("/proc/self/task"), "gloo_tcp_loop\n"
 
 
 @pytest.fixture
@@ -130,6 +134,24 @@ def test_a_connection_of_another_thread_is_not_shut_down() -> None:
             assert ours.recv(1) == b""
             peers[1].sendall(b"x")
             assert own.recv(1) == b"x"
+
+
+def test_a_part_of_a_message_keeps_no_thread_of_gloo_busy() -> None:
+    """gloo's thread does not read the rest if the buffer is gone, and looked at the connection again at once."""
+    gloo, store = transport.Gloo(), _dist.HashStore()
+    before = {task.name for task in TASKS.iterdir()}
+    with ThreadPoolExecutor(2) as pool:
+        ends = list(pool.map(lambda rank: gloo.connect(transport.Place(store, rank, 2, "a group")), range(2)))
+    loops = [task for task in TASKS.iterdir() if task.name not in before and (task / "comm").read_text() == LOOP]
+    received = torch.zeros(1 << 24)
+    works = [ends[0].send([torch.ones(1 << 24)], 1, 0), ends[1].recv([received], 0, 0)]
+    until(lambda: bool(received[0]))
+    assert len(loops) == 2 and not received[-1]
+    del works[1]
+    gloo.let_go([])
+    gloo.forget()
+    until(lambda: all("S (sleeping)" in (task / "status").read_text() for task in loops for _ in range(100)))
+    ends.clear()  # gloo ends the process if epoll does not know the connection
 
 
 def test_gloo_limits_sending() -> None:
