@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("torch")
 
 from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousGracefulExitError,
     RendezvousTimeoutError,
@@ -18,6 +19,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout
 
 from ttp.errors import ConfigError
+from ttp.launch import stand_by
 from ttp.launch.run import _parse
 from ttp.launch.stand_by import LATE_S, VACANT_S, Rescheduling, StandBy, vacancies
 
@@ -81,6 +83,22 @@ def test_a_rendezvous_that_has_gone_lets_a_host_leave_that_was_not_needed() -> N
         raise RendezvousConnectionError("the connection has failed")
 
     inner = SimpleNamespace(_state_holder=None, is_closed=is_closed, settings=SimpleNamespace(max_nodes=2))
+    with pytest.raises(RendezvousGracefulExitError):
+        StandBy(inner, 1.0, lambda store: None).next_rendezvous()
+
+
+def test_a_job_that_ends_while_a_host_enters_lets_it_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two may have entered because the first was slow, or a host that was taken for lost has come again."""
+
+    def meet() -> None:
+        raise RendezvousClosedError
+
+    lost = SimpleNamespace(round=1, complete=False, participants={"a": 0}, wait_list=set())
+    monkeypatch.setattr(stand_by, "VACANT_S", 0.0)
+    inner = SimpleNamespace(
+        _state_holder=SimpleNamespace(state=lost), is_closed=lambda: False, next_rendezvous=meet,
+        _get_store=Turns, settings=SimpleNamespace(max_nodes=2),
+    )  # fmt: skip
     with pytest.raises(RendezvousGracefulExitError):
         StandBy(inner, 1.0, lambda store: None).next_rendezvous()
 

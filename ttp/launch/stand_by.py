@@ -119,13 +119,17 @@ class StandBy(Rescheduling):
             RendezvousGracefulExitError: the job has ended and did not need this host, or the rendezvous cannot be
                 reached any more.
         """
-        if not self._seated:
-            try:
-                self._wait()
-            except RendezvousConnectionError as problem:  # the host that serves it may leave first when the job ends
-                logger.warning("the rendezvous no longer answers: this host stops standing by. %s", problem)
-                raise RendezvousGracefulExitError from problem
-        return super().next_rendezvous()
+        if self._seated:
+            return super().next_rendezvous()
+        try:
+            self._wait()
+            return super().next_rendezvous()
+        except RendezvousConnectionError as problem:  # the host that serves it may leave first when the job ends
+            logger.warning("the rendezvous no longer answers: this host stops standing by. %s", problem)
+            raise RendezvousGracefulExitError from problem
+        except RendezvousClosedError as problem:  # also after this host began to enter: another one may have come first
+            logger.info("the job has ended without this host, which stood by")
+            raise RendezvousGracefulExitError from problem
 
     def _wait(self) -> None:
         hosts = self._inner.settings.max_nodes
@@ -140,8 +144,7 @@ class StandBy(Rescheduling):
                 return
             self._prepare(self._inner._get_store())
             time.sleep(LOOK_S)
-        logger.info("the job has ended without this host, which stood by")
-        raise RendezvousGracefulExitError
+        raise RendezvousClosedError
 
     def _may_enter(self, empty: int, for_s: float) -> bool:
         """Return whether this host may take one of ``empty`` places, which have been empty for ``for_s`` seconds.
