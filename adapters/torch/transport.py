@@ -117,8 +117,7 @@ class Gloo:
         try:
             yield
         finally:
-            made = {found for found in _sockets() - before if _connected(found)}
-            self._sockets |= {found for found in made if _limits_sending(found)} or made
+            self._sockets |= {found for found in _sockets() - before if _connected(found) and _limits_sending(found)}
 
     def forget(self) -> None:
         """Forget all connections, because their backends are not used any more."""

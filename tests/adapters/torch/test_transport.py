@@ -122,18 +122,25 @@ def test_a_group_that_is_made_meanwhile_does_not_disturb_who_lets_go(monkeypatch
 
 
 def test_a_connection_of_another_thread_is_not_shut_down() -> None:
-    """The program may connect to something, such as the storage of its data, while a group is made."""
+    """The program may connect to something, such as the storage of its data, while a group is made. A group of one rank
+    has no connections.
+    """
     gloo, limit = transport.Gloo(), struct.pack("ll", 1800, 0)  # as gloo sets it to the group's timeout
     with socket.create_server(("127.0.0.1", 0)) as server:
         with gloo.noting():
             ours, own = (socket.create_connection(server.getsockname()) for _ in range(2))
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
             peers = [server.accept()[0] for _ in range(2)]
+        with gloo.noting():
+            other = socket.create_connection(server.getsockname())
         gloo.let_go([])
         with ours, own, peers[0], peers[1]:
             assert ours.recv(1) == b""
             peers[1].sendall(b"x")
             assert own.recv(1) == b"x"
+        with other, server.accept()[0] as peer:
+            peer.sendall(b"x")
+            assert other.recv(1) == b"x"
 
 
 def test_a_part_of_a_message_keeps_no_thread_of_gloo_busy() -> None:
