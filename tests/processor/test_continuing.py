@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Iterator
@@ -52,6 +53,23 @@ def test_a_second_release_before_the_first_update_stops_the_clock_of_the_first(g
     goes_on.released(of_launch, "another incident")
     assert before is not None and before.finished.is_set() and goes_on._timer is not before
     goes_on.releasing = False
+
+
+def test_a_rank_whose_mark_stays_makes_no_update(monkeypatch: pytest.MonkeyPatch, goes_on: Continuing) -> None:
+    """The launcher kills a rank that has its mark when its time is over, and the updates that it has made are lost."""
+    left: list[str] = []
+    monkeypatch.setattr(continuing, "end_process", lambda code, text, *_: left.append(text))
+    goes_on.released(SimpleNamespace(gate=Gate(), source=None), "incident")  # type: ignore[arg-type] # a part of it
+    goes_on.releasing = False
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "unlink", refuse)
+        with pytest.raises(AssertionError):  # the process would have ended
+            goes_on.over()
+    assert "its mark for the launcher cannot be removed" in left[0]
+
+
+def refuse(path: Path, *, missing_ok: bool) -> None:
+    raise OSError(errno.EROFS, "the file system is read-only", str(path))
 
 
 def test_a_collective_that_fails_while_the_rank_is_released_does_not_end_it(

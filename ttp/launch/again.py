@@ -65,9 +65,13 @@ class Again:
         """Mark a process that goes on to ``launch`` (0: the next) by ``deadline_s`` of ``time.monotonic()``."""
         write_whole(self._directory / str(pid), f"{float(deadline_s)!r} {launch}")
 
-    def unmark(self, pid: int) -> None:
-        """Remove the mark of a process that is about to begin an update: killing it now would lose that update."""
-        remove(self._directory / str(pid))
+    def unmark(self, pid: int) -> bool:
+        """Remove the mark of a process that is about to begin an update: killing it now would lose that update.
+
+        Returns:
+            False if it has the mark still, so that its launcher may kill it.
+        """
+        return remove(self._directory / str(pid))
 
     def marks(self, launch: int | None = None) -> dict[int, float]:
         """Return the deadlines of marked processes by pid. Some of the processes may be dead.

@@ -122,12 +122,14 @@ def write_whole(path: Path, text: str) -> None:
         logger.warning("cannot write %s (%s): the launcher may not wait for this rank to save", path, problem)
 
 
-def remove(path: Path) -> None:
-    """Remove a file if it exists. Never raises."""
+def remove(path: Path) -> bool:
+    """Remove a file if it exists. Never raises; returns whether there is none any more."""
     try:
         path.unlink(missing_ok=True)
     except OSError as problem:
         logger.debug("cannot remove %s: %s", path, problem)
+        return False
+    return True
 
 
 def exists(pid: int) -> bool:

@@ -69,11 +69,10 @@ class Continuing:
         self._files, self._within_s = Again(config.resolved_run_dir()), config.continue_s
         self._patience_s = config.rescue_patience_s + config.continue_s
         self._groups, self._next = groups, next_launch
-        self._pid = os.getpid()
+        self._pid, self._on_cuda = os.getpid(), config.keep_cuda
         self._refused = self._incident = ""
         self._entered = self._registered = False
         self._trains = 0, 0  # both idents of the thread that calls train()
-        self._on_cuda = config.keep_cuda
         self._seated, self._retries = next_launch is not None, False  # takes a seat; calls train() once more
         self._broken = threading.Event()  # set when connections have been broken
         self._met = False  # True once the ranks have agreed whether they leave their loops
@@ -293,7 +292,8 @@ class Continuing:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-            self._files.unmark(self._pid)
+            if not self._files.unmark(self._pid):  # the launcher would kill it when its time is over
+                self.leave("its mark for the launcher cannot be removed")
             log.info("training goes on in this process, %.3f s after the checkpoint", time.monotonic() - self._since)
 
     def leave(self, why: str) -> NoReturn:

@@ -60,5 +60,5 @@ def _in_torch(frame: FrameType) -> bool:
     Waiting for data (``torch.utils.data``) may take long.
     """
     module = str(frame.f_globals.get("__name__"))
-    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0)
     return ".wait(" in line or (module.startswith("torch.") and not module.startswith("torch.utils.data."))
