@@ -20,7 +20,7 @@ import pytest
 from tests.ports import taken
 from tests.waiting import until
 from ttp.config import Config
-from ttp.errors import ConfigError
+from ttp.errors import EXIT_PORT_TAKEN, ConfigError
 from ttp.launch import controller_process as subject
 from ttp.launch.controller_keeper import ControllerKeeper
 from ttp.launch.host import Host
@@ -283,6 +283,16 @@ def test_one_that_ended_by_itself_is_replaced_with_the_next_workers(keeper: Cont
     until(lambda: keeper._child is None)
     keeper.start("127.0.0.1")
     assert len(started(run_dir)) == 2
+
+
+@pytest.mark.parametrize(("code", "told"), [(EXIT_PORT_TAKEN, False), (1, True)])
+def test_one_that_has_lost_the_port_to_another_is_no_news(
+    keeper: ControllerKeeper, caplog: pytest.LogCaptureFixture, code: int, told: bool
+) -> None:
+    keeper._child = subprocess.Popen(["sh", "-c", f"exit {code}"])
+    keeper._child.wait()
+    assert keeper._gone()
+    assert (f"the controller ended (exit code {code})" in caplog.text) is told
 
 
 def test_somebody_elses_is_left_alone_but_replaced(keeper: ControllerKeeper, config: Config, run_dir: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ttp.errors import ConfigError
-from ttp.launch.leases import Leases, write_whole
+from ttp.launch.leases import Leases, worker_of, write_whole
 from ttp.launch.run_dir import prepare_run_dir
 from ttp.launch.token_file import read_token, write_token
 
@@ -84,6 +85,18 @@ def test_disarm_takes_the_lease_along(leases: Leases) -> None:
     leases.grant(10, 1.0)
     leases.disarm(10)
     assert (leases.armed(), leases.deadlines()) == (set(), {})
+
+
+def test_a_rank_whose_shell_has_left_belongs_to_the_worker_of_its_session() -> None:
+    script = "(sleep 100 & echo $!); exec sleep 100"  # the parent of the first sleep ends at once
+    with subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, start_new_session=True) as worker:
+        try:
+            assert worker.stdout is not None
+            rank = int(worker.stdout.readline())
+            assert worker_of(rank, {worker.pid}) == worker.pid
+            assert worker_of(rank, {1 << 22}) == rank
+        finally:
+            os.killpg(worker.pid, signal.SIGKILL)
 
 
 def test_sweep_removes_the_dead_only(leases: Leases) -> None:

@@ -208,6 +208,23 @@ def test_a_death_in_a_pause_is_a_death() -> None:
     assert world.named == [7] and world.released == {EXIT_SAVED}
 
 
+def test_a_pause_ends_with_its_incarnation() -> None:
+    world = HandlerWorld(FOUR)
+    world.attend()
+    world.say(NoticeKind.PAUSE_TRAIN)
+    world.kill(0)
+    world.settle()
+    world.ranks = [FakeRank() for _ in world.ranks]
+    for rank in range(4):
+        world.streams[rank] += 1000
+        world.hello(rank, framework=HANDLERS, nonce=f"next{rank}", launch=1)
+    for rank in range(4):
+        world.report(rank, world.handlers(rank))
+    world.acts.clear()
+    world.say(NoticeKind.PAUSE_TRAIN)
+    assert world.kinds() == ["hold", "pause", "sync"]
+
+
 @pytest.mark.parametrize("early", [False, True])
 def test_a_checkpoint_in_a_pause_leaves_the_pause_as_it_is(early: bool) -> None:
     """``early``: the manager ends the pause while the checkpoint is written."""

@@ -121,6 +121,15 @@ def test_what_the_storage_has_changed_is_written_once_more(
     assert spoilt and versions(save_dir) == [12] and not held.unfinished()
 
 
+def test_what_is_verified_comes_from_the_storage_and_not_from_the_page_cache(
+    held: Held, save_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, dropped = hold(held), set()
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, *_: dropped.add(os.readlink(f"/proc/self/fd/{fd}")))
+    assert bring(held)
+    assert str(save_dir / path.name / "__0_1.distcp") in dropped
+
+
 def test_damaged_memory_is_said_and_never_saved(held: Held, save_dir: Path) -> None:
     flip(hold(held) / "__0_1.distcp")
     held.give(replace(order_for(save_dir), patience_s=0.1))
@@ -236,6 +245,8 @@ def test_what_belongs_to_somebody_else_is_not_read(tmp_path: Path, save_dir: Pat
     with pytest.raises(OSError, match="belongs to another user"):
         held.make()
     assert held.checkpoint() is None and held.unfinished() == 0
+    with held.reading():
+        assert not list(elsewhere.iterdir())
 
 
 @pytest.mark.parametrize("wrong", [b"", b"{", b"[1]", b'{"incident": 1, "more": 2}'])

@@ -96,6 +96,11 @@ def test_a_name_that_cannot_be_told_to_others_is_refused_with_what_to_do(tmp_pat
         check_writable(place)
 
 
+def test_a_null_character_is_refused_as_such() -> None:
+    with pytest.raises(ConfigError, match=r"save_dir 'a\\x00b' contains a null character; choose another save_dir"):
+        check_writable("a\0b")
+
+
 @pytest.mark.parametrize("empty", ["", "  "])
 def test_nothing_is_no_directory(empty: str) -> None:
     with pytest.raises(ConfigError, match="save_dir is empty; give"):
