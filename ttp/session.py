@@ -201,7 +201,8 @@ class Session:
             preemption.alone = False
         log.error("no controller has ordered a save after this error: it is raised as it would be without ttp")
         self.processor.close()
-        self.processor = self.adapter = self.wrap_again = None
+        self.wrap_again = None
+        self.end_launch()
 
     def report(self, problem: BaseException) -> None:
         """Report that this rank cannot train on, and wait. Returns if it is to go on, or if no controller answers."""

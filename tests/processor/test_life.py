@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import gc
+import signal
 import socket
 import threading
 import weakref
@@ -23,6 +24,8 @@ from tests.waiting import until
 from ttp import session
 from ttp.config import RankEnv
 from ttp.core.layout import Layout
+from ttp.core.rank.machine import RankTimeouts
+from ttp.processor import processor
 from ttp.store.history import read_word
 
 
@@ -66,6 +69,26 @@ def test_what_was_trained_can_be_freed_when_train_has_returned(controller: Contr
 
     train()
     until(lambda: gc.collect() >= 0 and not any(reference() for reference in kept))
+
+
+def test_a_train_whose_error_nobody_heard_keeps_neither_signals_nor_objects(
+    controller: Controller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the program catches the error, SIGTERM has to end it as before, also in a train() that follows."""
+    monkeypatch.setattr(processor, "timeouts", lambda *_: RankTimeouts(alone_s=0.1, start_controller_after=99))
+    before = signal.getsignal(signal.SIGTERM)
+    kept: list[weakref.ref[Any]] = []
+
+    @ttp.ttp_to_persist
+    def train() -> None:
+        kept.append(weakref.ref(join(tmp_path)))
+        controller.close()
+        raise ValueError
+
+    with pytest.raises(ValueError):
+        train()
+    assert signal.getsignal(signal.SIGTERM) is before
+    until(lambda: gc.collect() >= 0 and kept[0]() is None)
 
 
 def test_trainings_of_one_process_that_share_a_directory_are_told(

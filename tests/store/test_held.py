@@ -124,10 +124,11 @@ def test_what_the_storage_has_changed_is_written_once_more(
 def test_what_is_verified_comes_from_the_storage_and_not_from_the_page_cache(
     held: Held, save_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, dropped = hold(held), set()
-    monkeypatch.setattr(os, "posix_fadvise", lambda fd, *_: dropped.add(os.readlink(f"/proc/self/fd/{fd}")))
+    path = hold(held)
+    dropped: set[Path] = set()
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, *_: dropped.add(Path(f"/proc/self/fd/{fd}").readlink()))
     assert bring(held)
-    assert str(save_dir / path.name / "__0_1.distcp") in dropped
+    assert save_dir / path.name / "__0_1.distcp" in dropped
 
 
 def test_damaged_memory_is_said_and_never_saved(held: Held, save_dir: Path) -> None:
