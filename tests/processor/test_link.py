@@ -11,6 +11,7 @@ from tests.processor.fake_source import no_thread
 from ttp.config import Config, RankEnv
 from ttp.core.rank import actions as act
 from ttp.core.rank import events as ev
+from ttp.errors import ConfigError
 from ttp.processor.joining import Joining
 from ttp.processor.link import connecting, second
 from ttp.processor.link.connecting import ControllerLink
@@ -70,6 +71,29 @@ def test_a_rank_that_leaves_while_it_connects_keeps_no_stream(
     monkeypatch.setattr(connecting, during, left_meanwhile)
     link.connect(act.Connect(start_controller=during == "ensure_controller", address="127.0.0.1:1"))
     assert [stream for stream in made if stream.open] == []
+
+
+def test_a_stream_that_ends_is_said_even_if_the_reason_cannot_be_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The diagnosis reads settings and files once more. Without the event the rank would never connect again."""
+    downs: list[Any] = []
+
+    class Refused(FakeStream):
+        def __init__(self, *args: object, on_down: Any, **more: object) -> None:
+            super().__init__(*args, **more)
+            downs.append(on_down)
+
+    def diagnose(*_: object) -> str:
+        raise ConfigError("TTP_TLS_CERT=gone cannot be read")
+
+    monkeypatch.setattr(connecting, "Stream", Refused)
+    monkeypatch.setattr(connecting.tls, "diagnose", diagnose)
+    said: list[ev.Event] = []
+    link_of(tmp_path, said).connect(act.Connect(start_controller=False, address="127.0.0.1:1"))
+    with pytest.raises(ConfigError):
+        downs[0]("UNAVAILABLE: nobody is there")
+    assert [type(event) for event in said] == [ev.StreamDown]
 
 
 def test_a_second_stream_without_a_thread_is_said_to_be_down(monkeypatch: pytest.MonkeyPatch) -> None:

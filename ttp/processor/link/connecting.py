@@ -176,8 +176,8 @@ class ControllerLink:
             self._joining.failed(
                 ConfigError(f"the controller at {self._env.master_addr}:{self._config.port}: {reason}")
             )
+        self._put(ev.StreamDown(reason))  # first: the diagnosis may fail
         self._complain_of_encryption(reason)
-        self._put(ev.StreamDown(reason))
 
     def _complain_of_encryption(self, reason: str) -> None:
         """Fail to join, before the job has formed, if one side speaks TLS and the other does not: no retry helps."""
