@@ -60,6 +60,15 @@ def test_a_value_that_is_none(name: str, value: str) -> None:
     assert repr(value) in str(caught.value)
 
 
+@pytest.mark.parametrize("field", ["run_dir", "tls_cert", "tls_key", "tls_ca", "tls_key_password", "tls_crl"])
+def test_a_program_that_changes_its_directory_keeps_its_files(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Certificates are read for every connection, and a rank may have to connect again."""
+    env, here = {f"TTP_{field.upper()}": "of the job"}, Path.cwd()
+    Config.from_env(env)
+    monkeypatch.chdir("/")
+    assert getattr(Config.from_env(env), field) == str(here / "of the job")
+
+
 def test_the_fallback_is_one_directory_for_all() -> None:
     assert Config.from_env({"TTP_FALLBACK_DIR": "/mnt/other//ck/", "TTP_STALL_S": "5"}).fallback_dir == "/mnt/other/ck"
     for value in ("ck", "./ck", "~/ck", "s3://bucket/ck"):
@@ -91,6 +100,7 @@ WANTED = [
     ("TTP_OT", "expected a number of seconds above 0 and up to 10000000"),
     ("TTP_KEEP", "expected a whole number of at least 1"),
     ("TTP_SAVED_EXIT_CODE", "expected a number from 1 to 255"),
+    ("TTP_MINDIO", "expected 1, 0 or force"),
 ]
 
 
@@ -106,6 +116,8 @@ def test_how_much_replicas_look_at_themselves(mode: str) -> None:
 
 
 def test_a_mode_that_is_none() -> None:
+    with pytest.raises(ConfigError, match=r"TTP_MINDIO='OFF' is not valid: expected 1, 0 or force"):
+        Config.from_env({"TTP_MINDIO": "OFF"})  # what decides whether ranks may move would take it for 1
     with pytest.raises(ConfigError, match=r"TTP_DIGEST='some'.* expected one of sample, all, off"):
         Config.from_env({"TTP_DIGEST": "some"})
 

@@ -102,6 +102,12 @@ def _name(text: str) -> str:
     return text
 
 
+@functools.cache
+def _path(text: str) -> str:
+    """Return an absolute path. A relative one is where the process finds it first: programs change their directory."""
+    return str(Path(_name(text)).absolute())
+
+
 def _stripes(text: str) -> int:
     """Parse a number of parts, auto or off; see ``ttp.core.stripes``. 1 part is the whole shard."""
     word = text.strip().lower()
@@ -125,10 +131,10 @@ def _absolute(text: str) -> str:
 
 
 def _mindio(text: str) -> str:
-    word = text.strip().lower()
-    if word not in ("0", "off", "1", "on", MINDIO_FORCE):
+    words = {"1": "1", "on": "1", "0": "", "off": "", MINDIO_FORCE: MINDIO_FORCE}
+    if text not in words:  # nor in capitals: programs of MindIO see the text as it is
         raise ValueError("expected 1, 0 or force")
-    return {"on": "1", "off": "", "0": ""}.get(word, word)
+    return words[text]
 
 
 def _one_of(*modes: str, like: Callable[[str], str] = str) -> Callable[[str], str]:
@@ -213,7 +219,7 @@ class Config:
     stripes: int = _setting("TTP_STRIPES", _stripes, AUTO)
     """Number of parts of a shard, which different replicas write at the same time; 0: no parts, -1: as many as help."""
 
-    run_dir: str | None = _setting("TTP_RUN_DIR", _name, None)
+    run_dir: str | None = _setting("TTP_RUN_DIR", _path, None)
     """Directory in which the processes of one host keep leases, logs and (without shared memory) pages."""
 
     token: str = _setting("TTP_TOKEN", token_text, "")
@@ -225,19 +231,19 @@ class Config:
     insecure: bool = _setting("TTP_INSECURE", _switch, False)
     """Whether a job without a token serves everyone who reaches its ports; if not, it listens on loopback only."""
 
-    tls_cert: str | None = _setting("TTP_TLS_CERT", _name, None)
+    tls_cert: str | None = _setting("TTP_TLS_CERT", _path, None)
     """File with the certificate (PEM) of this process. It switches on encryption and mutual authentication (TLS)."""
 
-    tls_key: str | None = _setting("TTP_TLS_KEY", _name, None)
+    tls_key: str | None = _setting("TTP_TLS_KEY", _path, None)
     """File with the private key (PEM) of ``tls_cert``."""
 
-    tls_ca: str | None = _setting("TTP_TLS_CA", _name, None)
+    tls_ca: str | None = _setting("TTP_TLS_CA", _path, None)
     """File with the certificate (PEM) of the authority that signed the certificates of the job."""
 
-    tls_key_password: str | None = _setting("TTP_TLS_KEY_PASSWORD", _name, None)
+    tls_key_password: str | None = _setting("TTP_TLS_KEY_PASSWORD", _path, None)
     """File with the password of ``tls_key``; None: the key is not encrypted."""
 
-    tls_crl: str | None = _setting("TTP_TLS_CRL", _name, None)
+    tls_crl: str | None = _setting("TTP_TLS_CRL", _path, None)
     """File with the revocation lists (PEM) of the authority and intermediate authorities; None: none are checked."""
 
     mindio: str = _setting("TTP_MINDIO", _mindio, "")
