@@ -17,9 +17,10 @@ from tests.processor.sentinel_owner import Owner
 from tests.waiting import until
 from ttp.config import Config
 from ttp.launch.host import Host
+from ttp.launch.proc_files import start_of
 from ttp.launch.sentinel_watch import SentinelWatch
 from ttp.processor.liveness.futex import DIED
-from ttp.processor.liveness.sentinel import FILE_BYTES, SEATS, pack_header, process_start, sentinel_name, word_at
+from ttp.processor.liveness.sentinel import FILE_BYTES, SEATS, pack_header, sentinel_name, word_at
 from ttp.processor.liveness.sentinel_reader import REASON
 from ttp.processor.local_state.pages import PageWriter
 
@@ -135,7 +136,7 @@ def put_dead(pages: Path, pid: int, start: int) -> None:
 def test_what_an_earlier_process_left_is_not_believed(start: Start, pages: Path, tmp_path: Path, of: str) -> None:
     """Not even if the worker has the same pid."""
     owner, other = start(0), start(1)
-    began = process_start(owner.pid)
+    began = start_of(owner.pid)
     put_dead(pages, owner.pid + (of == "another pid"), began - (of == "another start"))
     watching = Watching(tmp_path, owner, other, look_s=0.02)
     if of == "this process":
@@ -150,7 +151,7 @@ def test_a_bad_sentinel_is_one_line_in_the_log(
 ) -> None:
     caplog.set_level(logging.DEBUG, "ttp.launch")
     owner = start(0)
-    put_dead(pages, owner.pid, process_start(owner.pid))
+    put_dead(pages, owner.pid, start_of(owner.pid))
     with (pages / sentinel_name(0)).open("r+b") as file:
         file.seek(word_at(1))
         file.write(b"\1\2\3\4")

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from tests.making import making
 from tests.processor.sentinel_owner import Owner, without_settings
 from ttp.config import RankEnv
+from ttp.launch.proc_files import start_of
 from ttp.processor.liveness import futex
 from ttp.processor.liveness.futex import DIED, WAITERS, Mapping
 from ttp.processor.liveness.sentinel import (
@@ -29,7 +30,6 @@ from ttp.processor.liveness.sentinel import (
     Seat,
     Sentinel,
     pack_header,
-    process_start,
     sentinel_name,
     word_at,
 )
@@ -62,7 +62,7 @@ def test_it_says_whose_it_is(tmp_path: Path, start: Start) -> None:
     reader = seen(tmp_path)
     assert (reader.owner.rank, reader.owner.pid, reader.owner.incarnation) == (3, owner.pid, 7)
     assert reader.owner.nonce == owner.nonce
-    assert reader.owner.start == process_start(owner.pid) != process_start(os.getpid())
+    assert reader.owner.start == start_of(owner.pid) != start_of(os.getpid())
     assert reader.wait(0.0) is State.ALIVE
     assert ranks_in(tmp_path) == [3] and [p.name for p in tmp_path.iterdir()] == ["alive_3"]  # no draft is left
 
@@ -329,7 +329,7 @@ def test_names_that_are_no_ranks(tmp_path: Path) -> None:
 
 
 def test_a_process_that_is_gone_started_never() -> None:
-    assert process_start(2**22 + 1) == 0
+    assert start_of(2**22 + 1) == 0
 
 
 def test_waiting_again_and_again_takes_no_memory() -> None:

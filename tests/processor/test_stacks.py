@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ttp.launch.proc_files import start_of, status_of
 from ttp.processor.liveness import stacks
 
 LONG_S = 30.0
@@ -105,7 +106,7 @@ def test_a_stopped_one_is_left_alone(start: Start, tmp_path: Path) -> None:
     os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
     text = stacks.take(pid, tmp_path, LONG_S)
     assert "stopped (SIGSTOP?): no stack can be taken" in text
-    assert int(stacks._status(pid)["ShdPnd"], 16) == 0, "nothing waits for it to go on"
+    assert int(status_of(pid)["ShdPnd"], 16) == 0, "nothing waits for it to go on"
 
 
 def test_gone_and_ended(start: Start, tmp_path: Path) -> None:
@@ -120,13 +121,13 @@ def test_gone_and_ended(start: Start, tmp_path: Path) -> None:
 def test_one_that_installed_nothing_is_not_killed_by_the_question(start: Start, tmp_path: Path) -> None:
     pid = start(SLEEPS)
     assert "has no handler" in stacks.take(pid, tmp_path, LONG_S)
-    header = stacks._Header(pid, stacks._started(pid), FREE, 0)
+    header = stacks._Header(pid, start_of(pid), FREE, 0)
     os.close(stacks._create(tmp_path / "stacks", header))
     assert "no longer handles" in stacks.take(pid, tmp_path, LONG_S)
-    header = stacks._Header(pid, stacks._started(pid) - 1, FREE, 0)
+    header = stacks._Header(pid, start_of(pid) - 1, FREE, 0)
     os.close(stacks._create(tmp_path / "stacks", header))
     assert "has no handler" in stacks.take(pid, tmp_path, LONG_S), "the pid was used again"
-    assert stacks._status(pid)["State"][0] in "RSD", "it lives"
+    assert status_of(pid)["State"][0] in "RSD", "it lives"
 
 
 def test_one_that_cannot_answer(start: Start, tmp_path: Path) -> None:
@@ -197,7 +198,7 @@ def test_a_damaged_file_is_no_error(tmp_path: Path, content: bytes) -> None:
 
 def test_a_file_that_names_another_process_is_no_reason_to_signal_that(start: Start, tmp_path: Path) -> None:
     pid, other = start(SLEEPS), start("install()" + SLEEPS)
-    header = stacks._Header(other, stacks._started(pid), FREE, 0)
+    header = stacks._Header(other, start_of(pid), FREE, 0)
     os.close(stacks._create(tmp_path / "stacks", header))
     (tmp_path / "stacks" / f"{other}.txt").rename(tmp_path / "stacks" / f"{pid}.txt")
     assert "has no handler" in stacks.take(pid, tmp_path, LONG_S)

@@ -41,7 +41,7 @@ def mounts(proc: Path) -> Iterator[Mount]:
     Raises:
         OSError, ValueError: ``mountinfo`` cannot be read or parsed.
     """
-    for line in (proc / "self" / "mountinfo").read_text().splitlines():
+    for line in (proc / "self" / "mountinfo").read_text(errors="replace").splitlines():
         fields, _, source = line.partition(" - ")
         _, _, _, root, point, *_ = fields.split()
         kind, _, *options = source.split()
@@ -61,7 +61,7 @@ def groups(pid: int | str, known: Iterable[Mount], proc: Path) -> Iterator[Group
     """
     known = tuple(known)
     with contextlib.suppress(OSError, ValueError):
-        for line in (proc / str(pid) / "cgroup").read_text().splitlines():
+        for line in (proc / str(pid) / "cgroup").read_text(errors="replace").splitlines():
             _, controllers, path = line.split(":", 2)
             version = 2 if not controllers else 1
             if version == 1 and "memory" not in controllers.split(","):

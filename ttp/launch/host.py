@@ -24,6 +24,7 @@ from ttp.launch.fault_report import FaultReporter
 from ttp.launch.hold import FIRST_LEASE_S, Hold, HoldDecision, WorkersNow
 from ttp.launch.job_verdict import ask_verdict, say_start, settled_code
 from ttp.launch.leases import Leases, worker_of
+from ttp.launch.proc_files import status_of
 from ttp.launch.ring import forget_ring, job_is_busy, places, reigning
 from ttp.launch.sentinel_watch import SentinelWatch
 from ttp.launch.shadow import Shadows
@@ -384,10 +385,9 @@ def _kill(send: Callable[[int, int], None], pid: int, how: signal.Signals) -> No
 def _ignores(pid: int, number: int) -> bool:
     """Return whether a process ignores a signal: shells make their background processes ignore Ctrl-C."""
     try:
-        status = Path(f"/proc/{pid}/status").read_text()
+        ignored = int(status_of(pid).get("SigIgn", "0"), 16)
     except OSError:
         return False
-    ignored = next((int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigIgn:")), 0)
     return bool(ignored >> (number - 1) & 1)
 
 

@@ -19,6 +19,7 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
+from ttp.launch.proc_files import stat_of
 from ttp.launch.run_dir import make_private
 from ttp.store.durable import replace_file
 
@@ -97,11 +98,10 @@ def worker_of(pid: int, workers: Collection[int]) -> int:
     above = pid
     while above > 1 and above not in workers:
         try:
-            words = Path(f"/proc/{above}/stat").read_text().rpartition(")")[2].split()
+            _, parent, _, session, *_ = stat_of(above)
         except OSError:
             return pid
-        parent, session = int(words[1]), int(words[3])
-        above = session if session in workers else parent
+        above = int(session) if int(session) in workers else int(parent)
     return above if above in workers else pid
 
 

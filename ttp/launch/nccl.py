@@ -37,6 +37,7 @@ from typing import Any
 
 from ttp.config import KEEP, Config
 from ttp.errors import ConfigError
+from ttp.launch.proc_files import PROC, stat_of
 
 log = logging.getLogger("ttp")
 
@@ -183,7 +184,7 @@ def check(config: Config) -> None:
         )
 
 
-def launcher_environ(proc: Path = Path("/proc")) -> dict[str, str] | None:
+def launcher_environ(proc: Path = PROC) -> dict[str, str] | None:
     """Return the environment that torchrun itself was started with; None: it cannot be read.
 
     The nearest ancestor of this process without ``TORCHELASTIC_RUN_ID`` is taken for torchrun.
@@ -192,7 +193,7 @@ def launcher_environ(proc: Path = Path("/proc")) -> dict[str, str] | None:
     for _ in range(_ANCESTORS_MAX):
         try:
             raw = (proc / str(pid) / "environ").read_bytes()
-            parent = (proc / str(pid) / "stat").read_text().rpartition(")")[2].split()[1]
+            parent = stat_of(pid, proc)[1]
         except (OSError, IndexError):
             return None
         pairs = (entry.partition("=") for entry in os.fsdecode(raw).split("\0"))

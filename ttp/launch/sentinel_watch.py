@@ -7,7 +7,8 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from ttp.processor.liveness.sentinel import Seat, process_start
+from ttp.launch.proc_files import start_of
+from ttp.processor.liveness.sentinel import Seat
 from ttp.processor.liveness.sentinel_reader import SentinelReader, State, look
 from ttp.processor.local_state.page_dir import SHARED_MEMORY, page_directories
 
@@ -69,7 +70,7 @@ class SentinelWatch:
     def _run(self, rank: int, pid: int, on_death: OnDeath, over: threading.Event, living: set[int]) -> None:
         """Watch one worker until it dies or ``over`` is set."""
         try:
-            start = process_start(pid)
+            start = start_of(pid)
             while not over.is_set():
                 if self._saw_death(rank, pid, start, over, living):
                     if not (living and over.wait(self._neighbours_first_s)):

@@ -74,7 +74,7 @@ def _left_of(group: Group) -> int:
 def _number(file: Path, name: str) -> int:
     """Return the number behind a name; 0: it is not there."""
     try:
-        lines = [line.split() for line in file.read_text().splitlines()]
+        lines = [line.split() for line in file.read_text(errors="replace").splitlines()]
     except OSError:
         return 0
     return next((int(words[1]) for words in lines if len(words) > 1 and words[0] == name), 0)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ttp.config import Config
+from ttp.launch.proc_files import stat_of
 from ttp.launch.warm import memory
 from ttp.launch.warm.rules import PER_WORKER, Program, no_room, program, why_not
 from ttp.launch.warm.waiting import readable
@@ -333,7 +334,7 @@ def adopting() -> Iterator[None]:
 def _ticks(pid: int) -> int:
     """Return the processor time of a process so far, in clock ticks; only ever compared with itself."""
     try:
-        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        words = stat_of(pid)
     except OSError:
         return 0
     return int(words[11]) + int(words[12])

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ttp.launch import nccl
+from ttp.launch.proc_files import stat_of
 from ttp.launch.warm import memory
 from ttp.launch.warm.rules import Program, differing, set_by_program
 from ttp.launch.warm.waiting import readable
@@ -252,7 +253,7 @@ def _call_it(command: list[str]) -> None:
     """Set the command line that ``ps`` shows: the kernel reads it from where this process' own was."""
     sys.orig_argv[:] = command
     try:
-        start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
+        start, end = map(int, stat_of("self")[45:47])
         text = b"\0".join(os.fsencode(word) for word in command) + b"\0"
         if len(text) <= end - start:
             ctypes.memset(start, 0, end - start)

@@ -22,9 +22,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from ttp.launch.proc_files import start_of
 from ttp.processor.gate.meeting import IDLE, OwnWords, SharedWords, Words, size_of
 from ttp.processor.liveness.futex import Mapping
-from ttp.processor.liveness.sentinel import Seat, process_start
+from ttp.processor.liveness.sentinel import Seat
 from ttp.processor.liveness.sentinel_reader import BadSentinelError, SentinelReader, State, look
 from ttp.processor.local_state.page_file import SAFE_OPEN, UnsafeError, open_directory, open_file
 from ttp.store.encoding import decode, encode
@@ -88,7 +89,7 @@ def find_place(rank: int, page_dir: Path | None, gather: Gather) -> Place:
         gather: see ``Gather``; called three times.
     """
     pid = os.getpid()
-    mine = _Offer(_boot_id(), str(page_dir or ""), secrets.token_bytes(_SECRET_BYTES), pid, process_start(pid))
+    mine = _Offer(_boot_id(), str(page_dir or ""), secrets.token_bytes(_SECRET_BYTES), pid, start_of(pid))
     if page_dir is None or not mine.boot or _tried(rank, lambda: _see(page_dir, rank, mine)) is None:
         mine = replace(mine, directory="")
     offers = [_Offer(*decode(told)) for told in gather(encode(_fields(mine)))]

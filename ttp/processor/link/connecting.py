@@ -18,6 +18,7 @@ from ttp.errors import ConfigError
 from ttp.launch.admission import ranks_here
 from ttp.launch.controller_process import ensure_controller
 from ttp.launch.presence import is_local
+from ttp.launch.proc_files import stat_of
 from ttp.launch.relay import RELAYED, RelayServer, relay_of, wanted
 from ttp.launch.ring import Ring, write_ring
 from ttp.processor.errands import aside
@@ -238,8 +239,8 @@ class Shortcut:
         A relay that is only slow does not count.
         """
         try:
-            state = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (OSError, IndexError):
+            state = stat_of(self._pid)[0]
+        except OSError:
             return False  # it is gone, and its streams will end; or this system has no /proc
         self._still = self._still + 1 if state in "tT" else 0
         return self._still == STILL_BEATS

@@ -29,6 +29,7 @@ from pathlib import Path
 
 import xxhash
 
+from ttp.launch.proc_files import start_of
 from ttp.processor.liveness.futex import WAITERS, Mapping, RobustList
 from ttp.processor.local_state.page_file import SAFE_OPEN, open_directory
 
@@ -59,13 +60,6 @@ def sentinel_name(rank: int) -> str:
 def word_at(seat: int) -> int:
     """Return the offset of the word of a seat."""
     return 512 + seat * 64
-
-
-def process_start(pid: int) -> int:
-    """Return when a process started, in clock ticks since boot, which tells a reused pid; 0: not known."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
-    return 0
 
 
 class Sentinel:
@@ -99,7 +93,7 @@ class Sentinel:
     def _run(self, page_dir: Path, rank: int, nonce: str, incarnation: int) -> None:
         """Hold the sentinel on the thread whose end is the signal: once placed, only ``close`` may wake it."""
         try:
-            header = pack_header(rank, self._pid, process_start(self._pid), incarnation, nonce)
+            header = pack_header(rank, self._pid, start_of(self._pid), incarnation, nonce)
             with contextlib.ExitStack() as held:
                 with open_directory(page_dir) as directory:
                     _place(directory, rank, header, held)

@@ -43,7 +43,7 @@ class Owner:
     Args:
         rank: its rank.
         pid: its process id.
-        start: its start; see ``process_start``.
+        start: its start; see ``ttp.launch.proc_files.start_of``.
         incarnation: incarnation of the job.
         nonce: random id of the process, as the controller knows it.
     """

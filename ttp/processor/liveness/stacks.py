@@ -27,6 +27,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ttp.launch.proc_files import start_of, status_of
 from ttp.launch.run_dir import make_private
 
 log = logging.getLogger("ttp.processor")
@@ -74,7 +75,7 @@ def install(run_dir: Path) -> bool:
         if signum is None:
             log.info("no real-time signal is free: the stacks of this process cannot be taken")
             return False
-        header = _Header(os.getpid(), _started(os.getpid()), signum, threading.main_thread().ident or 0)
+        header = _Header(os.getpid(), start_of(os.getpid()), signum, threading.main_thread().ident or 0)
         previous, _file = _file, _create(Path(run_dir) / "stacks", header)
         faulthandler.register(signum, file=_file, all_threads=True, chain=False)
         _installed = header
@@ -110,7 +111,7 @@ def take(pid: int, run_dir: Path, timeout_s: float) -> str:
 
 
 def _free_signal() -> int | None:
-    status = _status(os.getpid())  # Python does not know of handlers that C code has set
+    status = status_of(os.getpid())  # Python does not know of handlers that C code has set
     used = int(status["SigCgt"], 16) | int(status["SigIgn"], 16) | int(status["SigBlk"], 16)
     for offset in range(FIRST_OFFSET, LAST_OFFSET + 1):
         signum = int(signal.SIGRTMIN) + offset
@@ -135,7 +136,7 @@ def _create(directory: Path, header: _Header) -> int:
 
 def _take(pid: int, run_dir: Path, timeout_s: float) -> str:
     try:
-        status = _status(pid)
+        status = status_of(pid)
     except (FileNotFoundError, ProcessLookupError):
         return f"pid {pid}: no such process"
     seen = f"pid {pid}: state {status['State']}, {status.get('Threads', '?')} threads, {_waiting(pid)}"
@@ -169,7 +170,7 @@ def _header(pid: int, run_dir: Path) -> _Header | None:
             header = _Header(**json.loads(file.readline(1000)))
     except (OSError, ValueError, TypeError):
         return None
-    return header if header.pid == pid and header.started == _started(pid) else None
+    return header if header.pid == pid and header.started == start_of(pid) else None
 
 
 def _grown(path: Path, size: int, timeout_s: float) -> bool:
@@ -209,16 +210,6 @@ def _ident(block: str) -> int | None:
 
 def _path(run_dir: Path, pid: int) -> Path:
     return Path(run_dir) / "stacks" / f"{pid}.txt"
-
-
-def _status(pid: int) -> dict[str, str]:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
-
-
-def _started(pid: int) -> int:
-    """Return field 22 of ``stat``. The name in field 2 may hold anything but ends with the last parenthesis."""
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
 
 
 def _waiting(pid: int) -> str:

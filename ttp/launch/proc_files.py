@@ -1,0 +1,38 @@
+"""Reads what the kernel says of a process in ``/proc``.
+
+A name there may be no text: the kernel keeps 15 bytes of it, and the last one may be half a character.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+PROC = Path("/proc")
+
+
+def stat_of(pid: int | str, proc: Path = PROC) -> list[str]:
+    """Return the fields of ``stat`` that follow the name: state, parent, group, session and so on; see ``proc(5)``.
+
+    Raises:
+        OSError: there is no such process.
+    """
+    text = (proc / str(pid) / "stat").read_text(errors="replace")
+    return text.rpartition(")")[2].split()  # a name may hold anything, but ends with the last parenthesis
+
+
+def status_of(pid: int) -> dict[str, str]:
+    """Return the lines of ``status`` by their names.
+
+    Raises:
+        OSError: there is no such process.
+    """
+    lines = (PROC / str(pid) / "status").read_text(errors="replace").splitlines()
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def start_of(pid: int) -> int:
+    """Return when a process started, in clock ticks since boot, which tells a reused pid; 0: not known."""
+    with contextlib.suppress(OSError):
+        return int(stat_of(pid)[19])
+    return 0
