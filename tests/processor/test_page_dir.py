@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -41,6 +42,24 @@ def test_without_shared_memory_the_run_directory_serves(tmp_path: Path) -> None:
     blocked = tmp_path / "no-directory"
     blocked.write_text("")
     pages = PageDirectory(tmp_path / "run", ENV, 1, blocked)
+    assert pages.path == tmp_path / "run" / "pages"
+    pages.close()
+
+
+def test_shared_memory_that_is_full_is_used_by_no_rank_or_by_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def first() -> PageDirectory:
+        return PageDirectory(tmp_path / "run", ENV, 1, tmp_path)
+
+    early = first()
+    full = SimpleNamespace(f_bavail=10, f_frsize=4096, f_blocks=1000)
+    monkeypatch.setattr(os, "statvfs", lambda _: full)
+    late = first()
+    assert late.path == early.path
+    early.close()
+    late.close()
+    pages = first()
     assert pages.path == tmp_path / "run" / "pages"
     pages.close()
 

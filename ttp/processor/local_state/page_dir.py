@@ -20,6 +20,8 @@ from ttp.processor.liveness import forks
 
 SHARED_MEMORY = Path("/dev/shm")
 LOCK_FILE = ".lock"
+ROOM_BYTES = 4 << 20
+"""With less free memory a host's pages may not fit; then they are kept in the run directory, on a disk."""
 _ATTEMPTS = 5
 _LOCK_S = 2.0
 """Seconds to wait for a process that is removing the directory. After that, another place for pages is used."""
@@ -45,7 +47,10 @@ class PageDirectory:
         remove_abandoned(shared_memory)
         key = hashlib.sha256(f"{env.master_addr}|{port}|{env.run_id}|{host}".encode()).hexdigest()[:12]
         self._lock = -1
-        for path in (shared_memory / f"{_prefix()}{key}", _fallback(run_dir)):
+        places = [shared_memory / f"{_prefix()}{key}", _fallback(run_dir)]
+        if not places[0].exists() and _is_full(shared_memory):
+            places.reverse()
+        for path in places:
             if self._claim(path):
                 self.path = path
                 return
@@ -109,6 +114,14 @@ def _in_memory(shared_memory: Path) -> list[Path]:
     with contextlib.suppress(OSError):
         return [p for p in shared_memory.glob(f"{_prefix()}*") if p.is_dir() and not p.is_symlink()]
     return []
+
+
+def _is_full(shared_memory: Path) -> bool:
+    try:
+        stat = os.statvfs(shared_memory)
+    except OSError:
+        return True
+    return stat.f_blocks > 0 and stat.f_bavail * stat.f_frsize < ROOM_BYTES  # 0 blocks: there is no limit
 
 
 def _fallback(run_dir: Path) -> Path:

@@ -303,7 +303,7 @@ class PageWriter:
         self._release()
         log.warning(
             "the rank-local state of rank %d will not survive its process (%s); "
-            "free some shared memory or set TTP_RUN_DIR to a directory of your own, then restart the job",
+            "free some space there, then restart the job",
             self._rank,
             self.problem,
         )
