@@ -80,7 +80,10 @@ def _run(train: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
                 return _run_once(train, args, kwargs, exit_on_bad_config)
             except continuing.TrainAgain:
                 pass
-            _begin_again()
+            # Nothing refers to the objects of the last train() any more.
+            goes_on = continuing.current()
+            assert goes_on is not None
+            goes_on.await_launcher()
     except (ConfigError, RefusedError) as problem:
         if not exit_on_bad_config or os.getpid() != pid:  # a forked child is not the rank
             raise
@@ -111,16 +114,6 @@ def _run_once(
         current.in_train = False
         if current.enabled or current.adapter is not known:
             session.reset()  # the next train() may train something else
-
-
-def _begin_again() -> None:
-    """Wait until all ranks can begin the next launch in this process.
-
-    ``_run_once`` has returned by then, so nothing refers to the objects of the last ``train()`` any more.
-    """
-    goes_on = continuing.current()
-    assert goes_on is not None
-    goes_on.await_launcher()
 
 
 def _leave_misconfigured(problem: Exception) -> NoReturn:

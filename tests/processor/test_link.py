@@ -88,7 +88,7 @@ def test_a_stream_that_ends_is_said_even_if_the_reason_cannot_be_found_out(
         raise ConfigError("TTP_TLS_CERT=gone cannot be read")
 
     monkeypatch.setattr(connecting, "Stream", Refused)
-    monkeypatch.setattr(connecting.tls, "diagnose", diagnose)
+    monkeypatch.setattr("ttp.wire.tls.diagnose", diagnose)
     said: list[ev.Event] = []
     link_of(tmp_path, said).connect(act.Connect(start_controller=False, address="127.0.0.1:1"))
     with pytest.raises(ConfigError):

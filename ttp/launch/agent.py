@@ -129,6 +129,7 @@ class TtpAgent(LocalElasticAgent):
         workers = self._workers()
         self._fail_open(self._host.warm.look)
         self._fail_open(self._host.shadows.look)
+        self._fail_open(self._host.leases.keep)
         self._fail_open(lambda: self._seats.look(workers))
         self._fail_open(self._say_imports)
         self._fail_open(lambda: self._host.excuse(workers))

@@ -201,7 +201,7 @@ class Host:
 
         Args:
             workers: worker processes by global rank.
-            how: the operator's signal. Ranks save on SIGINT and SIGTERM only, so they get SIGTERM for any other.
+            how: the operator's signal. Programs know SIGINT, ranks save on SIGTERM: they get SIGTERM for any other.
             grace_s: seconds to wait for a worker that holds no lease.
         """
         if not self._armed(workers):

@@ -32,14 +32,8 @@ def ask_verdict(around: Iterable[str], token: str, host: str, code: int, *, star
         The answer (``GetVerdictResponse``) of the controller that leads; None: no answer came within ``ASK_S``.
     """
     ends = time.monotonic() + ASK_S
-    best: Any = None
-    asked = tuple(around)
-    for _, answer in ask_everybody(
-        asked, lambda address, port: _ask(address, port, token, host, code, starts), lambda: ends
-    ):
-        if best is None or _standing(answer) > _standing(best):
-            best = answer
-    return best
+    heard = ask_everybody(around, lambda address, port: _ask(address, port, token, host, code, starts), lambda: ends)
+    return max((answer for _, answer in heard), key=_standing, default=None)
 
 
 def say_start(around: Iterable[str], token: str, host: str) -> None:

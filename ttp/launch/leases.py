@@ -16,6 +16,7 @@ import contextlib
 import logging
 import math
 import os
+import time
 from collections.abc import Collection
 from pathlib import Path
 
@@ -24,6 +25,9 @@ from ttp.launch.run_dir import make_private
 from ttp.store.durable import replace_file
 
 logger = logging.getLogger("ttp.launch.leases")
+
+FRESH_S = 3600.0
+"""Seconds between two touches of all files in the run directory."""
 
 
 class Leases:
@@ -34,9 +38,8 @@ class Leases:
     """
 
     def __init__(self, run_dir: Path) -> None:
-        self._armed = Path(run_dir) / "armed"
-        self._leases = Path(run_dir) / "leases"
-        self._ended = Path(run_dir) / "ended"
+        self._run_dir, self._touched_s = Path(run_dir), time.monotonic()
+        self._armed, self._leases, self._ended = (self._run_dir / name for name in ("armed", "leases", "ended"))
 
     def arm(self, pid: int) -> None:
         """Note that a processor runs in ``pid``."""
@@ -82,6 +85,18 @@ class Leases:
                 if math.isfinite(deadline_s):
                     found[int(path.name)] = deadline_s
         return found
+
+    def keep(self) -> None:
+        """Touch all files in the run directory once an hour. For a launcher, which calls it often.
+
+        By default they are in the directory for temporary files, from which cleaners remove what is some days old. A
+        rank that seems not to be armed would not be waited for while it saves.
+        """
+        if time.monotonic() >= self._touched_s + FRESH_S:
+            self._touched_s = time.monotonic()
+            for path in self._run_dir.rglob("*"):
+                with contextlib.suppress(OSError):
+                    os.utime(path, follow_symlinks=False)
 
     def sweep(self) -> None:
         """Remove the files of processes that no longer exist."""

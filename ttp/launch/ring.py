@@ -129,18 +129,15 @@ def reigning(around: Iterable[str], token: str, timeout_s: float = PROBE_S) -> t
     Returns:
         Address and status (``GetStatusResponse``); None if no controller answers.
     """
-    found: list[tuple[_Standing, int, str, Any]] = []
+    found: list[tuple[str, Any]] = []
     ends = [time.monotonic() + timeout_s]
-    for place, status in ask_everybody(
+    for answered in ask_everybody(
         around, lambda host, port: ask_status(host, port, token, timeout_s), lambda: min(ends)
     ):
-        found.append((_standing(status), -len(found), place, status))
-        if status.world_size:
+        found.append(answered)
+        if answered[1].world_size:
             ends.append(time.monotonic() + AFTER_FIRST_S)
-    if not found:
-        return None
-    *_, place, status = max(found, key=lambda one: one[:2])
-    return place, status
+    return max(found, key=lambda one: _standing(one[1]), default=None)
 
 
 def ask_everybody(
@@ -177,10 +174,7 @@ def _attached(status: Any) -> bool:
     return any(rank.state in ("live", "frozen") for rank in status.ranks)
 
 
-_Standing = tuple[bool, bool, int, int]
-
-
-def _standing(status: Any) -> _Standing:
+def _standing(status: Any) -> tuple[bool, bool, int, int]:
     """Return a key that sorts the statuses of controllers; the highest is that of the one that leads."""
     return _attached(status), status.world_size > 0, status.incarnation, status.term
 

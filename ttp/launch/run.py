@@ -212,7 +212,7 @@ class _TorchLaunch(Launch):
             logger.error("the job is not started again here: %s", problem)
         except SignalException as problem:
             print(problem, file=sys.stderr)
-            code = EXIT_FAILED if self._agent is None else int(self._agent.job_code)
+            code = self._code(EXIT_FAILED)
             return 128 + problem.sigval if code == EXIT_FAILED else code
         except ChildFailedError as problem:
             print(problem, file=sys.stderr)
@@ -221,8 +221,11 @@ class _TorchLaunch(Launch):
                 return refuse(str(problem) or f"torch's launcher does not accept these flags: {problem!r}")
             traceback.print_exc()
         else:
-            return EXIT_TRAINED if self._agent is None else int(self._agent.job_code)
-        return EXIT_FAILED if self._agent is None else int(self._agent.job_code)
+            return self._code(EXIT_TRAINED)
+        return self._code(EXIT_FAILED)
+
+    def _code(self, without_agent: int) -> int:
+        return without_agent if self._agent is None else int(self._agent.job_code)
 
     def tell_others(self, text: str) -> None:
         """Tell the other hosts, if the job can form neither with another host nor with fewer hosts."""

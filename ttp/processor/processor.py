@@ -60,7 +60,6 @@ class Processor:
         layout: the replica groups, equal on all ranks.
         source: the adapter that can write the state.
         save_dir: directory of checkpoints.
-        version: finished updates at the start.
         buddy: keep second copies where a shard has only one; see ``ttp.core.replication``.
         goes_on: how this process goes on after a failure of another; None: it ends.
     """
@@ -83,7 +82,6 @@ class Processor:
         layout: Layout,
         source: StateSource,
         save_dir: str,
-        version: int = 0,
         *,
         buddy: bool = False,
         goes_on: Continuing | None = None,
@@ -93,7 +91,6 @@ class Processor:
         self.config, self.env, self.layout, self.source, self.goes_on = config, env, layout, source, goes_on
         self.save_dir = Path(save_dir)
         self.gate = Gate(lambda: self._inspector.on_quiet(bool(self._machine.incident)))
-        self.gate.set_version(Version(version))
         self.run_dir = config.resolved_run_dir()
         self._lease = OwnLease(self.run_dir)
         self._imports = ImportList(self.run_dir, wanted=config.continuity != "off" and env.local_rank == 0)
@@ -105,7 +102,7 @@ class Processor:
         self._holding = Holding(config, env, layout, self.save_dir, may=goes_on is not None and not source.on_device)
         at = "" if receiver is None else target(own_address(config, env.master_addr), receiver.port)
         keeps = at if copies else "", at if config.mirror else ""
-        greeting = hello(config, env, layout, source, save_dir, version, *keeps, goes_on is not None)
+        greeting = hello(config, env, layout, source, save_dir, *keeps, goes_on is not None)
         self._machine = ProcessorMachine(greeting, timeouts(config, env), time.monotonic(), in_parts(layout))
         self.speak_for(NoHandlers(), lambda action: None)
         self._let_go = threading.Event()  # set when train() may return
@@ -258,7 +255,6 @@ class Processor:
         self._link.finish(timeout_s=1.0)
         self._saver.close()
         self._inspector.close()
-        self.host.stop()
         copies = self.copying or self._receiver
         if copies is not None:
             copies.close()

@@ -195,6 +195,7 @@ class _Starts:
             codes = self._codes_of(processes)
             bad = {rank: code for rank, code in codes.items() if code != EXIT_TRAINED}
             _fail_open(self._host.warm.hurry if bad else self._host.warm.look)
+            _fail_open(self._host.leases.keep)
             if bad or len(codes) == len(processes.workers):
                 return not bad
             lost = processes.scheduler is not None and processes.scheduler.poll() not in (None, 0)

@@ -25,7 +25,7 @@ from ttp.processor.errands import aside
 from ttp.processor.joining import JOIN_PATIENCE_S, Joining
 from ttp.processor.link.second import SecondStream
 from ttp.processor.link.stream import Stream
-from ttp.processor.liveness.forks import close_sockets_of_in_children
+from ttp.processor.liveness.forks import close_in_children
 from ttp.wire import tls
 from ttp.wire.address import split, target
 from ttp.wire.sockets import Sockets, peers
@@ -260,7 +260,7 @@ class Shortcut:
 
     def _start(self) -> tuple[int, int] | None:
         try:
-            self._own = RelayServer(self._config, self._run_dir, close_sockets_of_in_children)
+            self._own = RelayServer(self._config, self._run_dir, close_in_children)
         except Exception as problem:
             log.warning("this host has no relay, its ranks connect to the controller directly: %s", problem)
             return None

@@ -22,12 +22,11 @@ def hello(
     layout: Layout,
     source: StateSource,
     save_dir: str,
-    version: int,
     copies_at: str,
     pages_at: str,
     can_continue: bool,
 ) -> m.Hello:
-    """Return the ``Hello`` of this process: its identity, its version, and how its state is to be saved.
+    """Return the ``Hello`` of this process, before its first update: its identity, and how its state is to be saved.
 
     Args:
         config: the job's settings.
@@ -35,7 +34,6 @@ def hello(
         layout: the replica groups of the job.
         source: the adapter that can write the state.
         save_dir: directory of checkpoints.
-        version: finished updates at the start.
         copies_at: host:port at which this rank receives second copies; empty: it receives none.
         pages_at: host:port at which this rank receives pages of other hosts; empty: it receives none.
         can_continue: this process can go on after the death of another rank.
@@ -56,9 +54,9 @@ def hello(
         local_rank=env.local_rank,
         save_dir=str(save_dir),
         framework=source.framework,
-        version=Version(version),
+        version=Version(0),
         phase=m.Phase.IDLE,
-        base_version=Version(version),
+        base_version=Version(0),
         term_seen=0,
         incident="",
         released=False,

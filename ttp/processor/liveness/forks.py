@@ -15,77 +15,48 @@ from pathlib import Path
 
 from ttp.wire.sockets import second
 
-_Identity = tuple[int, int]  # device and inode
-
-_sockets: dict[int, _Identity] = {}
-_others: dict[int, _Identity] = {}
+_known: dict[int, tuple[int, int]] = {}  # device and inode behind each descriptor
 _registered = False
 
 
-def close_in_children(port: int) -> None:
-    """Make children that are forked later close their sockets to ``port``, besides those to other ports."""
-    for fd, before in list(_sockets.items()):
-        if _identity(fd) != before:
-            _sockets.pop(fd, None)
-    _sockets.update((fd, known) for fd in _sockets_to(port) if (known := _identity(fd)) is not None)
-    _register()
-
-
 def close_fd_in_children(fd: int) -> None:
-    """Make children that are forked later close ``fd``, so that a lock held by it ends with this process."""
-    identity = _identity(fd)
-    if identity is not None:
-        _others[fd] = identity
-    _register()
-
-
-def close_sockets_of_in_children(port: int) -> None:
-    """Make children that are forked later close all sockets from or to ``port``, whichever end is here.
-
-    Unlike ``close_in_children`` it leaves the registered stream as it is.
-    """
-    for fd in _sockets_to(port, or_from=True):
-        close_fd_in_children(fd)
-
-
-def _register() -> None:
+    """Make children that are forked later close ``fd``, so that what it holds ends with this process."""
     global _registered
+    with contextlib.suppress(OSError):  # it is closed
+        _known[fd] = _identity(fd)
     if not _registered:
         _registered = True
         os.register_at_fork(after_in_child=_close)
 
 
+def close_in_children(port: int) -> None:
+    """Make children that are forked later close all sockets from or to ``port``, whichever end is here."""
+    for fd in _sockets_of(port):
+        close_fd_in_children(fd)
+
+
 def _close() -> None:
-    for fd, identity in (_sockets | _others).items():
-        if _identity(fd) == identity:
-            os.close(fd)
-    _sockets.clear()
-    _others.clear()
+    for fd, identity in _known.items():
+        with contextlib.suppress(OSError):
+            if _identity(fd) == identity:
+                os.close(fd)
+    _known.clear()
 
 
-def _identity(fd: int) -> _Identity | None:
-    """Return what a descriptor refers to; None: it is closed."""
-    try:
-        found = os.fstat(fd)
-    except OSError:
-        return None
+def _identity(fd: int) -> tuple[int, int]:
+    found = os.fstat(fd)
     return found.st_dev, found.st_ino
 
 
-def _sockets_to(port: int, *, or_from: bool = False) -> set[int]:
-    """Return the file descriptors of this process that are TCP connections to ``port``; none without /proc.
-
-    Args:
-        port: port of the other end.
-        or_from: include connections from ``port``, and sockets that listen there.
-    """
-    found: set[int] = set()
+def _sockets_of(port: int) -> list[int]:
+    """Return the file descriptors of this process that are TCP sockets of ``port``; none without /proc."""
+    found: list[int] = []
     with contextlib.suppress(OSError):
         for entry in Path("/proc/self/fd").iterdir():
             fd = int(entry.name)
             with contextlib.suppress(OSError):
-                if stat.S_ISSOCK(os.fstat(fd).st_mode) and (port in _ports(fd) if or_from else _peer_port(fd) == port):
-                    found.add(fd)
+                if stat.S_ISSOCK(os.fstat(fd).st_mode) and port in _ports(fd):
+                    found.append(fd)
     return found
 
 
@@ -99,9 +70,3 @@ def _ports(fd: int) -> set[int]:
                 if isinstance(where, tuple):
                     found.add(where[1])
     return found
-
-
-def _peer_port(fd: int) -> int | None:
-    with second(fd) as view:
-        peer = view.getpeername()
-    return peer[1] if isinstance(peer, tuple) else None

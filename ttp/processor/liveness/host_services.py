@@ -50,7 +50,7 @@ class HostServices:
         self._kept: KeptPages | None = None
         self._keeper = SerialWorker("ttp-keeper")
         self._stack = contextlib.ExitStack()
-        self._closed = False
+        self._stack.callback(self._keeper.close)
 
     def show_stacks(self) -> None:
         """Let other processes of this host ask for the stacks of this one."""
@@ -113,16 +113,11 @@ class HostServices:
 
     def _page_changed(self, version: int, final: bool, incarnation: int, data: bytes) -> None:
         """Send the page. Runs on the mirror's thread, which merges changes that come while a page is being sent."""
-        if incarnation == self._incarnation and not self._closed:
+        if incarnation == self._incarnation:
             self._sender.send(version, final, incarnation, data)
 
-    def stop(self) -> None:
-        """Stop keeping and mirroring pages."""
-        self._closed = True
-        self._keeper.close()
-
     def leave(self) -> None:
-        """Close the sentinel in good order, and stop all that ``begin`` has started."""
+        """Close the sentinel in good order, stop all that ``begin`` has started, and keep no more pages."""
         with contextlib.suppress(Exception):
             self._stack.close()
 

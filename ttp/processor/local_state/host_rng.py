@@ -239,7 +239,7 @@ def _numpy_gauss_offset(kind: Any) -> int | None:
     """
     try:
         probe = kind(20_11)
-        _set_gauss(probe, 1, 1.2345e-67)
+        probe.set_state(probe.get_state(legacy=False) | {"has_gauss": 1, "gauss": 1.2345e-67})
         raw = ctypes.string_at(id(probe), kind.__basicsize__)
         needle = struct.pack("<d", 1.2345e-67)
         at = raw.find(needle)
@@ -257,9 +257,3 @@ def _numpy_gauss_offset(kind: Any) -> int | None:
     except Exception:  # another numpy
         return None
     return int(at)
-
-
-def _set_gauss(generator: Any, there: int, value: float) -> None:
-    state = generator.get_state(legacy=False)
-    state["has_gauss"], state["gauss"] = there, value
-    generator.set_state(state)
