@@ -30,7 +30,7 @@ def admitted(config: Config, address: str, *, several: bool = False) -> tuple[Co
         several: the job has ranks on other hosts.
 
     Raises:
-        ConfigError: the job has several hosts and no token; the text says what to do.
+        ConfigError: the job has several hosts and no token, or ``address`` is not known; the text says what to do.
     """
     from ttp.wire.access import is_loopback, listening_address, warn_if_open
 
@@ -41,6 +41,11 @@ def admitted(config: Config, address: str, *, several: bool = False) -> tuple[Co
         return config, address
     bind = listening_address(config)
     if not is_loopback(address) and (several or not is_local(address)):
+        if not several and not _numbers(address):
+            raise ConfigError(
+                f"this host finds no address of {address!r:.200} (MASTER_ADDR), where the first rank is said to be: "
+                "correct the name, or set MASTER_ADDR=127.0.0.1 for a job of one host"
+            )
         raise ConfigError(
             f"this job runs on several hosts (its first rank is at {address}), and has no token that keeps "
             f"strangers out. {GIVE_A_TOKEN}"

@@ -46,7 +46,7 @@ class Saver:
         put: takes the result of an order; called on the saver's thread.
         wrote: called with the number of bytes written for copies and commits; the source counts its own.
         look_again: inspects and reports the state again; returns when that is done.
-        holding: keeps checkpoints in memory; None: checkpoints are never held in memory.
+        holding: keeps checkpoints in memory.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Saver:
         put: Callable[[ev.Event], None],
         wrote: Callable[[int], None],
         look_again: Callable[[], None],
-        holding: Holding | None = None,
+        holding: Holding,
     ) -> None:
         self._look_again = look_again
         self._env, self._layout = env, layout
@@ -92,7 +92,7 @@ class Saver:
     def save(self, order: m.Save) -> None:
         """Write this rank's pieces of a checkpoint."""
         self._cancel = cancel = threading.Event()
-        self._work(lambda: self._put_if(self._save(order, cancel)))
+        self._work(lambda: self._save_and_report(order, cancel))
 
     def cancel(self) -> None:
         """Cancel the running save."""
@@ -132,13 +132,13 @@ class Saver:
             self._worker.leave_behind()
         self._worker.submit(job)
 
-    def _put_if(self, done: ev.Event | None) -> None:
-        if done is not None:
+    def _save_and_report(self, order: m.Save, cancel: threading.Event) -> None:
+        if (done := self._save(order, cancel)) is not None:
             self._put(done)
 
     def _save(self, order: m.Save, cancel: threading.Event) -> ev.Event | None:
         try:
-            if self._holding is not None and self._holding.holds(order):
+            if self._holding.holds(order):
                 self._holding.begin(order, self._keep)
             draft = self._directory(order) / order.draft
             make_directory(draft.parent)  # it may have been removed since, or could not be made at the start
@@ -176,7 +176,7 @@ class Saver:
         done = self._commit(order)
         self._put(done)
         path = Path(done.path) if isinstance(done, ev.CommitDone) else None
-        if path is not None and path.is_dir() and (self._holding is None or not self._holding.holds(order)):
+        if path is not None and path.is_dir() and not self._holding.holds(order):
             self.tidy(path.parent, order.keep, path.name, verified=False)
 
     def _commit(self, order: m.Commit) -> ev.Event:
@@ -192,12 +192,11 @@ class Saver:
             return ev.CommitBroken(order.incident, order.generation, _words(problem), _of_storage(problem))
 
     def _make(self, order: m.Commit) -> tuple[Path, int]:
-        holding = self._holding
-        if holding is not None and holding.is_on_its_way(order):
-            return holding.await_durable(order, self._wrote)
+        if self._holding.is_on_its_way(order):
+            return self._holding.await_durable(order, self._wrote)
         made = make_checkpoint(self._directory(order), order, self._env, self._layout, self._source, self._wrote)
-        if holding is not None and holding.holds(order):
-            holding.serve()
+        if self._holding.holds(order):
+            self._holding.serve()
         return made
 
 

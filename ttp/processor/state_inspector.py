@@ -72,7 +72,7 @@ class StateInspector:
         source: the adapter, which knows the state.
         gate: gate of the training thread.
         held: returns the second copies that this host has.
-        hold: returns where a checkpoint may be held in memory, and the version held; None: nothing is held.
+        hold: returns where a checkpoint may be held in memory, and the version held.
         say: takes the results; may be called from any thread.
     """
 
@@ -81,7 +81,7 @@ class StateInspector:
         source: StateSource,
         gate: Gate,
         held: Callable[[], tuple[m.KeptCopy, ...]],
-        hold: Callable[[Collection[m.ShardDigest]], tuple[str, Version]] | None,
+        hold: Callable[[Collection[m.ShardDigest]], tuple[str, Version]],
         say: Callable[[Snapshot | ev.NotRedone], None],
     ) -> None:
         self._source, self._gate, self._held, self._hold, self._put = source, gate, held, hold, say
@@ -180,8 +180,7 @@ class StateInspector:
         phase = m.Phase.TORN if torn or swapped else state.phase
         digests, bad = self._inspected(state.closure, version, phase)
         behind = version is not None and version < state.version
-        hold = self._hold
-        hold_dir, in_memory = ("", Version(0)) if hold is None else self._asked(lambda: hold(digests), NOT_HELD)
+        hold_dir, in_memory = self._asked(lambda: self._hold(digests), NOT_HELD)
         quiet = ev.Quiet(
             version=state.version if version is None else version,
             phase=phase,
