@@ -16,7 +16,7 @@ import pytest
 from tests.waiting import has_ended, until
 from ttp.config import Config
 from ttp.launch import host as subject
-from ttp.launch import job_verdict
+from ttp.launch import job_verdict, leases
 from ttp.launch.host import Host
 from ttp.launch.preparation import settled
 from ttp.launch.run_dir import prepare_run_dir
@@ -61,6 +61,18 @@ def workers(environ: dict[str, str], out: Path) -> Iterator[StartWorkers]:
     for worker in started.values():
         worker.kill()
         worker.wait()
+
+
+def test_files_of_a_long_job_look_used(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a cleaner of temporary files removes them after some days, and no rank seems to be armed."""
+    host.leases.arm(10)
+    old = tmp_path / "run" / "armed" / "10"
+    os.utime(old, (1e9, 1e9))
+    host.look({})
+    assert old.stat().st_mtime == 1e9
+    monkeypatch.setattr(leases, "FRESH_S", 0.0)
+    host.look({})
+    assert min(old.stat().st_mtime, old.stat().st_atime) > 1e9
 
 
 def test_hold_returns_when_the_savers_have_left(host: Host, workers: StartWorkers, out: Path) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from ttp.errors import ConfigError
-from ttp.launch import leases as subject
 from ttp.launch.leases import Leases, worker_of, write_whole
 from ttp.launch.run_dir import prepare_run_dir
 from ttp.launch.token_file import read_token, write_token
@@ -98,18 +97,6 @@ def test_a_rank_whose_shell_has_left_belongs_to_the_worker_of_its_session() -> N
             assert worker_of(rank, {1 << 22}) == rank
         finally:
             os.killpg(worker.pid, signal.SIGKILL)
-
-
-def test_files_of_a_long_job_look_used(leases: Leases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a cleaner of temporary files removes them after some days, and no rank seems to be armed."""
-    leases.arm(10)
-    old = tmp_path / "run" / "armed" / "10"
-    os.utime(old, (1e9, 1e9))
-    leases.keep()
-    assert old.stat().st_mtime == 1e9
-    monkeypatch.setattr(subject, "FRESH_S", 0.0)
-    leases.keep()
-    assert min(old.stat().st_mtime, old.stat().st_atime) > 1e9
 
 
 def test_sweep_removes_the_dead_only(leases: Leases) -> None:

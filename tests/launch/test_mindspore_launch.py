@@ -132,7 +132,7 @@ def test_a_signal_repeated_while_ranks_are_stopped_loses_neither_processes_nor_c
         before_workers=lambda *_, **__: None,
         stop=lambda *_: None,
         expect_stop=lambda _: os.kill(os.getpid(), signal.SIGTERM),
-        excuse=lambda _: None,
+        look=lambda _: None,
         warm=None,
     )
     monkeypatch.setattr(launch, "Processes", Saved)
@@ -150,7 +150,7 @@ def test_a_restart_that_cannot_begin_leaves_the_job_saved(
     (tmp_path / "train.py").touch()
     job = parse(["--mindspore", *TWO, "--max-restarts=3", str(tmp_path / "train.py")], {})
     warm = SimpleNamespace(hurry=lambda: None)
-    nothing = dict.fromkeys(("before_workers", "watch", "hold", "expect_stop", "excuse"), lambda *_, **__: None)
+    nothing = dict.fromkeys(("before_workers", "watch", "hold", "expect_stop", "look"), lambda *_, **__: None)
     never = dict.fromkeys(("starts_in_vain", "is_drained"), lambda *_, **__: False)
     host: Any = SimpleNamespace(**nothing, **never, warm=warm)
     starts = launch._Starts(job, [], Config(), host)

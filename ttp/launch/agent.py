@@ -129,10 +129,9 @@ class TtpAgent(LocalElasticAgent):
         workers = self._workers()
         self._fail_open(self._host.warm.look)
         self._fail_open(self._host.shadows.look)
-        self._fail_open(self._host.leases.keep)
         self._fail_open(lambda: self._seats.look(workers))
         self._fail_open(self._say_imports)
-        self._fail_open(lambda: self._host.excuse(workers))
+        self._fail_open(lambda: self._host.look(workers))
         if any(worker.poll() not in (None, 0) for worker in workers.values()):
             self._fail_open(self._host.warm.hurry)
             self._fail_open(lambda: self._hold(workers))

@@ -159,8 +159,9 @@ class Host:
         self._watch.died.wait(timeout_s)
         self._watch.died.clear()
 
-    def excuse(self, workers: Workers) -> None:
-        """Give workers that crashed after their program had ended, in a library that is unloaded, the exit code 0."""
+    def look(self, workers: Workers) -> None:
+        """Keep the files of the job. Give workers that crashed after their program, in a library, the exit code 0."""
+        self.leases.keep()
         for rank, worker in workers.items():
             if (code := worker.poll() or 0) < 0 and self.leases.has_ended(worker.pid):
                 text = "rank %d had trained to its end when signal %d killed it: that counts as trained"

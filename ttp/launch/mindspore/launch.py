@@ -195,7 +195,6 @@ class _Starts:
             codes = self._codes_of(processes)
             bad = {rank: code for rank, code in codes.items() if code != EXIT_TRAINED}
             _fail_open(self._host.warm.hurry if bad else self._host.warm.look)
-            _fail_open(self._host.leases.keep)
             if bad or len(codes) == len(processes.workers):
                 return not bad
             lost = processes.scheduler is not None and processes.scheduler.poll() not in (None, 0)
@@ -205,7 +204,7 @@ class _Starts:
 
     def _codes_of(self, processes: Processes) -> dict[int, int]:
         """Return exit codes of the workers; 0 for a crash in MindSpore's threads after the program had ended."""
-        self._host.excuse(processes.workers)
+        self._host.look(processes.workers)
         return processes.codes()
 
     def _lost_scheduler(self, processes: Processes) -> bool:
