@@ -108,18 +108,18 @@ def _run_once(
     except UsageError as problem:
         if not (exit_on_bad_config and current.enabled and os.getpid() == pid):
             raise
-        traceback.print_exc()  # the traceback shows the call that has to be changed
-        _leave_misconfigured(problem)
+        _leave_misconfigured(problem, traceback.format_exc())  # which shows the call that has to be changed
     finally:
         current.in_train = False
         if current.enabled or current.adapter is not known:
             session.reset()  # the next train() may train something else
 
 
-def _leave_misconfigured(problem: Exception) -> NoReturn:
+def _leave_misconfigured(problem: Exception, trace: str = "") -> NoReturn:
     log.error("%s", problem)
-    print(f"ttp: {problem}", file=sys.stderr)
     leave_word(problem)
+    with contextlib.suppress(OSError):  # nobody may read it any more
+        print(f"{trace}ttp: {problem}", file=sys.stderr)
     sys.exit(EXIT_BAD_CONFIG)
 
 

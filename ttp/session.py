@@ -191,14 +191,11 @@ class Session:
         if self.processor is None:
             return
         self._go_on(problem)
-        preemption = self._preemption
-        if preemption is not None:
-            preemption.alone = True  # a scheduler signals the ranks, and so does their launcher
+        if self._preemption is not None:
+            self._preemption.alone = True  # a scheduler signals the ranks, and so does their launcher
         if not self._reported:
             self.report(problem)
         self._go_on(problem)
-        if preemption is not None:
-            preemption.alone = False
         log.error("no controller has ordered a save after this error: it is raised as it would be without ttp")
         self.processor.close()
         self.wrap_again = None

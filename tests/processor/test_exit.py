@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -70,6 +71,24 @@ def test_a_driver_that_keeps_the_interpreter_lock_keeps_no_rank(handler: str) ->
 def test_what_cannot_be_done_any_more_keeps_no_rank(what: str) -> None:
     done = subprocess.run([sys.executable, "-c", LEAVES, what], stderr=subprocess.PIPE, timeout=60, check=False)
     assert done.returncode == 75, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("port", "command"),
+    [
+        ("nonsense", ["-c", "import ttp; ttp.ttp_to_persist(print)()"]),
+        ("1", ["-c", "import ttp; ttp.ttp_to_persist(ttp.step_done)()"]),
+        ("nonsense", ["-m", "ttp.cli.main", "run", __file__]),
+    ],
+)
+def test_what_is_wrong_decides_the_exit_code_though_nobody_reads_it(port: str, command: list[str]) -> None:
+    """Another code would start the job again and again."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    env = {**os.environ, "TTP_PORT": port}
+    done = subprocess.run([sys.executable, *command], env=env, stderr=writes, timeout=120, check=False)
+    os.close(writes)
+    assert done.returncode == 64
 
 
 def test_a_stream_that_could_not_be_started_does_not_stop_a_rank_from_leaving() -> None:

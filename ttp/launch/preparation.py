@@ -155,5 +155,6 @@ def verdict(codes: Collection[int]) -> int:
 
 def refuse(text: str) -> int:
     """Print what is wrong with the command or the settings to stderr, and return exit code 64."""
-    print(f"ttp run: {text}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # nobody may read it any more
+        print(f"ttp run: {text}", file=sys.stderr)
     return EXIT_BAD_CONFIG

@@ -83,7 +83,7 @@ class Preemption:
         """Restore the former handler of SIGTERM, unless another has been installed over this one."""
         if not self._installed or threading.current_thread() is not threading.main_thread():
             return
-        self._installed = False
+        self._installed = self.alone = False
         _installed.discard(self)
         if self._handles():
             signal.signal(signal.SIGTERM, self._previous if self._previous is not None else signal.SIG_DFL)

@@ -48,7 +48,7 @@ class PageDirectory:
         key = hashlib.sha256(f"{env.master_addr}|{port}|{env.run_id}|{host}".encode()).hexdigest()[:12]
         self._lock = -1
         places = [shared_memory / f"{_prefix()}{key}", _fallback(run_dir)]
-        if not places[0].exists() and _is_full(shared_memory):
+        if not _has_room(places[0]):
             places.reverse()
         for path in places:
             if self._claim(path):
@@ -116,12 +116,13 @@ def _in_memory(shared_memory: Path) -> list[Path]:
     return []
 
 
-def _is_full(shared_memory: Path) -> bool:
+def _has_room(path: Path) -> bool:
+    """Return whether a host's pages fit into a directory, or another rank of the host has found so and made it."""
     try:
-        stat = os.statvfs(shared_memory)
+        stat = os.statvfs(path.parent)
+        return path.exists() or stat.f_blocks == 0 or stat.f_bavail * stat.f_frsize >= ROOM_BYTES  # 0: no limit
     except OSError:
-        return True
-    return stat.f_blocks > 0 and stat.f_bavail * stat.f_frsize < ROOM_BYTES  # 0 blocks: there is no limit
+        return False
 
 
 def _fallback(run_dir: Path) -> Path:
