@@ -371,14 +371,15 @@ class RankEnv:
         return cls(
             rank=rank,
             world_size=world_size,
-            local_rank=_of_launcher(environ, "LOCAL_RANK", _natural, "0"),
-            master_addr=_of_launcher(environ, home, _name, ""),
-            run_id=_of_launcher(environ, "TORCHELASTIC_RUN_ID", _name, "none"),
-            launch=_of_launcher(environ, "TORCHELASTIC_RESTART_COUNT", _natural, "0"),
+            local_rank=of_launcher(environ, "LOCAL_RANK", _natural, "0"),
+            master_addr=of_launcher(environ, home, _name, ""),
+            run_id=of_launcher(environ, "TORCHELASTIC_RUN_ID", _name, "none"),
+            launch=of_launcher(environ, "TORCHELASTIC_RESTART_COUNT", _natural, "0"),
         )
 
 
-def _of_launcher(environ: Mapping[str, str], name: str, parse: Callable[[str], Any], default: str) -> Any:
+def of_launcher(environ: Mapping[str, str], name: str, parse: Callable[[str], Any], default: str) -> Any:
+    """Parse a variable of a launcher. Raises ``ConfigError``."""
     text = environ.get(name, default)
     try:
         return parse(text)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ttp.config import Config, RankEnv
+from ttp.config import Config, RankEnv, of_launcher
 from ttp.core.layout import Layout, Version
 from ttp.core.messages import FaultKind, GoodbyeReason
 from ttp.core.restore_messages import Candidate
@@ -308,7 +308,7 @@ class Session:
         if self.processor is not None:
             return self.processor.env.rank, self.processor.env.world_size
         told = in_torchruns_names(os.environ)
-        return int(told.get("RANK", "0")), int(told.get("WORLD_SIZE", "1"))
+        return of_launcher(told, "RANK", int, "0"), of_launcher(told, "WORLD_SIZE", int, "1")
 
     def _find(self) -> tuple[Found, Candidate]:
         """Return what this rank found and the checkpoint that all ranks restore.
