@@ -29,6 +29,7 @@ from ttp.adapters.torch.loop.combined_optimizer import combined
 from ttp.adapters.torch.loop.hooks import Calls, attach
 from ttp.adapters.torch.loop.post_step_state import PostStepState
 from ttp.adapters.torch.loop.reporting import DeviceReporter
+from ttp.adapters.torch.restoring.compare import hand_to
 from ttp.adapters.torch.restoring.restore import Restored
 from ttp.adapters.torch.saving.job_state import JobState
 from ttp.adapters.torch.saving.preimage import PreImage
@@ -221,7 +222,7 @@ class MegatronAdapter(TorchAdapter):
             restore_groups(self._held, job)
             return [] if scheduler is None else ["it has no LR scheduler: that of this job was not restored"]
         scheduler.num_steps = 0  # load_state_dict() adds the saved steps to num_steps
-        scheduler.load_state_dict(job.scheduler)
+        hand_to("load_state_dict() of the LR scheduler", scheduler.load_state_dict, job.scheduler)
         restore_groups(self._held, job)
         increment = job.extra[JOB_KEY]["increment"]
         if job.scheduler_pending and not increment:

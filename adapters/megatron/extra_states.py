@@ -14,10 +14,11 @@ from typing import Any
 from torch import nn
 
 from ttp.adapters.torch.local_state.module_states import ModuleStates, is_empty, states_of
+from ttp.adapters.torch.restoring.compare import hand_to
 from ttp.adapters.torch.restoring.reader import read_value
 from ttp.adapters.torch.saving.flatten_state import dump
 from ttp.adapters.torch.saving.piece_index import IndexEntry
-from ttp.errors import CheckpointError, ConfigError
+from ttp.errors import ConfigError
 
 log = logging.getLogger("ttp.adapters.megatron")
 
@@ -67,7 +68,8 @@ class ExtraStates(ModuleStates):
             Notes for the log on modules that have a state now, but none in the checkpoint.
 
         Raises:
-            CheckpointError: a state cannot be read, or its module refuses it.
+            CheckpointError: a state cannot be read.
+            OtherModelError: a module refuses its state.
         """
         lost = []
         for key, owner in self._owners.items():
@@ -75,11 +77,7 @@ class ExtraStates(ModuleStates):
                 lost.append(key)
                 continue
             (value,) = read_value(path, saved[key][0])
-            if is_empty(value):
-                continue
-            try:
-                owner.set_extra_state(value)
-            except Exception as problem:
-                raise CheckpointError(f"{key}: set_extra_state() refused the saved state: {problem}") from problem
+            if not is_empty(value):
+                hand_to(f"set_extra_state() of {key}", owner.set_extra_state, value)
         present = [key for key in lost if key in states_of(self._owners)]
         return [f"the extra state of {', '.join(present[:5])} was not saved and stays as it is"] if present else []

@@ -11,6 +11,7 @@ There are three kinds of objects:
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves
 
+from ttp.adapters.torch.restoring.compare import hand_to
 from ttp.adapters.versions import TORCHDATA, require
 from ttp.errors import CheckpointError, UsageError
 from ttp.processor.local_state.pages import Buffer, Kept
@@ -116,21 +118,22 @@ class ExtraState:
         """Restore every object that is not a module. Returns notes for the log on objects that only one side has.
 
         Raises:
-            CheckpointError: a saved state cannot be read, or its object does not accept it.
+            CheckpointError: a saved state cannot be read.
+            OtherModelError: its object does not accept it.
         """
         objects = {**self._changing, **self._constant}
         states = {name: _decoded(name, data) for name, data in saved.items() if name in objects}
         for name, state in states.items():
-            try:
-                objects[name].load_state_dict(state)
-                if name in self._changing:
-                    objects[
-                        name
-                    ].state_dict()  # a data loader makes its iterator here and draws, before streams are restored
-            except Exception as problem:
-                raise CheckpointError(f"{_path(name)}.load_state_dict() refused what was saved: {problem}") from problem
+            hand_to(f"{_path(name)}.load_state_dict()", functools.partial(self._load, name), state)
         notes = [f"{_path(name)} was not saved: it keeps its initial state" for name in objects if name not in saved]
         return notes + [f"{_path(name)} was saved, and this job has none" for name in saved if name not in objects]
+
+    def _load(self, name: str, state: Any) -> None:
+        if name in self._constant:
+            self._constant[name].load_state_dict(state)
+            return
+        self._changing[name].load_state_dict(state)
+        self._changing[name].state_dict()  # a data loader makes its iterator here and draws, before streams are restored
 
 
 def _own_statistics(module: nn.Module) -> str | None:

@@ -19,7 +19,7 @@ from ttp.adapters.torch.local_state import buffers as buffers_module
 from ttp.adapters.torch.local_state.capture import LocalCapture
 from ttp.adapters.torch.local_state.extra_state import ExtraState
 from ttp.adapters.torch.local_state.image import decode
-from ttp.errors import CheckpointError, UsageError
+from ttp.errors import CheckpointError, OtherModelError, UsageError
 from ttp.processor.local_state.pages import PageWriter
 
 LARGE = buffers_module.LARGE_BYTES // 4  # floats
@@ -254,12 +254,30 @@ class TestExtraState:
         with pytest.raises(CheckpointError, match="cannot be read"):
             ExtraState({"gone": Cursor()}).restore({"gone": b"garbage"})
 
-        class Picky(Cursor):
-            def load_state_dict(self, state: dict[str, Any]) -> None:
-                raise KeyError("other")
+    @pytest.mark.parametrize(
+        ("problem", "seen"), [(KeyError("other"), OtherModelError), (MemoryError(), MemoryError)], ids=str
+    )
+    @pytest.mark.parametrize("method", ["load_state_dict", "state_dict"])
+    @pytest.mark.parametrize("constant", [False, True])
+    def test_an_object_that_refuses_its_state_ends_the_job(
+        self, problem: Exception, seen: type[Exception], method: str, constant: bool
+    ) -> None:
+        """A restart helps if the object only lacked memory. A data loader reads its state in ``state_dict``."""
 
-        with pytest.raises(CheckpointError, match="refused what was saved"):
-            ExtraState({"gone": Picky()}).restore(saved)
+        class Picky(Cursor):
+            ttp_constant = constant
+
+        def refuse(*_: object) -> None:
+            raise problem
+
+        picky, saved = ExtraState({"one": Picky()}), {"one": ExtraState(Cursor()).capture("extra_state")[0]}
+        setattr(Picky, method, refuse)
+        if constant and method == "state_dict":
+            assert picky.restore(saved) == []  # nothing is drawn from it
+            return
+        with pytest.raises(seen) as raised:
+            picky.restore(saved)
+        assert raised.type is seen
 
 
 class TestNothingRaisesIntoTraining:
