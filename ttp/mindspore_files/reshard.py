@@ -34,6 +34,7 @@ from ttp.mindspore_files.reshard_strategy import Strategy, read_strategy
 from ttp.mindspore_files.target import draft_in, is_inside
 from ttp.store import names
 from ttp.store.digest import Progress, Watch
+from ttp.store.disk import OCCUPIED
 from ttp.store.durable import make_directory, sync_directory, write_durably
 from ttp.store.manifest import MANIFEST, Manifest
 
@@ -168,12 +169,22 @@ def file_name(source: Source, rank: int) -> str:
 def _refuse_existing(wish: Wish) -> None:
     taken = [wish.target / f"rank_{rank}" for rank in wish.ranks] if wish.ranks else [wish.target]
     for path in taken:
-        if os.path.lexists(path):
+        if _is_taken(path):
             raise UsageError(f"{path} exists, and existing files are never overwritten: name a new directory")
     if wish.jobs < 1:
         raise UsageError(f"--jobs {wish.jobs}: it has to be at least 1")
     if wish.memory is not None and wish.memory < JOB_BYTES:
         raise UsageError(f"--memory {wish.memory}: a worker process needs {JOB_BYTES} bytes")
+
+
+def _is_taken(path: Path) -> bool:
+    """Return whether something other than an empty directory has this name."""
+    try:
+        return path.is_symlink() or any(path.iterdir())
+    except FileNotFoundError:
+        return False
+    except NotADirectoryError:
+        return True
 
 
 def _ranks(wish: Wish, dst: Strategy | None) -> tuple[int, ...]:
@@ -242,17 +253,13 @@ def _publish(wish: Wish, source: Source, plan: Plan, files: Mapping[int, str], j
 
 
 def _take_name(draft: Path, final: Path) -> None:
-    """Rename a directory to a name that does not exist. A plain rename would replace an empty directory."""
-    try:
-        final.mkdir()
-    except FileExistsError:
-        raise UsageError(f"{final} was created meanwhile by another process, and is not overwritten") from None
+    """Rename a directory. If ``final`` is an empty directory, it is replaced."""
     try:
         draft.rename(final)
-    except OSError:
-        with suppress(OSError):
-            final.rmdir()
-        raise
+    except OSError as problem:
+        if problem.errno not in OCCUPIED:
+            raise
+        raise UsageError(f"{final} was created meanwhile by another process, and is not overwritten") from None
 
 
 def _make(plan: Plan, files: Mapping[int, str], draft: Path, jobs: int, told: Progress) -> list[Made]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import signal
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -163,8 +164,25 @@ def test_some_ranks_appear_all_or_none(s4: Path, tmp_path: Path) -> None:
     others.mkdir(parents=True)
     wish = Wish(s4, target, STRATEGIES / "s4.ckpt", STRATEGIES / "s4.ckpt", ranks=(1, 2))
     with pytest.raises(UsageError, match="rank_2 was created meanwhile"):
-        reshard(wish, when("converting", (target / "rank_2").mkdir))
+        reshard(wish, when("converting", lambda: (target / "rank_2" / "mine").mkdir(parents=True)))
     assert sorted(target.iterdir()) == [others, target / "rank_2"]
+
+
+@pytest.mark.parametrize("ranks", [(), (1, 2)])
+def test_what_a_killed_run_left_does_not_hinder_the_next(
+    ranks: tuple[int, ...], s4: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill at the moment of the rename leaves at most empty directories and drafts."""
+    wish = Wish(s4, tmp_path / "made", STRATEGIES / "s4.ckpt", STRATEGIES / "s4.ckpt", ranks=ranks)
+    child = os.fork()
+    if not child:
+        monkeypatch.setattr(Path, "rename", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        try:
+            reshard(wish, quiet)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert reshard(wish, quiet).ranks == (ranks or (0, 1, 2, 3))
 
 
 def test_a_link_to_nothing_is_a_damaged_file(s4: Path, tmp_path: Path) -> None:

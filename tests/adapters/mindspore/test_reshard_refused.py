@@ -268,9 +268,14 @@ def test_the_manifest_knows_the_number_of_ranks(s8: Path) -> None:
 
 
 def test_nothing_is_written_over(s8: Path) -> None:
-    for made in ("empty", "file"):
+    for made in ("full", "file", "link"):
         target = s8.parent / made
-        target.mkdir() if made == "empty" else target.write_text("mine")
+        if made == "full":
+            (target / "mine").mkdir(parents=True)
+        elif made == "file":
+            target.write_text("mine")
+        else:
+            target.symlink_to("/nowhere")
         with pytest.raises(UsageError, match="exists, and existing files are never overwritten"):
             run(s8, target, STRATEGIES / "s8.ckpt", None)
     with pytest.raises(UsageError, match="is the name of step 13, but the source is of step 12"):
