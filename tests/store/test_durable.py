@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ttp.store.durable import replace_file, sync_directory, write_durably
+from ttp.store.durable import make_directory, replace_file, sync_directory, write_durably
 
 
 def test_the_bytes_are_there_and_nothing_else_is(tmp_path: Path) -> None:
@@ -46,6 +46,25 @@ def test_the_old_file_survives_a_full_disk(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(OSError, match="No space"):
         write_durably(tmp_path / "file", b"new")
     assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("file", b"old")]
+
+
+def test_directories_whose_names_could_not_be_synced_are_synced_at_the_next_try(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Path] = []
+
+    def fsync(fd: int) -> None:
+        seen.append(Path(f"/proc/self/fd/{fd}").readlink())
+        if len(seen) == 2:
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError, match="Input/output error"):
+        make_directory(tmp_path / "one" / "two" / "three")
+    assert not list(tmp_path.iterdir())
+    seen[:] = [tmp_path] * 2
+    make_directory(tmp_path / "one" / "two" / "three")
+    assert set(seen[2:]) == {tmp_path, tmp_path / "one", tmp_path / "one" / "two"}
 
 
 @pytest.mark.parametrize("write", [replace_file, write_durably])

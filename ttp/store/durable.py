@@ -52,12 +52,22 @@ def replace_file(path: Path, data: bytes, *, durable: bool = False, mode: int = 
 
 
 def make_directory(path: Path) -> None:
-    """Make ``path`` and its missing parents; on return their names are on the disk. The directory may exist already."""
+    """Make ``path`` and its missing parents; on return their names are on the disk. The directory may exist already.
+
+    Raises:
+        OSError: the disk refused. What was made is removed, because the next call syncs only what it makes itself.
+    """
     path = Path(path)
     missing = [place for place in (path, *path.parents) if not place.exists()]
-    path.mkdir(parents=True, exist_ok=True)
-    for made in missing:
-        sync_directory(made.parent)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        for made in missing:
+            sync_directory(made.parent)
+    except OSError:
+        for made in missing:
+            with suppress(OSError):  # another process may have written there
+                made.rmdir()
+        raise
 
 
 def sync_directory(path: Path) -> None:
