@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -299,6 +299,14 @@ def test_a_repair_is_described_as_the_original_does() -> None:
 def test_replicas_that_make_no_sense(info: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         tft.tft_set_optimizer_replica(0, [info])
+
+
+@pytest.mark.parametrize("step", [-1, 2**63, 1.0, True])
+@pytest.mark.parametrize("call", [tft.tft_pause_train, tft.tft_end_updating_os])
+def test_steps_that_make_no_sense(call: Callable[[Any], None], step: Any) -> None:
+    """A negative step of ``tft_pause_train`` cannot be sent to the controller, so the pause would fail."""
+    with pytest.raises(ConfigError, match=f"{call.__name__}.*: the step has to be a whole number from"):
+        call(step)
 
 
 def test_calls_before_the_start() -> None:

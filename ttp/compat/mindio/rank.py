@@ -159,13 +159,21 @@ class ThisRank:
         Raises:
             ConfigError: ``step`` is not a number from 1.
         """
-        if isinstance(step, bool) or not isinstance(step, int) or not 1 <= step <= STEP_MAX:
-            raise ConfigError(f"tft_end_updating_os({step!r}): the step has to be a whole number from 1")
+        _check_step("tft_end_updating_os", step, lowest=1)
         if not self._updating and for_mindspore():
             self.start_updating()  # MindSpore's kernel would mark the start through a library of the original
         if self._updating:
             self._updating = False
             self.joined.end_update(step)
+
+    def pause(self, step: int) -> None:
+        """Mark the end of ``step``, and wait there while the job is paused.
+
+        Raises:
+            ConfigError: ``step`` is not a number from 0.
+        """
+        _check_step("tft_pause_train", step, lowest=0)
+        self.joined.pause_train(step)
 
     def report(self, state: int, code: str = "", text: str = "") -> None:
         """Report an error; see ``tft_report_error``.
@@ -260,6 +268,11 @@ def job_port(port: int) -> int:
     if told not in (None, port):
         log.info("the program passes port %s, but TTP_PORT=%s is used", port, told)
     return told or port
+
+
+def _check_step(call: str, step: int, *, lowest: int) -> None:
+    if isinstance(step, bool) or not isinstance(step, int) or not lowest <= step <= STEP_MAX:
+        raise ConfigError(f"{call}({step!r}): the step has to be a whole number from {lowest}")
 
 
 def resolve(address: str) -> str:

@@ -222,7 +222,7 @@ def tft_reset_limit_step() -> None:
 
 def tft_pause_train(cur_step: int) -> None:
     """Mark the end of a step, and wait there while the job is paused."""
-    THIS.joined.pause_train(cur_step)
+    THIS.pause(cur_step)
 
 
 # ---------------------------------------------------------------------------------------------------------- the faults
