@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import io
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ ToHost = Callable[[Tensor], Tensor]
 """Returns a tensor's content on the host: the tensor itself if it is on the host, else a copy, whose memory the caller
 may free."""
 _PLAIN = (bool, int, float, str, type(None))
+_TYPED = (Counter, OrderedDict)
+"""Types of mappings, other than dict, that torch loads with ``weights_only=True``."""
 _OF_CONTENT = {"model": 2, "extra": 3, "optim": 4}
 """Least number of steps in the path of a value that a module or an optimizer has, by the first step."""
 
@@ -25,25 +28,35 @@ def leaves(state: Mapping[Any, Any]) -> Iterator[tuple[StatePath, tuple[int, ...
 
     Mappings are flattened, lists only if they hold a tensor or another flattened container, tuples never. Other than in
     stock torch, a mapping is a value if its keys cannot be told from their texts (a tuple; ``1`` beside ``"1"``), or if
-    it is empty and belongs to a module or an optimizer: these have to get it back.
+    it belongs to a module or an optimizer and is empty, or a Counter or OrderedDict of numbers and texts: these have to
+    get back what they had.
     """
     for key, value in list(state.items()):
         yield from _visit((str(key),), (0,) if type(key) is int else (), value)
 
 
 def _visit(path: StatePath, int_keys: tuple[int, ...], value: Any) -> Iterator[tuple[StatePath, tuple[int, ...], Any]]:
-    if isinstance(value, Mapping) and _has_lasting_keys(value):
-        if not value and len(path) >= _OF_CONTENT.get(str(path[0]), len(path) + 1):
-            yield path, int_keys, {}
+    if isinstance(value, Mapping):
+        if not _has_lasting_keys(value) or (_is_of_content(path) and _is_small(value)):
+            yield path, int_keys, value if type(value) in _TYPED else dict(value)
+            return
         for key, inner in list(value.items()):
             yield from _visit((*path, str(key)), (*int_keys, len(path)) if type(key) is int else int_keys, inner)
-    elif isinstance(value, Mapping):
-        yield path, int_keys, dict(value)
     elif _is_leaf(value):
         yield path, int_keys, value
     else:
         for index, inner in enumerate(value):
             yield from _visit((*path, index), int_keys, inner)
+
+
+def _is_of_content(path: StatePath) -> bool:
+    """Return whether a module or an optimizer has the value at ``path``."""
+    return len(path) >= _OF_CONTENT.get(str(path[0]), len(path) + 1)
+
+
+def _is_small(value: Mapping[Any, Any]) -> bool:
+    """Return whether a mapping is stored as one value: it is empty, or has a type to keep and only plain values."""
+    return not value or (type(value) in _TYPED and all(type(inner) in _PLAIN for inner in value.values()))
 
 
 def _has_lasting_keys(value: Mapping[Any, Any]) -> bool:
@@ -124,6 +137,6 @@ def _portable(value: Any, to_host: ToHost) -> Any:
         return value.item()
     if type(value) in (list, tuple, set):
         return type(value)(_portable(entry, to_host) for entry in value)
-    if type(value) is dict:
-        return {_portable(key, to_host): _portable(entry, to_host) for key, entry in value.items()}
+    if type(value) in (dict, *_TYPED):
+        return type(value)({_portable(key, to_host): _portable(entry, to_host) for key, entry in value.items()})
     return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -260,6 +261,21 @@ def test_expanded_buffers_and_extra_states(seen: Any, tmp_path: Path) -> None:
     model.seen, other.seen = seen, "mine"
     through_a_checkpoint(tmp_path / "c", model, other)
     assert torch.equal(other.get_buffer("wide"), torch.full((4,), 5.0)) and other.seen == seen
+
+
+@pytest.mark.parametrize(
+    "kept", [Counter(a=1), Counter(), OrderedDict({"b": 1, "a": 2.5}), OrderedDict({(0, 1): "x"}), {"c": Counter(d=2)}]
+)
+def test_counters_and_ordered_dicts_come_back_as_such(kept: Any, tmp_path: Path) -> None:
+    """A Counter that came back as a dict would raise KeyError in the first step after a restore."""
+    model, other = Counting(5.0), Counting(1.0)
+    model.seen = kept
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, other)]
+    optimizers[0].state[next(model.parameters())]["kept"] = kept
+    manifest = write_checkpoint(tmp_path / "c", model, optimizers[0], JobState(version=1))
+    restore_into(tmp_path / "c", manifest, model=other, optimizer=optimizers[1])
+    for back in (other.seen, optimizers[1].state[next(other.parameters())]["kept"]):
+        assert repr(back) == repr(kept)
 
 
 def odd_views(value: float) -> nn.Module:
