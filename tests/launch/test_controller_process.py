@@ -209,6 +209,27 @@ def test_one_that_was_too_slow_does_not_stay(run_dir: Path, unused_port: int, mo
     subject.stop_controller(serving)
 
 
+def test_one_that_takes_long_to_load_is_waited_for(
+    run_dir: Path, unused_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was refused with 64, which ends a job for good, although no setting was wrong."""
+    go, slow, looks = run_dir / "go", run_dir / "slow.py", list[int]()
+    code = f"import pathlib, runpy, sys, time\nwhile not pathlib.Path({str(go)!r}).exists(): time.sleep(0.05)\n"
+    slow.write_text(f"{code}runpy.run_path({subject.COMMAND[1]!r}, run_name='__main__')\n")
+    monkeypatch.setattr(subject, "COMMAND", (sys.executable, str(slow)))
+
+    def after_the_patience(port: int) -> str | None:
+        looks.append(port)
+        go.touch()
+        return None
+
+    monkeypatch.setattr(subject, "port_owner", after_the_patience)
+    monkeypatch.setattr(subject, "LOOK_S", LONG_S)
+    mine = ensure(run_dir, unused_port, patience_s=0.2)
+    assert mine is not None and looks
+    subject.stop_controller(mine)
+
+
 def lost_starts(run_dir: Path) -> int:
     log = run_dir / "controller.log"
     return log.read_text().count("is taken") if log.exists() else 0

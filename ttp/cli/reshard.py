@@ -23,7 +23,7 @@ _MEMORY = re.compile(r"(\d{1,30}(?:\.\d{1,30})?)\s*([kKMGT]?)B?")
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 Source = Annotated[Path, typer.Argument(metavar="SRC_DIR", help="A directory of rank_0, rank_1, ..., or a save_dir.")]
-Target = Annotated[Path, typer.Argument(metavar="DST_DIR", help="The directory to make; if it exists, it must be empty.")]
+Target = Annotated[Path, typer.Argument(metavar="DST_DIR", help="The directory to make; an empty one will do.")]
 SrcStrategy = Annotated[
     Path | None,
     typer.Option(metavar="PATH", help="Strategy of SRC_DIR; a pipeline's directory. [default: no tensor is split]"),

@@ -35,6 +35,9 @@ RETRY_MAX_S = 2.0
 KEPT_S = 30 * 86400.0
 """Seconds without ranks after which a controller with an owner ends by itself. Ranks may prepare data for hours before
 they connect; normally its owner ends it with the job."""
+LOADS_S, LOOK_S = 300.0, 5.0
+"""Most seconds beyond the patience that a controller may take until it listens, and those between two looks. On a busy
+host, or from a slow file system, Python takes minutes to import: no setting is wrong then."""
 END_S = 10.0
 """Seconds that a controller may take to end."""
 TAIL_LINES = 15
@@ -179,11 +182,12 @@ def ensure_controller(
         The process that was started and serves; None if another controller serves, or if the attempt was cancelled.
 
     Raises:
-        ConfigError: something else listens there, or none serves after ``patience_s`` seconds; the text says what to
-            do.
+        ConfigError: something else listens there, or none serves after ``patience_s`` seconds, although none is being
+            loaded; the text says what to do.
     """
     start = _Start(address, port, token, run_dir, bind, owned)
     deadline_s = time.monotonic() + patience_s
+    last_s = deadline_s + LOADS_S
     try:
         while time.monotonic() < deadline_s:
             if cancelled():
@@ -196,6 +200,8 @@ def ensure_controller(
             if start.wanted(presence):
                 start.begin()
             time.sleep(0.05)
+            if time.monotonic() >= deadline_s and start.loads():
+                deadline_s = min(last_s, time.monotonic() + LOOK_S)
         raise ConfigError(start.timed_out(patience_s))
     except BaseException:
         start.give_up()
@@ -224,6 +230,10 @@ class _Start:
         self._child = start_controller(
             port=self._port, bind=self._bind, run_dir=self._run_dir, token=self._token, owned=self._owned
         )
+
+    def loads(self) -> bool:
+        """Return whether a controller was started that does not listen on its port yet."""
+        return self._child is not None and port_owner(self._port) is None
 
     def finished(self) -> subprocess.Popen[bytes] | None:
         """Return the started process if it is the controller that serves; else end it and return None."""

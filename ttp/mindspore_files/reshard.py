@@ -9,7 +9,6 @@ an existing target is never overwritten.
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence

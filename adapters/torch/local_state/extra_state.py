@@ -133,7 +133,8 @@ class ExtraState:
             self._constant[name].load_state_dict(state)
             return
         self._changing[name].load_state_dict(state)
-        self._changing[name].state_dict()  # a data loader makes its iterator here and draws, before streams are restored
+        # A data loader makes its iterator here and draws, before random streams are restored.
+        self._changing[name].state_dict()
 
 
 def _own_statistics(module: nn.Module) -> str | None:
