@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,16 +85,16 @@ class MindSporeAdapter:
         self._parameters = list(parameters.values())
         self._memory = Memory(self._parameters)
         updated = {p.name for p in [*optimizer.opt.get_parameters(), *optimizer.parameters]}
-        self._capture = LocalCapture(self._memory, [name for name in self._memory.held if name not in updated])
+        self._beside = [name for name in self._memory.held if name not in updated]
+        self._capture = LocalCapture(self._memory, self._beside)
         self._source = MindSporeSource(self._memory, self._capture, sorted(updated & self._memory.held.keys()))
         self._source.loss_scale = float(optimizer.loss_scale)
         self._preimage = PreImage(self._memory, sorted(updated)) if optimizer.undo else None
         self._source.preimage = self._preimage
-        self._by_python = context.get_context("mode") == context.PYNATIVE_MODE
+        self._thread = threading.get_ident()
         self._processor: Processor | None = None
         self._barrier: UpdateBarrier | None = None
-        self._driven = False
-        self._updated = False
+        self._driven = self._declared = self._updated = False
         self.position = Position()
         """The position in the data at which the last version was finished, or at which the running step will end."""
         self._begins_with: Version | None = None
@@ -127,7 +128,7 @@ class MindSporeAdapter:
 
     def attach(self, processor: Processor) -> None:
         """Report updates to ``processor`` from now on."""
-        self._processor = processor
+        self._processor, self._thread = processor, threading.get_ident()
         if self._begins_with is not None:  # restored before ttp was switched on
             processor.set_base_version(self._begins_with)
         self._source.connect(processor)
@@ -190,7 +191,9 @@ class MindSporeAdapter:
             _warn_of_newer(self._processor.save_dir, version)
 
     def step_done(self) -> None:
-        """Do nothing: with MindSpore a version ends with the optimizer's last write, not with ``ttp.step_done``."""
+        """Note that an iteration of the program's own loop is over: what it changed after its update belongs to it."""
+        self._declared = True
+        self.step_ends()
 
     # ------------------------------------------------------------------------------------------- the training thread
 
@@ -213,16 +216,20 @@ class MindSporeAdapter:
         processor.begin_update()
 
     def end_update(self) -> None:
-        """See ``Reporter``."""
+        """See ``Reporter``.
+
+        A graph of ``ms.jit`` runs on a thread of MindSpore, where asking for an address waits for this very graph.
+        """
         processor = self._processor
         if processor is None:
             return
-        self._memory.again()
-        if self._by_python:
-            self._capture.read_stream()
+        if threading.get_ident() == self._thread:
+            self._memory.again(self._beside)
+            if context.get_context("mode") == context.PYNATIVE_MODE:
+                self._capture.read_stream()
         version = processor.gate.version + 1
         self._capture.capture(version, self._here(version), final=True)
-        self._source.in_step = self._updated = self._driven
+        self._updated, self._source.in_step = True, self._driven or self._declared
         processor.mark = 0
         processor.end_update()
 
@@ -240,10 +247,12 @@ class MindSporeAdapter:
         processor = self._processor
         if processor is None:
             return
+        self._memory.again(self._beside)
         self._capture.read_stream()
         if self._updated:
-            self._capture.capture(processor.gate.version, self.position, final=True)
-        self._source.in_step = False
+            version = processor.gate.version
+            self._capture.capture(version, self._here(version), final=True)
+        self._updated = self._source.in_step = False
 
     def _here(self, version: int) -> Position:
         """Return the position of ``version`` in the data; without ``Model.train`` each update counts as a step."""

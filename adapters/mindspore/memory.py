@@ -93,8 +93,12 @@ class Memory:
         """Take the view of every parameter."""
         self.held = {name: self._take(parameter) for name, parameter in self._parameters.items()}
 
-    def again(self) -> None:
-        """Take the views again if MindSpore has moved parameters. Call it after each update."""
+    def again(self, always: Iterable[str] = ()) -> None:
+        """Take the views again if MindSpore or the program has moved parameters. Call it after each update.
+
+        Args:
+            always: names of parameters whose addresses are checked in each call: ``set_data`` moves a parameter.
+        """
         if not self._on_host:
             return
         self._looks += 1
@@ -102,7 +106,7 @@ class Memory:
         if self._looks > _LOOKS:
             names = [self._names[(self._next + i) % len(self._names)] for i in range(min(_SHARE, len(self._names)))]
             self._next = (self._next + len(names)) % len(self._names)
-        if any(self._parameters[name].data_ptr() != _address(self.held[name].array) for name in names):
+        if any(self._parameters[name].data_ptr() != _address(self.held[name].array) for name in {*names, *always}):
             self.look()
 
     def of(self, name: str) -> Held:

@@ -12,8 +12,9 @@ gradients that depend on the first report's result, the second report takes a va
 result, and the step's result depends on the second report's result. ``side_effect_mem`` prevents the compiler from
 removing the reports, or merging them because they look equal.
 
-**PyNative mode** runs ``construct`` as Python and launches kernels asynchronously. Reading ``global_step`` to the host
-waits for the kernels that were launched before.
+**PyNative mode** calls the wrapper as a Python object and launches kernels asynchronously. There ``__call__`` makes the
+reports; reading ``global_step`` to the host waits for the kernels that were launched before. A function with ``ms.jit``
+is compiled in either mode, from ``construct``. Its graph may run on another thread than the caller's.
 
 In a layout of several slices an update may only begin when every rank can make it (docs/concepts.md). MindSpore's own
 ``OptTFTWrapper`` has an AllReduce for this; here the first report waits for all ranks (``barrier.py``).
@@ -91,26 +92,26 @@ class OptTTPWrapper(nn.Optimizer):
         self.ttp_reached = 0
         """The version at which an earlier training in this process ended; the next training continues counting there.
         """
-        self.ttp_by_python = context.get_context("mode") == context.PYNATIVE_MODE
         self.ttp_one = Tensor([1], ms.float32)
         self.ttp_depend = ops.Depend()
-        if self.ttp_reports and not self.ttp_by_python:
+        if self.ttp_reports:
             self.ttp_begin, self.ttp_end = _operator(self._begins), _operator(self._ends)
 
     def construct(self, gradients: Any) -> Any:
         """Report that the update begins, run the wrapped optimizer, and report that the update has ended."""
         if not self.ttp_reports:
             return self.opt(gradients)
-        if self.ttp_by_python:
-            return self._update_by_python(gradients)
         begun = self.ttp_begin(self.ttp_depend(self.ttp_one, gradients))
         result = self.opt(self.ttp_depend(gradients, begun))
         return self.ttp_depend(result, self.ttp_end(self.ttp_depend(self.ttp_one, result)))
 
-    def _update_by_python(self, gradients: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``construct``; in PyNative mode the optimizer between two reports. Compiled code does not call this."""
+        if not self.ttp_reports or context.get_context("mode") != context.PYNATIVE_MODE:
+            return super().__call__(*args, **kwargs)
         self.global_step.asnumpy()
         self._tell_begin()
-        result = self.opt(gradients)
+        result = self.opt(*args, **kwargs)
         self.global_step.asnumpy()
         self._tell_end()
         return result

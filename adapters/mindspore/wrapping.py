@@ -42,8 +42,9 @@ def wrap(
     given = [name for name, value in others.items() if value is not None] + ["buddy"] * buddy
     if given:
         raise UsageError(
-            f"wrap_optimizer({', '.join(given)}=) is not for MindSpore, where schedules and the loss "
-            "scale are parameters of the network and are saved with it: leave the argument out"
+            f"wrap_optimizer({', '.join(given)}=) is not for MindSpore, where what is saved are the parameters of "
+            "model= and of the optimizer, such as schedules: leave the argument out, and give a Cell as model= that "
+            "also has what the loop keeps elsewhere, such as the parameters of a DynamicLossScaler"
         )
     if model is not None and not isinstance(model, nn.Cell):
         raise UsageError(
