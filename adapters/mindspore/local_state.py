@@ -22,7 +22,7 @@ import numpy as np
 import xxhash
 
 from ttp.adapters.mindspore.memory import Held, Memory
-from ttp.errors import CheckpointError
+from ttp.errors import CheckpointError, OtherModelError
 from ttp.processor.local_state.host_rng import HostStreams
 from ttp.processor.local_state.pages import Buffer, Kept, PageWriter
 
@@ -126,12 +126,13 @@ class LocalCapture:
         """Restore the state of a page, and the random streams if ``streams``. Returns notes on missing streams.
 
         Raises:
-            CheckpointError: the state does not fit this network, or the streams cannot be restored.
+            OtherModelError: the state does not fit this network.
+            CheckpointError: the streams cannot be restored.
         """
         for name, (dtype, shape, data) in state.beside.items():
             held = self._memory.held.get(name)
             if held is None or (held.dtype, held.shape) != (dtype, shape):
-                raise CheckpointError(
+                raise OtherModelError(
                     f"the checkpoint has a parameter {name}, {dtype}{list(shape)}, that this network does not have"
                 )
             put(self._memory, name, data)

@@ -13,7 +13,7 @@ from ttp.adapters.mindspore.local_state import LocalCapture, Position, decode
 from ttp.adapters.mindspore.memory import Memory
 from ttp.adapters.mindspore.source import JOB_KIND, SHARD_KIND
 from ttp.core.layout import Shard
-from ttp.errors import CheckpointError
+from ttp.errors import CheckpointError, OtherModelError
 from ttp.processor.local_state.local_piece import read_local_image, why_lost
 from ttp.store import encoding
 from ttp.store.manifest import Manifest
@@ -53,8 +53,9 @@ def load_into(
         was not restored.
 
     Raises:
-        CheckpointError: the checkpoint does not fit the network, or a part of it cannot be read or restored. Unless it
-            is the rank-local state that does not fit, nothing has been changed.
+        OtherModelError: the checkpoint does not fit the network. Unless it is the rank-local state that does not fit,
+            nothing has been changed.
+        CheckpointError: a part of it cannot be read or restored.
     """
     file = checkpoint / file_for(manifest, rank, world_size)
     try:
@@ -106,17 +107,17 @@ def position_in(values: Mapping[str, Any]) -> Position:
 def _check_fits(memory: Memory, values: dict[str, Any], file: Path) -> None:
     absent = [name for name in memory.held if name not in values]
     if absent:
-        raise CheckpointError(f"{file} belongs to another network: it has no {', '.join(absent[:5])}")
+        raise OtherModelError(f"{file} belongs to another network: it has no {', '.join(absent[:5])}")
     for name, held in memory.held.items():
         found = values[name]
         if (str(found.dtype), tuple(found.shape)) != (held.dtype, held.shape):
             if parallel_mode() in SLICING and _is_slice(tuple(found.shape), held.shape):
-                raise CheckpointError(
+                raise OtherModelError(
                     f"{file} has a slice of {name}, {list(found.shape)}, and this network has the whole parameter, "
                     f"{list(held.shape)}: the network is not compiled yet. Call model.infer_train_layout(dataset), or "
                     "network.compile(*inputs), before restore()"
                 )
-            raise CheckpointError(
+            raise OtherModelError(
                 f"{file} belongs to another network: {name} is {found.dtype}{list(found.shape)} there and "
                 f"{held.dtype}{list(held.shape)} here"
             )

@@ -25,7 +25,7 @@ from ttp.adapters.mindspore.local_state import LocalState, Position
 from ttp.core.decide import How
 from ttp.core.layout import Rank, Shard, Version
 from ttp.core.messages import Phase, Piece
-from ttp.errors import CheckpointError, ConfigError, UsageError
+from ttp.errors import CheckpointError, ConfigError, OtherModelError, UsageError
 from ttp.mindspore_files.reshard import Wish, reshard
 from ttp.store.digest import digest_file
 from ttp.store.manifest import Manifest
@@ -147,7 +147,7 @@ def test_a_checkpoint_of_another_network_is_refused_and_nothing_is_changed(tmp_p
     second = Training(tmp_path, net=other)
     before = whole_state_of(second.model.train_network)
     with pytest.raises(
-        CheckpointError, match=r"another network: last.weight is Float32\[4, 16\] there and Float32\[5, 16\]"
+        OtherModelError, match=r"another network: last.weight is Float32\[4, 16\] there and Float32\[5, 16\]"
     ):
         second.adapter.load(checkpoint, 0, 1, protected=False)
     assert whole_state_of(second.model.train_network) == before
