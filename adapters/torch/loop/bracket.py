@@ -16,7 +16,7 @@ from ttp.adapters.torch.loop.closures import Closure, closure_of, evaluates_firs
 from ttp.adapters.torch.loop.misuse import graph_task, refuse_capture, refuse_in_step, warn_of_unheard
 from ttp.adapters.torch.loop.no_sync import NoSync
 from ttp.adapters.torch.loop.post_step_state import PostStepState
-from ttp.adapters.torch.loop.stepping import Stepping
+from ttp.adapters.torch.loop.stepping import Stepping, creates_state
 from ttp.adapters.torch.loop.turns import Turns
 from ttp.adapters.torch.loop.untouched import Untouched
 from ttp.errors import UsageError
@@ -102,8 +102,8 @@ class Bracket:
     """
 
     __slots__ = (
-        "_again", "_begun", "_between", "_calls", "_capture", "_closures", "_complained", "_ended", "_evaluating",
-        "_fence", "_heard", "_left", "_mark", "_no_sync", "_number", "_numbers", "_opened", "_post_step",
+        "_again", "_aside", "_begun", "_between", "_calls", "_capture", "_closures", "_complained", "_ended",
+        "_evaluating", "_fence", "_heard", "_left", "_mark", "_no_sync", "_number", "_numbers", "_opened", "_post_step",
         "_reporter", "_said", "_stands", "_stepping", "_turns", "_untouched", "_version", "_way_back", "redoable",
         "toggled",
     )  # fmt: skip
@@ -128,6 +128,7 @@ class Bracket:
         self.redoable = False
         """Whether the update at the gate needs only its gradient, and neither a closure nor ``step_done()``."""
         self._stepping = Stepping(())
+        self._aside = False  # the step that runs only creates the state of its optimizer
         self._begun = False  # an update has begun and not ended
         self._stands = False  # training may have to stop between the steps of the open update
         self._between = False  # training is between steps of an update now, or in a closure that a step evaluates
@@ -192,11 +193,15 @@ class Bracket:
             if self._stepping.depth:  # this call runs inside another step
                 self._stepping.entered()
                 return None
+        closure = None
+        if (kwargs or len(args) > 1) and (closure := closure_of(args, kwargs)) is None and creates_state():
+            self._aside = True
+            self._stepping.entered()
+            return None
         if self._turns.simple:
             self._opened = False
         else:
             self._take_turn(self._numbers[id(optimizer)])
-        closure = closure_of(args, kwargs) if kwargs or len(args) > 1 else None
         if closure is None:
             if not self._heard:
                 self._heard = True
@@ -294,6 +299,9 @@ class Bracket:
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         depth = self._stepping.returned()
+        if self._aside:
+            self._aside = depth > 0
+            return
         if not self._opened:
             self._say_once(_NOT_EVALUATED.format(type(optimizer).__name__))
             self._open(redoable=False)
@@ -338,7 +346,10 @@ class Bracket:
 
     def _look_for_exception(self, *, entering: bool = False) -> None:
         """Give up the open update if an exception has left its ``step()`` and the program has caught the exception."""
-        if not self._closures and self._stepping.was_left(entering=entering) and self._begun:
+        if self._closures or not self._stepping.was_left(entering=entering):
+            return
+        self._aside = False
+        if self._begun:
             self._begun = self._between = False
             self._left = self._again = True
             if self._untouched is not None and not self._untouched.stepped():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Sequence
-from types import FrameType
+from types import CodeType, FrameType
 
 from torch.optim import Optimizer
 
@@ -17,7 +17,7 @@ _USUAL = 3
 """Number of frames from ``entered`` up to the wrapper when nothing is compiled."""
 
 _NEAR = 8
-"""Number of frames in which the wrapper is looked for above a hook."""
+"""Number of frames in which a function is looked for above a hook."""
 
 
 class Stepping:
@@ -76,10 +76,21 @@ class Stepping:
         return found
 
 
-def _is_near(frame: FrameType | None) -> bool:
-    """Return whether the wrapper is among the nearest callers of a hook."""
+def creates_state() -> bool:
+    """Return whether torch's ``get_state_dict()`` or ``set_state_dict()`` makes the step that now begins.
+
+    Both create the state of an optimizer that has none by a step with zeros for gradients and learning rates. It is no
+    update. One that keeps no state (SGD without momentum) makes such a step whenever it is asked for its state.
+    """
+    library = sys.modules.get("torch.distributed.checkpoint.state_dict")
+    code = getattr(getattr(library, "_init_optim_state", None), "__code__", None)
+    return code is not None and _is_near(sys._getframe(), code)
+
+
+def _is_near(frame: FrameType | None, code: CodeType = _WRAPPER) -> bool:
+    """Return whether a function, by default the wrapper, is among the nearest callers of a hook."""
     for _ in range(_NEAR):
-        if frame is None or frame.f_code is _WRAPPER:
+        if frame is None or frame.f_code is code:
             return frame is not None
         frame = frame.f_back
     return False

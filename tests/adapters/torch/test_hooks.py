@@ -55,6 +55,27 @@ class TestBracket:
         assert job.taken() == UPDATE
         assert job.gate.version == 1
 
+    @pytest.mark.parametrize("kind", [SGD, torch.optim.Adam])
+    def test_a_step_that_get_state_dict_makes_is_no_version(self, kind: Any) -> None:
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+        class Twice(kind):  # type: ignore[misc]  # the base is a parameter of the test
+            def step(self, closure: Any = None) -> Any:
+                return super().step()
+
+        job = Job(lambda parameters: Twice(parameters, lr=0.1))
+        fired: list[int] = []
+        job.optimizer.register_step_pre_hook(lambda *_: fired.append(1))
+        for version in range(1, 3):
+            get_optimizer_state_dict(job.model, job.optimizer)
+            assert job.taken() == [], "torch makes a step without gradients to create the state of an optimizer"
+            job.backward()
+            job.optimizer.step()
+            job.optimizer.zero_grad()
+            assert job.gate.version == version
+            job.taken()
+        assert len(fired) > 2, "otherwise this test shows nothing"
+
     def test_what_comes_before_the_gate_and_what_behind_it(self) -> None:
         job = Job()
         note = job.log.append
