@@ -262,7 +262,7 @@ class Session:
             raise UsageError("restore() needs to know what to restore into: call wrap_optimizer() first")
         with held_for(self.save_dir).reading():
             found, chosen = self._find()
-            warn_of_lost_steps(found.candidates, chosen)
+            warn_of_lost_steps(found.candidates, chosen, self.save_dir, getattr(self.processor, "env", None))
             checkpoint = found.where.get(chosen, self.save_dir / chosen.name)
             version = self._load(checkpoint, chosen, verified=chosen in found.verified) if chosen.name else Version(0)
         if chosen.name:

@@ -88,7 +88,7 @@ def test_a_newcomer_is_told_that_it_joins_and_nobody_else() -> None:
     this.hello(1, framework=rm.HANDLERS, nonce="new", launch=1)
     assert [order.joins for order in this.orders(m.Welcome)] == [True]
     this.streams[1] += 1000  # the welcome was lost with its stream
-    this.hello(1, framework=rm.HANDLERS, nonce="new", launch=1)
+    this.hello(1, framework=rm.HANDLERS, nonce="new", launch=1, save_dir="/1")  # handlers save where they like
     assert [order.joins for order in this.orders(m.Welcome)] == [True]
     this.streams[2] += 1000
     this.back(2, framework=rm.HANDLERS)

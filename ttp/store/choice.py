@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ttp.core.layout import Version
 from ttp.core.restore_choice import fallback_note, none_whole_note
@@ -16,6 +17,9 @@ from ttp.store.held import Held
 from ttp.store.manifest import MANIFEST, load_with_digest, manifest_digest
 from ttp.store.share import NOTHING, WHOLE, Share, everything
 from ttp.store.verify import verify_checkpoint
+
+if TYPE_CHECKING:
+    from ttp.config import RankEnv
 
 log = logging.getLogger("ttp.store")
 
@@ -190,8 +194,15 @@ def checkpoint_bytes(checkpoint: Path) -> int:
         return 0
 
 
-def warn_of_lost_steps(found: tuple[Candidate, ...], chosen: Candidate) -> None:
-    """Warn that other ranks lack the newest checkpoint that this rank found, so the job goes back further."""
+def warn_of_lost_steps(found: tuple[Candidate, ...], chosen: Candidate, save_dir: Path, env: RankEnv | None) -> None:
+    """Warn that the job goes back: other ranks lack what this one found, or a restart finds nothing at all."""
+    if env is not None and env.launch and not env.rank and not chosen.name:
+        log.warning(
+            "start %s of this job finds no checkpoint in %s: training begins with step 1. If the job has saved before, "
+            "save_dir had another name then: give it one that is the same at each start, without a time in it",
+            env.launch + 1,
+            save_dir,
+        )
     if found and found[0].version > chosen.version:
         log.warning(
             "this rank could restore step %s, but another rank could not (its log says why): the job goes back to "

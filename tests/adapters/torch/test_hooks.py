@@ -59,7 +59,7 @@ class TestBracket:
     def test_a_step_that_get_state_dict_makes_is_no_version(self, kind: Any) -> None:
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-        class Twice(kind):  # type: ignore[misc]  # the base is a parameter of the test
+        class Twice(kind):
             def step(self, closure: Any = None) -> Any:
                 return super().step()
 

@@ -44,7 +44,7 @@ class Admission:
             self._abdicate(now)
         refusal = self._elsewhere(hello) or self._job.malformed(hello)
         if refusal is None and not (abdicates and unknown):
-            refusal = self._job.refusal(hello) or self._busy(hello)
+            refusal = self._job.refusal(hello) or self._busy(hello) or self._apart(hello)
         if refusal is not None:
             self._outbox.refuse(connection, hello, *refusal)
             return
@@ -113,6 +113,20 @@ class Admission:
             incident.overtaken |= relaunched
             return m.RefusalCode.BUSY, "the last incarnation of this job is still being saved; try again in a moment"
         return None
+
+    def _apart(self, hello: m.Hello) -> Refusal | None:
+        """Refuse a new rank that saves elsewhere than the others of its host; other hosts may name it differently."""
+        if hello.resume or self._rescue.program.leads or self._job.starts_incarnation(hello):
+            return None
+        place, members = (hello.host, hello.launch), self._job.members.values()
+        near = (mb.hello for mb in members if (mb.hello.host, mb.hello.launch) == place)
+        other = next((each for each in near if each.save_dir != hello.save_dir), None)
+        if other is None:
+            return None
+        return m.RefusalCode.MISMATCH, (
+            f"rank {hello.rank} saves to {hello.save_dir}, but rank {other.rank} of the same host to {other.save_dir}: "
+            "give all ranks the same save_dir. Its name may contain neither the rank nor the time"
+        )
 
     def _elsewhere(self, hello: m.Hello) -> Refusal | None:
         """Send a rank of a running job to a standby, if this controller has no job and the rank knows standbys."""
