@@ -249,6 +249,7 @@ class TorchAdapter(Restoring):
         trial = Trial(members_of(self._optimizer), self._model, self._names, self._source.everything)
         buckets = self._buckets
         trial.problems = lambda: buckets.look_again(self._model, resumed=self._resumed)
+        trial.scheduled = bool(self._schedulers or self._extra.objects)
         if not is_sharded(self._optimizer):  # a sharding optimizer assigns new parameters to ranks itself
             mine = processor.layout.shards_of(Rank(processor.env.rank))
             trial.saved = lambda: {name for shard in mine for name in sharding.parameters_of(shard)}

@@ -33,6 +33,10 @@ _PATIENCE_S = 60.0
 """Seconds that the second update waits for the result of the second check, which takes milliseconds."""
 _LISTED_MAX = 4
 _NOT_SAVED = "%s is not saved, because it has no form on disk: a restarted program has to make it again"
+_UNSCHEDULED = (
+    "an LR scheduler changes this optimizer, and wrap_optimizer() was given none: a resumed job begins the schedule "
+    "anew. Make the scheduler first, and give it as scheduler="
+)
 _SETTINGS = ("optim", "param_groups")
 
 State = Mapping[str, Any]
@@ -96,6 +100,8 @@ class Trial:
         self._make_state = make_state
         self.problems: Callable[[], list[str]] = list
         """Returns other problems that show after the first update, in sentences; called on the training thread."""
+        self.scheduled = True
+        """False if no scheduler, and no object that may hold one, is saved."""
         self.saved: Callable[[], Collection[str]] = self._all
         """Returns the names of the parameters in this rank's shards."""
         self._devices = _devices(model)
@@ -131,6 +137,9 @@ class Trial:
         if self.due and self._thread is None:
             self.due = False
             self._found = "; ".join(self.problems())
+            if not self.scheduled and any(hasattr(each.step, "_wrapped_by_lr_sched") for each in self._optimizers):
+                self.scheduled = True  # said once
+                _log.warning(_UNSCHEDULED)
             self.start(self._try)
 
     def start(self, check: Callable[[], str], *, waits: bool = True) -> None:

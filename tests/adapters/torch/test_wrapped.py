@@ -159,6 +159,23 @@ def test_a_schedule_of_groups_that_are_not_saved_is_refused(tmp_path: Path) -> N
         registered(model, container, scheduler=StepLR(container, 1))
 
 
+@pytest.mark.parametrize(("given", "said"), [("nothing", 1), ("scheduler", 0), ("extra_state", 0)])
+def test_a_schedule_that_is_not_given_is_told_once(
+    given: str, said: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = Adam(model.parameters())
+    scheduler = StepLR(optimizer, 2)
+    parts = {} if given == "nothing" else {given: scheduler}
+    with starting(Loop, tmp_path) as start:
+        loop = start(model, optimizer, **parts)
+        for _ in range(3):
+            loop.model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+            scheduler.step()
+    assert sum("wrap_optimizer() was given none" in text for text in caplog.messages) == said
+
+
 def test_an_optimizer_of_whose_steps_nobody_is_told_is_refused(start: Callable[..., Job]) -> None:
     class Silent(Base):
         def __init__(self, parameters: Any) -> None:
