@@ -173,14 +173,16 @@ def manifests(session: nox.Session) -> None:
 def oldest(session: nox.Session) -> None:
     """Test torch's adapter, the store and the commands with the oldest packages that pyproject.toml allows.
 
-    Needs Python 3.10 or 3.11, and takes the oldest torch from PyPI, which brings CUDA.
+    Needs Python 3.10 or 3.11, and takes the oldest torch from PyPI, which brings CUDA. Two files are left out: one uses
+    a layout that torch has since 2.9, the other needs MindSpore.
     """
     project = nox.project.load_toml("pyproject.toml")["project"]
     least = [*project["dependencies"], *project["optional-dependencies"]["torch"]]
     session.install(*(each.replace(">=", "==") for each in least), "safetensors>=0.4", "pytest-xdist>=3.6", *PYTEST)
     session.install("--no-deps", "-e", ".")
-    parts = ("adapters/torch", "cli", "launch", "processor", "store", "wire")
-    session.run("python", "-m", "pytest", "-W", "default", *(f"tests/{part}" for part in parts), *session.posargs)
+    parts = [f"tests/{part}" for part in ("adapters/torch", "cli", "processor", "store", "wire")]
+    others = ["--ignore=tests/adapters/torch/test_sharding.py", "--ignore=tests/cli/test_reshard.py"]
+    session.run("python", "-m", "pytest", "-W", "default", *others, *parts, *session.posargs)
 
 
 @nox.session

@@ -79,7 +79,7 @@ def test_the_metadata_is_what_stock_torch_would_have_written(checkpoint: tuple[P
     assert ours.state_dict_metadata == stock.state_dict_metadata
     assert ours.planner_data == stock.planner_data
     assert ours.storage_data.keys() == stock.storage_data.keys()
-    assert ours.version == stock.version
+    assert vars(ours).get("version") == vars(stock).get("version")  # torch 2.7 has none
 
 
 def test_stock_tools_convert_it_and_the_result_loads_without_pickle(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -44,7 +45,7 @@ class Job(Loop):
     def facts(self) -> Any:
         weights = digest(self.model.state_dict(), self.optimizer)
         average = digest(self.average.state_dict(), torch.optim.SGD([torch.zeros(1)]))
-        return weights, average, self.scheduler.state_dict(), torch.get_rng_state().sum().item()
+        return weights, average, copy.deepcopy(self.scheduler.state_dict()), torch.get_rng_state().sum().item()
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
