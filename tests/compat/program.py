@@ -1,12 +1,12 @@
 """A training program written for ``mindio_ttp``, without any code of ttp. State and collectives are files of
 ``JOB_DIR``.
 
-``JOB`` holds its options as JSON: ``faults`` (``[{"rank": 1, "step": 4, "what": "memory"}]``), ``copies``, ``sets``,
-``steps``, ``step_s``, ``tls``, ``manage`` (rank 0 answers as the cluster's manager would; rank -1, if there is one, is
-a process of the manager's own, which follows the files ``ask0``, ``ask1``: a function and its arguments), ``hostile``
-(``{"save": {"1": "raise"}}``: wrong behaviour of handlers, by rank), ``delay_s`` by rank, ``starts`` of the controller.
-Each rank writes its actions as lines of JSON to ``rank{r}.jsonl``. With ``MINDIO_FOR_MINDSPORE=1`` it is a program of
-that dialect.
+``JOB`` holds its options as JSON: ``faults`` (``[{"rank": 1, "step": 4, "what": "memory"}]``, with ``after``: the files
+whose writers come first), ``copies``, ``sets``, ``steps``, ``step_s``, ``tls``, ``manage`` (rank 0 answers as the
+cluster's manager would; rank -1, if there is one, is a process of the manager's own, which follows the files ``ask0``,
+``ask1``: a function and its arguments), ``hostile`` (``{"save": {"1": "raise"}}``: wrong behaviour of handlers, by
+rank), ``delay_s`` by rank, ``starts`` of the controller. Each rank writes its actions as lines of JSON to
+``rank{r}.jsonl``. With ``MINDIO_FOR_MINDSPORE=1`` it is a program of that dialect.
 """
 
 from __future__ import annotations
@@ -72,22 +72,17 @@ def hurt(state: State, step: int, place: str) -> None:
         if place == "before" and step - 1 > state.first:  # who is left behind by one step is another story
             wait_for(*(f"made-{state.life}-{step - 1}-{r}" for r in range(WORLD)))
         fired.add(number)
+        wait_for(*fault.get("after", "").split())
         match fault["what"]:
             case "kill":
-                if fault.get("after"):
-                    wait_for(fault["after"])
                 os.kill(os.getpid(), signal.SIGKILL)
             case "memory" | "memory_low":
-                if fault.get("after"):
-                    wait_for(fault["after"])
                 if fault["what"] == "memory":
                     state.value = -1
                 raise RuntimeError(fault.get("text", "UCE ERROR, device error type 12ab"))
             case "slow":
                 put("slow", 1)
                 time.sleep(fault["seconds"])
-            case "wait":
-                wait_for(fault["after"])
             case "raise":
                 raise ValueError(fault["text"])
             case "error":

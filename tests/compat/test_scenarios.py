@@ -82,7 +82,7 @@ def test_any_other_exception(job: Make) -> None:
 @pytest.mark.slow
 def test_a_slow_update_is_waited_for(job: Make) -> None:
     slow = fault(2, 4, "slow", at="inside", seconds=3)
-    this = job(faults=[slow, fault(1, 4, "kill", at="late", after="slow")])
+    this = job(faults=[slow, fault(1, 4, "kill", at="late", after="slow made-0-4-0 made-0-4-3")])
     codes = this.run()
     check_dumped(this, 4, [0, 3], codes)
 
@@ -90,7 +90,7 @@ def test_a_slow_update_is_waited_for(job: Make) -> None:
 @pytest.mark.slow
 def test_a_rank_that_is_one_step_behind_catches_up(job: Make) -> None:
     behind = fault(3, 4, "slow", at="late", seconds=2)
-    this = job(faults=[behind, fault(1, 4, "kill", at="late", after="slow")])
+    this = job(faults=[behind, fault(1, 4, "kill", at="late", after="slow made-0-4-0 made-0-4-2")])
     codes = this.run()
     check_dumped(this, 4, [0, 3], codes)
 
