@@ -214,6 +214,15 @@ def test_ttp_ot_ends_a_save_that_takes_too_long() -> None:
     assert talk.orders(m.Release)[0].text == "nothing was saved within 360 s (TTP_OT). Cause: exception of 0"
 
 
+def test_who_has_answered_at_the_gate_does_not_hang_whatever_is_said_later() -> None:
+    talk = Talk()
+    talk.ask()
+    frozen_at_7(talk, 0, 1, 2)
+    assert talk.fault(0, m.FaultKind.HUNG, subject=1) == "Freeze:0,1,2 [evidence]"
+    talk.saved(0)
+    assert talk.committed(0) == "[committed] [retracted] Thaw:0,1,2 [thawed] answer: saved"
+
+
 def test_a_rank_that_does_not_answer_is_done_without() -> None:
     talk = Talk()
     talk.lost(0)
@@ -279,6 +288,24 @@ def test_a_rank_in_a_long_update_is_waited_for_longer() -> None:
     talk.after(1)
     assert talk.after(28) == ""
     assert talk.after(1) == "[evidence] [plan] Save:1"
+
+
+@pytest.mark.parametrize("read", ["before", "after"])
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_controller_that_was_stopped_for_longer_reads_that_the_update_is_finished(read: str, comes: bool) -> None:
+    """It reads that the rank is in an update, before it is stopped or only after, and then that the rank is frozen."""
+    talk = Talk(grid(1, 2))
+    talk.lost(0)
+    talk.after(1)
+    if read == "before":
+        talk.frozen(1, 7, m.Phase.UPDATING)
+    assert "Release" not in talk.after(PATIENCE.freeze_s + 1)
+    if read == "after":
+        assert talk.frozen(1, 7, m.Phase.UPDATING) == "[retracted] [acknowledged]"
+    if comes:
+        assert "[plan] Save:1" in talk.frozen(1, 8)
+    else:
+        assert "Release(70):1" in talk.after(PATIENCE.answer_s)
 
 
 def test_the_untouched_beginning_needs_no_checkpoint() -> None:

@@ -254,8 +254,8 @@ class HandlerWorld(Talk):
             return []
         match order:
             case m.Freeze():
-                phase = m.Phase.IDLE if one.whole else m.Phase.TORN
-                return [self._standing(order.rank, phase, order.incident)]
+                phase = m.Phase.UPDATING if one.updating else m.Phase.IDLE if one.whole else m.Phase.TORN
+                return [self.standing(order.rank, phase, order.incident)]
             case m.Release(_, _, _, exit_code, _):
                 one.released = exit_code
                 return [m.Goodbye(order.rank, m.GoodbyeReason.RELEASED, Version(one.version))]
@@ -263,9 +263,11 @@ class HandlerWorld(Talk):
                 return self._act(order)
         return []
 
-    def _standing(self, rank: Rank, phase: m.Phase, incident: str) -> m.Frozen:
-        one = self.ranks[rank]
-        return m.Frozen(rank, incident, Version(one.version), phase, True, has_gradient=one.parked and not one.out)
+    def standing(self, rank: int, phase: m.Phase, incident: str) -> m.Frozen:
+        """Return the answer of a rank to a freeze: its last one, unless it is in an update."""
+        one, final = self.ranks[rank], phase is not m.Phase.UPDATING
+        has_gradient = final and one.parked and not one.out
+        return m.Frozen(Rank(rank), incident, Version(one.version), phase, final, has_gradient=has_gradient)
 
     def _act(self, act: rm.Act) -> list[m.Report]:
         one = self.ranks[act.rank]

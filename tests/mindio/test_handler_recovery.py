@@ -83,6 +83,17 @@ def test_without_it_the_older_version_is_saved_where_it_is_whole() -> None:
     assert lists(world) == {rank: [(0, (2, 3))] for rank in (2, 3)}
 
 
+def test_a_controller_that_stood_still_reads_first_that_a_rank_was_in_its_update() -> None:
+    """Without that rank, one of the pieces has no copy."""
+    world = HandlerWorld(FOUR)
+    world.ranks[3].updating = True
+    world.kill(1)
+    world.after(PATIENCE.freeze_s + 2)
+    world.report(3, world.standing(3, m.Phase.IDLE, world.id))
+    world.settle()
+    assert world.kinds() == ["save", "rename"] and world.released == {EXIT_SAVED}
+
+
 def test_a_piece_that_nobody_has_is_no_checkpoint() -> None:
     world = HandlerWorld(FOUR)
     world.ranks[1].dead = world.ranks[3].dead = True

@@ -82,13 +82,15 @@ class Planner:
 
     def none_newer(self, incident: Incident, on_disk: Version) -> bool:
         """Return whether all connected ranks have answered, and no rank has finished an update after ``on_disk``."""
-        heard = bool(incident.answers) and all(map(incident.answered, self._job.live))
+        heard = bool(incident.answers) and self._all_answered(incident)
         return heard and self._newest_finished(incident) <= on_disk
 
     def _program_waits(self, incident: Incident, verdict: Plan | NoPlan, now: float) -> str:
         """Return why the program's recovery has to wait a moment; empty: it need not wait."""
         short = isinstance(verdict, NoPlan) and not self.program.may_repair
-        if self._job.silent or (short and (self._hopes(incident, now) or self._job.suspects)):
+        if self._job.silent or (
+            short and (self._job.suspects or self._late(incident, now) or self._hopes(incident, now))
+        ):
             return "a rank may still reach the gate, or come back"
         return ""
 
@@ -101,17 +103,23 @@ class Planner:
             return "a newer version that a rank has finished may become whole"
         if self._job.in_doubt:
             return "a lost or silent rank may come back and complete a version"
-        if self._unheard(incident) and incident.waits("answers", self._timeouts.answer_s, now):
+        if self._late(incident, now):
             return "a connected rank that has not answered yet may complete a version"
         torn = (r for r, a in incident.answers.items() if a.phase is m.Phase.TORN and a.main_thread_blocked)
         if any(map(incident.able, torn)) and incident.waits("whole copies", self._timeouts.whole_s, now):
             return "a rank that still runs, such as in an evaluation of other weights, may have a whole copy again"
         return "a rank that still runs may complete a version" if self._hopes(incident, now) else ""
 
-    def _unheard(self, incident: Incident) -> bool:
-        """Return whether a connected rank has not answered in time: its host or this controller's may be overloaded."""
-        silent = incident.evidence.against(m.FaultKind.SILENT)
-        return any(rank in self._job.live and rank not in incident.answers for rank in silent)
+    def _all_answered(self, incident: Incident) -> bool:
+        """Return whether all connected ranks have given their final answers."""
+        return all(map(incident.answered, self._job.live))
+
+    def _late(self, incident: Incident, now: float) -> bool:
+        """Return whether a final answer may still come: the rank's host may be overloaded, or ours was, or stood still.
+
+        What was sent to a controller that stood still is read one by one, after the time for it has passed.
+        """
+        return not self._all_answered(incident) and incident.waits("answers", self._timeouts.answer_s, now)
 
     def _grows(self, incident: Incident, plan: Plan, now: float) -> bool:
         """Return whether a version newer than the plan's, which a connected rank has finished, may soon be complete.
