@@ -46,6 +46,13 @@ def test_who_does_not_belong_is_refused_in_words(change: dict[str, Any], code: s
     assert talk.machine.incident is None
 
 
+def test_nobody_takes_the_place_of_a_lost_rank() -> None:
+    talk = Talk()
+    talk.lost(1)
+    assert talk.hello(1, nonce="b") == "Refused(fenced):1 [refused]"
+    assert "a new process joins with the restarted job" in talk.orders(m.Refused)[0].text
+
+
 def test_a_stray_rank_of_another_job_does_not_end_a_living_job() -> None:
     talk = Talk()
     stray = replace(hello(1, talk.layout), run_id="b", nonce="b", incarnation=2, resume=True, version=Version(9))

@@ -14,7 +14,7 @@ from tests.core.talk import PATIENCE, Talk, answers
 from ttp.core import messages as m
 from ttp.core.controller import layout_exchange, membership
 from ttp.core.controller.events import ConnectionId, Received, StreamEnded
-from ttp.core.controller.layout_exchange import ANSWER_S, in_parts
+from ttp.core.controller.layout_exchange import ANSWER_S, TELLERS_MAX, in_parts
 from ttp.core.controller.machine import ControllerMachine
 from ttp.core.layout import Layout, Rank, Shard, describe_copies, difference
 from ttp.core.layout_messages import LayoutPart, ShardGroup, TellLayout
@@ -76,6 +76,17 @@ def test_another_is_asked_when_that_one_does_not_answer() -> None:
     assert talk.after(2 * ANSWER_S) == "TellLayout:1", "nobody else is left"
     assert talk.tells(0).startswith("[incarnation]"), "a slow answer counts"
     assert talk.machine.deadline() is None or talk.machine.deadline() != talk.now
+
+
+def test_the_parts_of_few_ranks_are_kept() -> None:
+    """Each rank that is asked might send a large layout and never finish it."""
+    talk = Asked(grid(1, TELLERS_MAX + 1))
+    for rank in range(TELLERS_MAX + 1):
+        talk.greets(rank)
+    for _ in range(TELLERS_MAX):
+        talk.after(60)
+    assert talk.tells(0) == "", "it was asked first"
+    assert talk.tells(1).startswith("[incarnation]")
 
 
 def test_as_long_as_parts_come_nobody_else_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

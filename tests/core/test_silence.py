@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.core.talk import PATIENCE, Talk
 from ttp.core import messages as m
 from ttp.core.controller.events import Action, LookAt, LookedAt
@@ -208,6 +210,14 @@ def test_a_controller_that_was_stopped_gives_everybody_time() -> None:
     assert looks(talk.said) == []
     talk.event(LookedAt("h1", 12.0))
     assert talk.machine.incident is None, "nobody has asked"
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_controller_that_was_stopped_reads_what_has_come_before_it_ends_a_doubt(comes: bool) -> None:
+    talk = saved_in_doubt()
+    talk.now += PATIENCE.doubt_max_s + LATE_S + 5
+    assert talk.after(0) == "" and talk.machine.job.silent == {2, 3}
+    assert "[thawed]" in talk.beat(2) if comes else "[released]" in talk.after(LOOK_S)
 
 
 def test_a_doubt_has_an_end() -> None:
