@@ -33,7 +33,9 @@ def fuzz(inputs: st.SearchStrategy[Any], examples: int, campaign: int = 50) -> C
         def long() -> None:
             settings(**_PLAIN, max_examples=examples * campaign, print_blob=True, database=None)(given(inputs)(once))()
 
-        @pytest.mark.parametrize("search", [quick, pytest.param(long, marks=pytest.mark.slow)], ids=["quick", "long"])
+        campaigns = pytest.param(long, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])
+
+        @pytest.mark.parametrize("search", [quick, campaigns], ids=["quick", "long"])
         def test(search: Callable[[], None]) -> None:
             search()
 

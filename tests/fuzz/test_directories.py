@@ -168,6 +168,7 @@ def test_a_hundred_thousand_entries(world: World) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_hundred_thousand_entries_in_full(world: World) -> None:
     whole = world.make(2)
     for number in range(100_000):
