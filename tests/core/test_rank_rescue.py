@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from tests.core.rank_talk import FROZEN, ME, Rank1
 from ttp.core import messages as m
 from ttp.core.decide import How
-from ttp.core.layout import Shard, Version
+from ttp.core.layout import Rank, Shard, Version
 from ttp.core.rank import actions as act
 from ttp.core.rank import events as ev
 from ttp.core.rank.rescue import OVER_MAX
@@ -311,14 +313,23 @@ def test_an_update_that_comes_to_nothing_is_said(how: str) -> None:
     assert ">SaveFailed" in said
 
 
-def test_an_update_that_cannot_be_begun_is_said_at_once() -> None:
-    """The performer raises, and the reason goes to the controller at once, not after the time limit of an update."""
-    rank = frozen()
-    rank.save(8, how=How.REDO)
-    failed = act.not_done(next(a for a in rank.did if isinstance(a, act.Redo)), "RuntimeError('no device')")
-    assert failed is not None
-    assert ">SaveFailed" in rank.event(failed)
-    assert "no device" in rank.sent(m.SaveFailed).text
+BEGUN: dict[str, tuple[Callable[[Rank1], str], str]] = {
+    "Redo": (lambda rank: rank.save(8, how=How.REDO), ">SaveFailed"),
+    "StartSave": (lambda rank: rank.save(), ">SaveFailed"),
+    "StartCommit": (lambda rank: rank.commit(), ">CommitFailed"),
+    "StandBy": (lambda rank: rank.order(m.StandBy(ME, 1)), ">StandbyUp"),
+    "Probe": (lambda rank: rank.order(m.Probe(ME, 1, Rank(2), "h2:1")), ">Probed"),
+}
+
+
+@pytest.mark.parametrize("what", BEGUN)
+def test_what_cannot_be_begun_is_said_at_once(what: str) -> None:
+    """The performer raises, say because there is no thread; nobody waits until the time for it is over."""
+    rank, (order, answer) = frozen(), BEGUN[what]
+    order(rank)
+    (failed,) = (act.not_done(action, "no thread") for action in rank.did if act.name_of(action) == what)
+    assert failed is not None and answer in rank.event(failed)
+    assert "no thread" in str(rank.did) or what == "StandBy"
 
 
 def test_what_was_kept_of_the_version_before_is_written_as_such() -> None:
