@@ -277,7 +277,7 @@ def _check(processes: list[Any], number: int) -> None:
         process.stdin.flush()
     at = [int(process.stdout.readline()) for process in living]
     newest = max(at)
-    assert newest - min(at) <= 1 and min(at) > 3
+    assert newest - min(at) <= 1 and min(at) >= 3  # on a busy machine none may have gone on yet
     for process in living:
         process.stdin.write(f"{newest}\n")
         process.stdin.flush()
