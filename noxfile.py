@@ -173,8 +173,9 @@ def manifests(session: nox.Session) -> None:
 def oldest(session: nox.Session) -> None:
     """Test torch's adapter, the store and the commands with the oldest packages that pyproject.toml allows.
 
-    Needs Python 3.10 or 3.11, and takes the oldest torch from PyPI, which brings CUDA. Two files are left out: one uses
-    a layout that torch has since 2.9, the other needs MindSpore.
+    Needs Python 3.10 or 3.11, and takes the oldest torch from PyPI, which brings CUDA. Left out are two
+    files, of which one uses a layout that torch has since 2.9 and one needs MindSpore, and a test that looks for the
+    threads of gloo by their names.
     """
     project = nox.project.load_toml("pyproject.toml")["project"]
     least = [*project["dependencies"], *project["optional-dependencies"]["torch"]]
@@ -182,6 +183,10 @@ def oldest(session: nox.Session) -> None:
     session.install("--no-deps", "-e", ".")
     parts = [f"tests/{part}" for part in ("adapters/torch", "cli", "processor", "store", "wire")]
     others = ["--ignore=tests/adapters/torch/test_sharding.py", "--ignore=tests/cli/test_reshard.py"]
+    others += [
+        "--deselect",
+        "tests/adapters/torch/test_transport.py::test_a_part_of_a_message_keeps_no_thread_of_gloo_busy",
+    ]
     session.run("python", "-m", "pytest", "-W", "default", *others, *parts, *session.posargs)
 
 

@@ -61,7 +61,7 @@ def test_wide_items_count_in_bytes(tmp_path: Path) -> None:
 
 def test_it_works_as_the_target_of_torch_save_and_of_dcp(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
-    from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageWriterTransforms, _write_item
+    from torch.distributed.checkpoint import filesystem as fs
     from torch.distributed.checkpoint.metadata import MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
@@ -69,8 +69,9 @@ def test_it_works_as_the_target_of_torch_save_and_of_dcp(tmp_path: Path) -> None
     file = HashingFile(tmp_path / "piece")
     blob = WriteItem(index=MetadataIndex("a"), type=WriteItemType.BYTE_IO)
     item = WriteItem(index=MetadataIndex("b"), type=WriteItemType.TENSOR)
+    form = [fs.SerializationFormat.TORCH_SAVE] if hasattr(fs, "SerializationFormat") else []  # torch 2.7 has one form
     results = [
-        _write_item(_StorageWriterTransforms(), file, data, write_item, "piece", SerializationFormat.TORCH_SAVE)
+        fs._write_item(fs._StorageWriterTransforms(), file, data, write_item, "piece", *form)
         for data, write_item in ((io.BytesIO(b"hello"), blob), (tensor, item))
     ]
     size, found = file.sync_and_close()

@@ -36,6 +36,8 @@ WARN_DAYS = 30
 DAY_S = 86_400
 GREETING_S = 2.0
 """Seconds that a server may take to accept the connection of ``speaks_tls``."""
+_UNTRUSTED = ("CERTIFICATE_VERIFY_FAILED", "Hostname Verification", "is not in peer certificate")
+"""Parts of gRPC's descriptions, the last of old ones, of a certificate that is not believed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +198,7 @@ def diagnose(address: str, port: int, details: str) -> str | None:
     """
     where = f"{address}:{port}"
     mine = secured()
-    if mine and ("CERTIFICATE_VERIFY_FAILED" in details or "Hostname Verification" in details):
+    if mine and any(reason in details for reason in _UNTRUSTED):
         return (
             f"the certificate of the controller at {where} is not signed by the authority in TTP_TLS_CA, is out of "
             "date, was revoked (TTP_TLS_CRL), or has another name than this process' own: give all processes of the "
