@@ -196,14 +196,18 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_training(solo: Run, checkp
 
 
 def two_ranks(
-    tmp_path: Path, *directories: Path, steps: int, places: tuple[int, int] = (0, 1)
+    tmp_path: Path,
+    *directories: Path,
+    steps: int,
+    places: tuple[int, int] = (0, 1),
+    hosts: tuple[str, str] = ("a", "a"),
 ) -> list[tuple[int, str, str]]:
-    """Return exit codes and output of a job of two ranks on one host, each with a ``save_dir`` of its own."""
+    """Return exit codes and output of a job of two ranks, each with its ``save_dir`` and the name of its host."""
     env = solo_env(tmp_path) | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     ranks = [
         Forked(
             "tests.e2e.solo",
-            env | {"RANK": str(rank), "LOCAL_RANK": str(places[rank])},
+            env | {"RANK": str(rank), "LOCAL_RANK": str(places[rank]), "TTP_HOST": hosts[rank]},
             tmp_path / f"rank{rank}.out",
             (directory, steps),
         )
@@ -213,7 +217,7 @@ def two_ranks(
 
 
 def test_ranks_that_do_not_see_the_same_storage_fail_and_say_who_saw_what(checkpoint: Path, tmp_path: Path) -> None:
-    for code, out, err in two_ranks(tmp_path, checkpoint.parent, tmp_path / "empty", steps=9):
+    for code, out, err in two_ranks(tmp_path, checkpoint.parent, tmp_path / "empty", steps=9, hosts=("a", "b")):
         assert code != 0 and "start" not in out
         assert "rank 0 found step 4" in err and "rank 1 found nothing whole" in err
         assert "Is save_dir shared by all hosts?" in err

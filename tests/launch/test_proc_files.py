@@ -34,6 +34,6 @@ def test_a_program_below_it_can_import_ttp(tmp_path: Path) -> None:
 def test_it_is_seen_like_any_other(tmp_path: Path) -> None:
     with subprocess.Popen([script(tmp_path, "read line")], stdin=subprocess.PIPE) as process:
         assert worker_of(process.pid, {os.getpid()}) == os.getpid()
-        assert not _ignores(process.pid, signal.SIGINT)
+        assert not _ignores(process.pid, signal.SIGTERM)
         assert start_of(process.pid) > 0
         assert "no handler that dumps stacks" in take(process.pid, tmp_path, 1.0)

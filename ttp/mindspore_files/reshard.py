@@ -9,6 +9,7 @@ an existing target is never overwritten.
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -180,10 +181,8 @@ def _is_taken(path: Path) -> bool:
     """Return whether something other than an empty directory has this name."""
     try:
         return path.is_symlink() or any(path.iterdir())
-    except FileNotFoundError:
-        return False
-    except NotADirectoryError:
-        return True
+    except OSError:  # it does not exist, is no directory, or cannot be looked at
+        return os.path.lexists(path)
 
 
 def _ranks(wish: Wish, dst: Strategy | None) -> tuple[int, ...]:
