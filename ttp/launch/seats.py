@@ -254,7 +254,8 @@ class Seats:
         pcontext.envs[local_rank] = {**pcontext.envs[local_rank], **told.as_environment()}
         with forking(self._host.warm, (pcontext.stdouts[local_rank], pcontext.stderrs[local_rank])):
             args, env = pcontext.args[local_rank], pcontext.envs[local_rank]
-            handler = start_worker(pcontext.entrypoint, args, env, local_rank, pcontext._numa_options)
+            numa = getattr(pcontext, "_numa_options", None)  # torch 2.7 has none
+            handler = start_worker(pcontext.entrypoint, args, env, local_rank, numa)
         if not isinstance(handler.proc, ForkedWorker):
             handler.proc.kill()
             raise RuntimeError("the process to fork from was lost; `ttp status` says why restarts are cold")

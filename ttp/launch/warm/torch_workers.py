@@ -73,9 +73,10 @@ def start_worker(
 ) -> Any:
     """Start a worker as torch's agent does, and return torch's handler of it. Call it in a block of ``forking``."""
     place: Any = api
+    newer = "numa_options" in inspect.signature(SubprocessHandler).parameters  # than torch 2.7
     return place.get_subprocess_handler(
-        entrypoint=entrypoint, args=args, env=env, stdout=None, stderr=None,
-        local_rank_id=local_rank, numa_options=numa_options,
+        entrypoint=entrypoint, args=args, env=env, stdout=None, stderr=None, local_rank_id=local_rank,
+        **({"numa_options": numa_options} if newer else {}),
     )  # fmt: skip
 
 
