@@ -150,6 +150,7 @@ def test_the_controller_and_the_writer_die_before_it_is_durable(
 ) -> None:
     job.steps, job.env["JOB_STEP_S"] = 100, "0.1"  # it trains on for as long as a busy machine needs
     goes_on(job)
+    wait_until(lambda: len(writers(job)) == 1, job)  # the process that forked it has ended
     (first,) = writers(job)
     first.kill()
     first.wait()
