@@ -173,9 +173,8 @@ def manifests(session: nox.Session) -> None:
 def oldest(session: nox.Session) -> None:
     """Test torch's adapter, the store and the commands with the oldest packages that pyproject.toml allows.
 
-    Needs Python 3.10 or 3.11, and takes the oldest torch from PyPI, which brings CUDA. Left out are two
-    files, of which one uses a layout that torch has since 2.9 and one needs MindSpore, and a test that looks for the
-    threads of gloo by their names.
+    Needs Python 3.10 or 3.11, and takes the oldest torch from PyPI, which brings CUDA. Left out are two files, of which
+    one uses a layout that torch 2.7 lacks and one needs MindSpore, and a test that looks for gloo's threads by name.
     """
     project = nox.project.load_toml("pyproject.toml")["project"]
     least = [*project["dependencies"], *project["optional-dependencies"]["torch"]]

@@ -256,13 +256,15 @@ class Session:
 
     def restore(self) -> int:
         """See ``ttp.restore``."""
-        from ttp.store.choice import checkpoint_bytes, held_for, warn_of_lost_steps
+        from ttp.store.choice import checkpoint_bytes, held_for, warn_of_lost_steps, warn_of_new_beginning
 
         if self.adapter is None or self.save_dir is None:
             raise UsageError("restore() needs to know what to restore into: call wrap_optimizer() first")
         with held_for(self.save_dir).reading():
             found, chosen = self._find()
-            warn_of_lost_steps(found.candidates, chosen, self.save_dir, getattr(self.processor, "env", None))
+            warn_of_lost_steps(found.candidates, chosen)
+            if self.processor is not None and not chosen.name:
+                warn_of_new_beginning(self.save_dir, self.processor.env)
             checkpoint = found.where.get(chosen, self.save_dir / chosen.name)
             version = self._load(checkpoint, chosen, verified=chosen in found.verified) if chosen.name else Version(0)
         if chosen.name:

@@ -59,7 +59,8 @@ def test_a_rank_whose_mark_stays_makes_no_update(monkeypatch: pytest.MonkeyPatch
     """The launcher kills a rank that has its mark when its time is over, and the updates that it has made are lost."""
     left: list[str] = []
     monkeypatch.setattr(continuing, "end_process", lambda code, text, *_: left.append(text))
-    goes_on.released(SimpleNamespace(gate=Gate(), source=None), "incident")  # type: ignore[arg-type] # a part of it
+    processor: Any = SimpleNamespace(gate=Gate(), source=None)
+    goes_on.released(processor, "incident")
     goes_on.releasing = False
     with monkeypatch.context() as broken:
         broken.setattr(Path, "unlink", refuse)

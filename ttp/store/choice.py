@@ -194,15 +194,19 @@ def checkpoint_bytes(checkpoint: Path) -> int:
         return 0
 
 
-def warn_of_lost_steps(found: tuple[Candidate, ...], chosen: Candidate, save_dir: Path, env: RankEnv | None) -> None:
-    """Warn that the job goes back: other ranks lack what this one found, or a restart finds nothing at all."""
-    if env is not None and env.launch and not env.rank and not chosen.name:
+def warn_of_new_beginning(save_dir: Path, env: RankEnv) -> None:
+    """Warn, on the first rank of a restart, that no checkpoint was found."""
+    if env.launch and not env.rank:
         log.warning(
             "start %s of this job finds no checkpoint in %s: training begins with step 1. If the job has saved before, "
             "save_dir had another name then: give it one that is the same at each start, without a time in it",
             env.launch + 1,
             save_dir,
         )
+
+
+def warn_of_lost_steps(found: tuple[Candidate, ...], chosen: Candidate) -> None:
+    """Warn that other ranks lack the newest checkpoint that this rank found, so the job goes back further."""
     if found and found[0].version > chosen.version:
         log.warning(
             "this rank could restore step %s, but another rank could not (its log says why): the job goes back to "
