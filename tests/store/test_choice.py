@@ -11,8 +11,6 @@ import pytest
 
 from tests.damage import flip
 from ttp.config import RankEnv
-from ttp.core.layout import Version
-from ttp.core.restore_messages import Candidate
 from ttp.errors import CheckpointError, RestoreError
 from ttp.store.choice import Found, check_chosen, look_back, warn_of_new_beginning
 
