@@ -96,9 +96,9 @@ def test_ranks_that_disagree_are_refused(layout: Layout, text: str) -> None:
 def test_ranks_of_a_host_with_different_directories_are_refused() -> None:
     talk = Talk(formed=False)
     talk.hello(0)
-    talk.hello(1, save_dir="/elsewhere", host="another host")
-    assert talk.report(2, replace(hello(2, talk.layout), save_dir="/2")) == "Refused(mismatch):2 [refused]"
-    assert "rank 2 saves to /2, but rank 0 of the same host to /" in talk.orders(m.Refused)[0].text
+    talk.hello(2, save_dir="/elsewhere", host="another host")
+    assert talk.report(1, replace(hello(1, talk.layout), save_dir="/1")) == "Refused(mismatch):1 [refused]"
+    assert "rank 1 saves to /1, but rank 0 of the same host to /" in talk.orders(m.Refused)[0].text
 
 
 def beat(talk: Talk, rank: int, version: int) -> str:

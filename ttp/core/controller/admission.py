@@ -115,18 +115,23 @@ class Admission:
         return None
 
     def _apart(self, hello: m.Hello) -> Refusal | None:
-        """Refuse a new rank that saves elsewhere than the others of its host; other hosts may name it differently."""
+        """Refuse a new rank that saves elsewhere than its neighbours on its host; other hosts may name it differently.
+
+        Launchers number the ranks of a host one after the other; to look at all members would cost too much.
+        """
         if hello.resume or self._rescue.program.leads or self._job.starts_incarnation(hello):
             return None
-        place, members = (hello.host, hello.launch), self._job.members.values()
-        near = (mb.hello for mb in members if (mb.hello.host, mb.hello.launch) == place)
-        other = next((each for each in near if each.save_dir != hello.save_dir), None)
-        if other is None:
-            return None
-        return m.RefusalCode.MISMATCH, (
-            f"rank {hello.rank} saves to {hello.save_dir}, but rank {other.rank} of the same host to {other.save_dir}: "
-            "give all ranks the same save_dir. Its name may contain neither the rank nor the time"
-        )
+        for rank in (hello.rank - 1, hello.rank + 1):
+            member = self._job.members.get(Rank(rank))
+            if member is None or (member.hello.host, member.hello.launch) != (hello.host, hello.launch):
+                continue
+            if member.hello.save_dir != hello.save_dir:
+                return m.RefusalCode.MISMATCH, (
+                    f"rank {hello.rank} saves to {hello.save_dir}, but rank {rank} of the same host to "
+                    f"{member.hello.save_dir}: give all ranks the same save_dir. Its name may contain neither the rank "
+                    "nor the time"
+                )
+        return None
 
     def _elsewhere(self, hello: m.Hello) -> Refusal | None:
         """Send a rank of a running job to a standby, if this controller has no job and the rank knows standbys."""
