@@ -101,6 +101,7 @@ class Model(Invariants):
         self.hows: set[str] = set()
         """What savers were told to do first."""
         self.machines = Machines()
+        self._started: dict[tuple[int, float, str], int] = {}
         cuts = [[split(s, n) for n in range(1, max(stripes, 1) + 1)] for s in layout.groups]
         self._cuts = [[name for names in chosen for name in names] for chosen in itertools.product(*cuts)]
 
@@ -141,7 +142,7 @@ class Model(Invariants):
             machine.on_event(ev.Observed(BASE, m.Phase.IDLE), 0.0)
         n = self.world
         first = self.machines.number(controller)
-        second = self.machines.number(self._fresh(1, 0.0)) if self.rival else GONE
+        second = self._fresh(1, 0.0) if self.rival else GONE
         return State(
             controllers=(first, second),
             ranks=tuple(map(self.machines.number, ranks)),
@@ -161,8 +162,11 @@ class Model(Invariants):
             now=0.0,
         )
 
-    def _fresh(self, number: int, now: float, host: str = RIVAL) -> ControllerMachine:
-        return ControllerMachine(PATIENCE, Names(number), now, host)
+    def _fresh(self, number: int, now: float, host: str = RIVAL) -> int:
+        made = self._started.get(key := (number, now, host))
+        if made is None:
+            made = self._started[key] = self.machines.number(ControllerMachine(PATIENCE, Names(number), now, host))
+        return made
 
     @staticmethod
     def _talk(controller: ControllerMachine, ranks: list[ProcessorMachine], r: int, event: ev.Event) -> None:
@@ -252,8 +256,8 @@ class Model(Invariants):
         return self._processor(state, r, ev.StreamUp())
 
     def _take_over(self, state: State) -> State:
-        fresh = self.machines.number(self._fresh(state.opened, state.now, ""))
-        return self._forgotten(state._replace(controllers=(fresh, state.controllers[1])), 0)
+        controllers = (self._fresh(state.opened, state.now, ""), state.controllers[1])
+        return self._forgotten(state._replace(controllers=controllers), 0)
 
     def _rival_dies(self, state: State) -> State:
         return self._forgotten(state._replace(controllers=(state.controllers[0], GONE)), 1)
