@@ -179,8 +179,9 @@ def wrap_optimizer(
         scheduler: the learning-rate scheduler, or a list of several, if any.
         save_dir: directory of checkpoints, shared by all hosts. ``TTP_SAVE_DIR`` overrides it.
         extra_state: an object with ``state_dict()`` and ``load_state_dict()``, or a dict of such objects. Its state is
-            captured at the end of every update unless the object has ``ttp_constant = True``; a ``torch.nn.Module``
-            (EMA) is read when a checkpoint is written.
+            captured when ``optimizer.step()`` ends (in a loop that calls ``step_done()``: there), so change it before
+            ``loss.backward()``. An object with ``ttp_constant = True`` and a ``torch.nn.Module`` (EMA) are read when a
+            checkpoint is written.
         scaler: a ``torch.amp.GradScaler``, if any.
         layout: the replica groups, if ttp cannot find them out from the objects; see docs/layouts.md.
         shard_of: function from the name of a parameter to the name of its shard, for a ``layout`` in which a rank holds

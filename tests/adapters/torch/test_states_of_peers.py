@@ -36,14 +36,20 @@ class Job:
         self.processor: Any = StubProcessor(root / "checkpoints", layout=Layout.data_parallel(world_size))
         self.adapters: list[TorchAdapter] = []
 
-    def rank(self, before: float, after: float | None) -> None:
-        """Let the next rank write its page, and die in the update if there is no ``after``."""
+    def rank(self, before: float, after: float | None, gate: float | None = None) -> None:
+        """Let the next rank write its page, and die in the update if there is no ``after``.
+
+        At the gate its state is ``gate``, if it comes there.
+        """
         average = average_of(self.size, before)
         made = adapter({"ema": average})
         made.source.on_welcome(Rank(len(self.adapters)), INCARNATION, self.pages)
         if not self.adapters:
             made.attach(self.processor)
         made.capture.capture(0, final=False)
+        if gate is not None:
+            average.state["values"].fill_(gate)
+            made.capture.look_again(0)
         if after is not None:
             average.state["values"].fill_(after)
             made.capture.capture(0, final=True)
@@ -72,6 +78,27 @@ def test_a_rank_that_died_in_its_update_gets_the_average_of_ranks_that_had_the_s
     job.rank(5, 6)
     path = job.save()
     assert [restored(path, rank, size) for rank in range(3)] == [2, 2, 6]
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_a_rank_that_died_before_its_gate_is_compared_with_the_backward_pass_of_others(
+    tmp_path: Path, size: int
+) -> None:
+    """The loop counts between the backward pass and ``optimizer.step()``, which the dead rank did not reach."""
+    job = Job(tmp_path, size)
+    job.rank(1, 2, gate=2)
+    job.rank(1, None)
+    job.rank(1, 2, gate=2)
+    path = job.save()
+    assert [restored(path, rank, size) for rank in range(3)] == [2, 2, 2]
+
+
+def test_a_rank_that_died_behind_its_gate_is_compared_with_the_gate_of_others(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    job.rank(1, 2, gate=2)
+    job.rank(1, None, gate=3)
+    path = job.save()
+    assert restored(path, 1) == 3
 
 
 def test_it_stays_behind_where_others_disagree(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

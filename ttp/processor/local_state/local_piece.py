@@ -13,7 +13,7 @@ from ttp.core.layout import Rank
 from ttp.core.messages import Piece
 from ttp.errors import CheckpointError
 from ttp.processor.local_state.mirror import read_page_or_kept
-from ttp.processor.local_state.page_reader import read_page
+from ttp.processor.local_state.page_reader import read_early
 from ttp.store.encoding import EncodingError, decode, encode
 from ttp.store.json_text import parse_json
 from ttp.store.piece_file import write_piece
@@ -39,13 +39,15 @@ class Pages:
         data: the image of each rank that has a page of the wanted version.
         provisional: ranks that died before they had finished the version; their pages hold the state before the update.
         missing: why a rank has no page.
-        changes: how the update has changed each object, by name and rank.
+        changes: how the update has changed each object, by name, with the ranks where it did so. A rank that finished
+            the update is listed for its state at the gate and for an earlier one, if both are left: a rank that died
+            between the two is compared with the earlier one.
     """
 
     data: dict[Rank, bytes]
     provisional: tuple[Rank, ...]
     missing: dict[Rank, str]
-    changes: Mapping[str, Mapping[Rank, Change]] = field(default_factory=dict)
+    changes: Mapping[str, Mapping[Change, list[int]]] = field(default_factory=dict)
 
 
 def collect(
@@ -61,7 +63,7 @@ def collect(
         digests: looks into an image; None: the changes of objects are not recorded.
     """
     data: dict[Rank, bytes] = {}
-    changes: dict[str, dict[Rank, Change]] = {}
+    changes: dict[str, dict[Change, list[int]]] = {}
     provisional: list[Rank] = []
     missing: dict[Rank, str] = {}
     for rank in ranks:
@@ -74,10 +76,12 @@ def collect(
         if not page.final:
             provisional.append(rank)
         if digests is not None:
-            early = read_page(page_dir, rank, version, incarnation, early=True) if page.final else page
-            before = {} if isinstance(early, str) else digests(early.data)
+            early = read_early(page_dir, rank, version, incarnation) if page.final else [page.data]
+            before = [digests(image) for image in early] or [{}]
             for name, digest in digests(page.data).items():
-                changes.setdefault(name, {})[rank] = before.get(name, ""), digest if page.final else ""
+                for old in sorted({states.get(name, "") for states in before}):
+                    change = old, digest if page.final else ""
+                    changes.setdefault(name, {}).setdefault(change, []).append(int(rank))
     return Pages(data, tuple(provisional), missing, changes)
 
 
@@ -91,7 +95,7 @@ def write_local_piece(draft: Path, file: str, pages: Pages, writer: Rank) -> Pie
         "ranks": sorted(pages.data),
         "provisional": sorted(pages.provisional),
         "missing": {str(rank): why for rank, why in sorted(pages.missing.items())},
-        "changes": {name: _by_change(of_ranks) for name, of_ranks in pages.changes.items()},
+        "changes": {name: [[*change, ranks] for change, ranks in by.items()] for name, by in pages.changes.items()},
     }
     data = encode({int(rank): image for rank, image in pages.data.items()})
     return write_piece(draft, file, data, LOCAL_KIND, writer, json.dumps(table))
@@ -168,16 +172,8 @@ def why_lost(pieces: Sequence[Piece], rank: int) -> str:
     return "no rank of its host was left to save it"
 
 
-def _by_change(of_ranks: Mapping[Rank, Change]) -> list[list[Any]]:
-    """Return ``[before, after, ranks]`` for each change, so that ranks with equal states cost little room."""
-    ranks: dict[Change, list[int]] = {}
-    for rank, change in sorted(of_ranks.items()):
-        ranks.setdefault(change, []).append(int(rank))
-    return [[*change, those] for change, those in ranks.items()]
-
-
 def _changes(pieces: Sequence[Piece], name: str) -> list[tuple[str, str, list[int]]]:
-    """Return what ``_by_change`` made, from all pieces; what is not of this form is left out."""
+    """Return ``(before, after, ranks)`` of each change in these pieces; what is not of this form is left out."""
     found = []
     for piece in pieces:
         entries = _listed(piece, "changes", dict, {}).get(name) if piece.kind == LOCAL_KIND else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,7 +44,7 @@ class Page:
     data: bytes
 
 
-def read_page(page_dir: Path, rank: int, version: int, incarnation: int, *, early: bool = False) -> Page | str:
+def read_page(page_dir: Path, rank: int, version: int, incarnation: int) -> Page | str:
     """Read what ``rank`` stored for ``version``, whether the rank lives or not.
 
     Args:
@@ -51,7 +52,6 @@ def read_page(page_dir: Path, rank: int, version: int, incarnation: int, *, earl
         rank: the rank whose page to read.
         version: the version to read.
         incarnation: launch of the job.
-        early: True: read the state that was written before the update, even if a newer one has been written since.
 
     Returns:
         The newest whole page of that version, or a text that says why there is none: no file, a file that another user
@@ -60,11 +60,23 @@ def read_page(page_dir: Path, rank: int, version: int, incarnation: int, *, earl
     name = page_name(rank)
     try:
         with open_file(page_dir, name) as fd:
-            return _Reader(fd, rank, incarnation, early).read(version)
+            return _Reader(fd, rank, incarnation).read(version)
     except FileNotFoundError:
         return f"there is no page {page_dir / name}"
     except (OSError, MemoryError, UnsafeError, _BadPageError) as problem:
         return f"page {page_dir / name} cannot be used: {problem}"
+
+
+def read_early(page_dir: Path, rank: int, version: int, incarnation: int) -> list[bytes]:
+    """Return what is left of the states that ``rank`` wrote before the update to ``version``: at its gate, and earlier.
+
+    Never raises for the file's contents.
+    """
+    try:
+        with open_file(page_dir, page_name(rank)) as fd:
+            return _Reader(fd, rank, incarnation).read_early(version)
+    except (OSError, MemoryError, UnsafeError, _BadPageError):
+        return []
 
 
 def newest_pages(page_dir: Path, rank: int, pid: int, count: int) -> tuple[int, list[Page]]:
@@ -106,7 +118,6 @@ class _Reader:
     fd: int
     rank: int
     incarnation: int
-    early: bool = False  # only what was written before an update is wanted
     size: int = 0
     reasons: list[str] = field(default_factory=list)
 
@@ -127,6 +138,17 @@ class _Reader:
         found = (self._newest_whole(version) for version in versions)
         return [page for page in found if page is not None][-count:]
 
+    def read_early(self, version: int) -> list[bytes]:
+        self._check_header()
+        self.size = os.fstat(self.fd).st_size
+        bodies = [body for body in map(self._try_body, range(SLOTS)) if body is not None]
+        found = []
+        for body in bodies:
+            if body.version == version and body.early:
+                with contextlib.suppress(_BadPageError):
+                    found.append(self._complete(body).data)
+        return found
+
     def _check_header(self) -> None:
         header = os.pread(self.fd, HEADER_BYTES, 0)
         if len(header) < HEADER_BYTES:
@@ -143,7 +165,7 @@ class _Reader:
         if others or not bodies:
             self.reasons.append("versions held: " + (", ".join(map(str, others)) or "none"))
         for body in sorted(bodies, key=lambda b: -b.writes):
-            if body.version == version and (body.early or not self.early):
+            if body.version == version:
                 try:
                     return self._complete(body)
                 except _BadPageError as problem:
