@@ -54,9 +54,14 @@ train()
 """
 
 
-def test_the_program_of_the_guide(tmp_path: Path) -> None:
-    env = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")} | {
-        "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "TTP_PORT": str(free_port()),
+LAUNCHERS = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+
+
+@pytest.mark.parametrize("launcher", [LAUNCHERS, {}], ids=["launcher", "by-hand"])
+def test_the_program_of_the_guide(tmp_path: Path, launcher: dict[str, str]) -> None:
+    """Rank, world size and address are arguments of its calls, so it needs no launcher that sets them."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("TTP_") and k not in LAUNCHERS} | launcher | {
+        "TTP_PORT": str(free_port()),
         "TTP_RUN_DIR": str(tmp_path / "run"), "TTP_SAVE_DIR": str(tmp_path), "TTP_ABANDONED_S": "5",
     }  # fmt: skip
     command = [sys.executable, "-c", PROGRAM, str(tmp_path)]

@@ -60,6 +60,7 @@ class Program:
         self.rename: RenameHandler | None = None
         self.args: Any = None
         self.rank: int | None = None
+        self.world_size = 0
         self.replicas: ReplicaSet | None = None
         self.participant: Participant | None = None
 
@@ -137,7 +138,7 @@ def ttp_init_processor(
     except TtpError as problem:
         log.error("ttp_init_processor: %s", problem)
         return RET_ERROR
-    _program.rank = rank
+    _program.rank, _program.world_size = rank, world_size
     return RET_OK
 
 
@@ -149,7 +150,9 @@ def ttp_start_processor(master_ip: str, port: int) -> int:
     from ttp.mindio.handlers import HandlerKind, Participant
 
     try:
-        env = RankEnv.from_env({**os.environ, "MASTER_ADDR": master_ip})
+        # Without a launcher the arguments tell all that its variables would.
+        told = {"RANK": str(_program.rank), "WORLD_SIZE": str(_program.world_size), "LOCAL_RANK": str(_program.rank)}
+        env = RankEnv.from_env({**told, **os.environ, "MASTER_ADDR": master_ip})
         if env.rank != _program.rank:
             log.error(
                 "ttp_start_processor: RANK=%s is not the rank given to ttp_init_processor (%s)", env.rank, _program.rank
