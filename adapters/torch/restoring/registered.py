@@ -41,7 +41,14 @@ from ttp.core.restore_choice import agree
 from ttp.core.restore_messages import Candidate, RestoreView
 from ttp.core.stripes import base_of
 from ttp.errors import RestoreError, TtpError
-from ttp.processor.local_state.local_piece import is_provisional, lender, objects_kept, ranks_kept, why_lost
+from ttp.processor.local_state.local_piece import (
+    is_provisional,
+    lender,
+    may_be_behind,
+    objects_kept,
+    ranks_kept,
+    why_lost,
+)
 from ttp.store.encoding import decode, encode
 from ttp.store.manifest import Manifest
 
@@ -271,7 +278,8 @@ class Restoring(abc.ABC):
                 f"no rank-local state of rank {rank} was saved ({why}): its random streams are derived from its seed"
                 + "".join(f", and extra_state[{name!r}] is that of the replicas that saved theirs" for name in peers),
             ]
-        behind = sorted(local.extra.keys() - peers) if is_provisional(manifest.pieces, owner) else []
+        died = is_provisional(manifest.pieces, owner)
+        behind = [n for n in sorted(local.extra.keys() - peers) if died and may_be_behind(manifest.pieces, n)]
         notes = [_BEHIND.format(owner, restored.version, ", ".join(map(repr, behind)))] if behind else []
         extra = {**constant, **local.extra, **peers}
         if same_world:

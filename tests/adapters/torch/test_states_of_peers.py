@@ -119,6 +119,17 @@ def test_a_state_that_the_update_did_not_change_is_not_behind(tmp_path: Path, ca
     assert restored(path, 1, world_size=2) == 1 and "behind" not in caplog.text
 
 
+def test_what_no_update_changes_is_not_behind_although_each_rank_has_its_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The random streams of each rank, or its place in the data, which the loop moves before the forward pass."""
+    job = Job(tmp_path, world_size=2)
+    job.rank(1, 1)
+    job.rank(5, None)
+    path = job.save()
+    assert restored(path, 1, world_size=2) == 5 and "behind" not in caplog.text
+
+
 def test_a_rank_whose_host_was_lost_gets_what_all_others_have(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     job = Job(tmp_path)
     job.rank(1, 2)

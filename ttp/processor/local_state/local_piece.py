@@ -146,6 +146,12 @@ def lender(pieces: Sequence[Piece], name: str, rank: int, replicas: Collection[i
     return min(states) if len({*states.values()}) == 1 else None
 
 
+def may_be_behind(pieces: Sequence[Piece], name: str) -> bool:
+    """Return False if the update is known to have left the object as it was on all ranks that finished it."""
+    finished = [(before, after) for before, after, _ in _changes(pieces, name) if after]
+    return not finished or any(before != after for before, after in finished)
+
+
 def objects_kept(pieces: Sequence[Piece]) -> list[str]:
     """Return the names of the objects whose changes are in these pieces."""
     return sorted({name for p in pieces if p.kind == LOCAL_KIND for name in _listed(p, "changes", dict, {})})
