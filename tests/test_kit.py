@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ttp.testing.kit import Kill, Report, Row, stop_controllers
+from ttp.testing.kit import Job, Kill, Report, Row, _Lives, start_python, stop_controllers
 
 KILLED = Kill("backward", rank=1)
 
@@ -56,3 +57,13 @@ def test_a_controller_may_write_the_end_of_its_incident_before_it_ends(tmp_path:
         assert process.stdout is not None and process.stdout.readline() == b"runs\n"
     stop_controllers(tmp_path)
     assert [process.communicate(timeout=60)[0] for process in job] == [b"written\n", b""]
+
+
+def test_a_checkpoint_that_was_there_already_counts_for_its_life(tmp_path: Path) -> None:
+    """A rank that is killed in its first step of a life may leave the others where they began."""
+    incidents = tmp_path / "hurt" / "checkpoints" / "incidents"
+    lives = _Lives(Job("", []), tmp_path / "hurt", (1, 2), start_python, 1, protected=True)
+    incidents.mkdir(parents=True)
+    for number, (kind, version) in enumerate([("committed", 3), ("nothing_new", 3), ("committed", 5)]):
+        (incidents / f"{number}.jsonl").write_text(json.dumps({"kind": kind, "version": version}) + "\n")
+    assert lives.saved() == [3, 3, 5]

@@ -92,7 +92,7 @@ class Row:
     Args:
         kill: the kill.
         codes: exit codes of that life, by rank; with a launcher, its one exit code.
-        version: the saved version; None if none was saved.
+        version: the version from which the next life resumes; None if none was saved.
         lost: number of steps that a surviving rank had finished and the next life repeated.
         may_lose: ``may_lose`` of the job.
     """
@@ -179,7 +179,7 @@ def run(job: Job, directory: Path, *, start: Start = start_python, timeout_s: fl
         whole = _Lives(job, directory / "unbroken", ports, start, timeout_s, protected=False)
         hurt.live_all(job.kills)
         whole.live_all(())
-    versions, logs, rows = hurt.committed(), [hurt.log(rank) for rank in range(job.world_size)], []
+    versions, logs, rows = hurt.saved(), [hurt.log(rank) for rank in range(job.world_size)], []
     for life, kill in enumerate(job.kills):
         codes = hurt.codes[life] if life < len(hurt.codes) else hurt.codes[-1]
         survivors = [log for rank, log in enumerate(logs) if rank != kill.rank] or logs
@@ -278,12 +278,12 @@ class _Lives:
             base |= {"TTP_PORT": port, "TTP_OT": "60", "TTP_STANDBYS": "0"}
         return base | job.env
 
-    def committed(self) -> list[int]:
-        """Return the committed versions, in the order of the incident files' names."""
+    def saved(self) -> list[int]:
+        """Return the version that each incident has saved or found on disk, in the order of the files' names."""
         events: list[Any] = []
         for path in sorted((self._directory / "checkpoints" / "incidents").glob("*.jsonl")):
             events += map(json.loads, path.read_text().splitlines())
-        return [event["version"] for event in events if event["kind"] == "committed"]
+        return [event["version"] for event in events if event["kind"] in ("committed", "nothing_new")]
 
     def log(self, rank: int) -> list[tuple[int, int, str]]:
         """Return (life, step, text) of each report of a rank."""
