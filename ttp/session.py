@@ -240,16 +240,16 @@ class Session:
             self.processor = self.adapter = self.wrap_again = self._preemption = None  # the exit handler keeps this
 
     def _at_exit(self, pid: int) -> None:
-        """Say goodbye for a program that does not decorate ``train()``, unless the program ends by an exception.
+        """Say goodbye, or report the exception that ends the program, for one that does not decorate ``train()``.
 
         After ``train()`` has returned, tell the launcher instead: a crash from here on is a library that is torn down.
         """
-        if os.getpid() != pid or getattr(sys, "last_value", None) is not None:
+        if os.getpid() != pid or isinstance(problem := getattr(sys, "last_value", None), KeyboardInterrupt):
             return
         with contextlib.suppress(Exception):
             if self.processor is not None:
-                self._leave(GoodbyeReason.LEFT)
-            elif self._trained_in is not None:
+                self.raised(problem) if problem is not None else self._leave(GoodbyeReason.LEFT)
+            elif problem is None and self._trained_in is not None:
                 from ttp.launch.leases import Leases
 
                 Leases(self._trained_in).end(pid)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -255,3 +257,28 @@ def test_a_launcher_that_says_one_local_rank_to_all_hides_no_damage(
     said = two_ranks(tmp_path, checkpoint.parent, checkpoint.parent, steps=8, places=(0, 0))
     assert all(code == 0 and "start 4" in out for code, out, _ in said), said
     assert all("LOCAL_RANK or LOCAL_WORLD_SIZE is wrong" in err for _, _, err in said), said
+
+
+UNDECORATED = """
+import sys
+import torch
+import ttp
+
+model = torch.nn.Linear(2, 1)
+optimizer = ttp.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model, save_dir=sys.argv[1])
+ttp.restore()
+for step in range(3):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+raise ValueError("a bad batch")
+"""
+
+
+def test_a_program_without_the_decorator_is_saved_when_it_raises(tmp_path: Path) -> None:
+    """When a rank dies, the others raise: their processes would have ended before they were saved."""
+    script = tmp_path / "train.py"
+    script.write_text(UNDECORATED)
+    command, env = [sys.executable, str(script), str(tmp_path / "ck")], solo_env(tmp_path)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 75 and "a bad batch" in done.stderr, done.stderr
+    assert (tmp_path / "ck" / "tft_saved_checkpoints-step_3").is_dir()
