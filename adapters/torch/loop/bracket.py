@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ttp.adapters.torch.device.accelerator import Fence
 from ttp.adapters.torch.loop.closures import Closure, closure_of, evaluates_first, with_closure
-from ttp.adapters.torch.loop.misuse import graph_task, refuse_capture, refuse_in_step, warn_of_unheard
+from ttp.adapters.torch.loop.misuse import graph_task, pass_on_failure, refuse_capture, refuse_in_step, warn_of_unheard
 from ttp.adapters.torch.loop.no_sync import NoSync
 from ttp.adapters.torch.loop.post_step_state import PostStepState
 from ttp.adapters.torch.loop.stepping import Stepping, creates_state
@@ -188,6 +188,7 @@ class Bracket:
         if graph_task() != -1:
             refuse_in_step(optimizer)
         refuse_capture()
+        pass_on_failure()
         if self._stepping.depth:
             self._look_for_exception(entering=True)
             if self._stepping.depth:  # this call runs inside another step

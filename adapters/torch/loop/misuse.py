@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -15,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ttp.adapters.torch.loop.hook import Hook
 from ttp.errors import ConfigError, UsageError
+from ttp.processor.faults import is_collective_error
 
 log = logging.getLogger("ttp.adapters.torch")
 
@@ -48,6 +50,17 @@ def refuse_capture() -> None:
             "make. Capture the forward and the backward pass only (torch.cuda.make_graphed_callables, or a graph that "
             "ends with backward()), and call optimizer.step() outside of the graph"
         )
+
+
+def pass_on_failure() -> None:
+    """Raise the error of a collective again that is on its way out while ``optimizer.step()`` is called.
+
+    A loop that steps in a ``finally`` block, or at the end of a context manager, does so even when its peers are gone.
+    It would update with a gradient that was not reduced, and that update would count as the newest version.
+    """
+    problem = sys.exc_info()[1]
+    if problem is not None and is_collective_error(problem):
+        raise problem
 
 
 def refuse_lazy(model: nn.Module) -> None:

@@ -106,6 +106,19 @@ class TestCaught:
             job.optimizer.step()
         assert job.gate.version == 1 and job.gate.state().phase is Phase.IDLE
 
+    def test_no_update_follows_a_collective_that_failed(self) -> None:
+        """A step in a ``finally`` block would count an update with a gradient that was not reduced."""
+        job = loop()
+        job.backward()
+        before = job.model[0].weight.detach().clone()
+        job.taken()
+        with pytest.raises(RuntimeError, match="Connection closed by peer"):
+            try:
+                raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:35529")
+            finally:
+                job.optimizer.step()
+        assert job.taken() == [] and job.gate.version == 0 and torch.equal(job.model[0].weight, before)
+
     def test_a_closed_gate_holds_it(self) -> None:
         job = loop()
         job.backward()
