@@ -250,6 +250,7 @@ class TorchAdapter(Restoring):
         buckets = self._buckets
         trial.problems = lambda: buckets.look_again(self._model, resumed=self._resumed)
         trial.scheduled = bool(self._schedulers or self._extra.objects)
+        trial.fresh = lambda: processor.gate.version == 0
         if not is_sharded(self._optimizer):  # a sharding optimizer assigns new parameters to ranks itself
             mine = processor.layout.shards_of(Rank(processor.env.rank))
             trial.saved = lambda: {name for shard in mine for name in sharding.parameters_of(shard)}

@@ -37,6 +37,11 @@ _UNSCHEDULED = (
     "an LR scheduler changes this optimizer, and wrap_optimizer() was given none: a resumed job begins the schedule "
     "anew. Make the scheduler first, and give it as scheduler="
 )
+_EARLIER = (
+    "the optimizer holds the state of earlier updates, which ttp has not restored: versions are counted from here. If "
+    "the loop's steps continue from a checkpoint of the program's own, restore() returns too small a number after a "
+    "failure: docs/support.md (checkpoints of the program's own) says how to add the step of that checkpoint"
+)
 _SETTINGS = ("optim", "param_groups")
 
 State = Mapping[str, Any]
@@ -102,6 +107,8 @@ class Trial:
         """Returns other problems that show after the first update, in sentences; called on the training thread."""
         self.scheduled = True
         """False if no scheduler, and no object that may hold one, is saved."""
+        self.fresh: Callable[[], bool] = bool
+        """Returns whether no update has been made or restored."""
         self.saved: Callable[[], Collection[str]] = self._all
         """Returns the names of the parameters in this rank's shards."""
         self._devices = _devices(model)
@@ -125,6 +132,8 @@ class Trial:
         if not self._checked:
             self._checked = True
             self._refuse_replaced()
+            if self.fresh() and any(map(_has_state, self._optimizers)):
+                _log.warning(_EARLIER)
         for number, optimizer in enumerate(self._optimizers):
             if len(optimizer.param_groups) != self._groups[number]:
                 self._groups[number], self.due = len(optimizer.param_groups), True
@@ -310,6 +319,12 @@ def _storable(value: Any) -> bool:
 def _same_form(tensor: Tensor) -> Tensor:
     """Return a tensor of the same shape and dtype on the host; its bytes do not matter."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+
+def _has_state(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer has made updates. Some make their state, of zeros, before."""
+    values = (value for state in optimizer.state.values() if isinstance(state, Mapping) for value in state.values())
+    return any(bool(local(value).any()) for value in values if isinstance(value, Tensor))
 
 
 def _devices(model: nn.Module) -> frozenset[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from tests.adapters.torch.hooked import Job
+from tests.adapters.torch.stub_processor import StubProcessor, registered
 from ttp.adapters.torch.loop import hooks, misuse
 from ttp.core.messages import Phase
 from ttp.errors import UsageError
@@ -162,3 +164,26 @@ class TestGradientsWithoutABackwardPass:
         job.backward()
         job.optimizer.step(closure if first == "LBFGS" else None)
         assert "backward pass of autograd" not in caplog.text
+
+
+@pytest.mark.supports("checkpoints of the program's own")
+class TestStateOfEarlierUpdates:
+    @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.Adagrad])  # the second one makes its state at once
+    @pytest.mark.parametrize("earlier", [True, False])
+    def test_versions_are_counted_from_it_and_the_log_says_so(
+        self, kind: Any, earlier: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        model = nn.Linear(3, 2)
+        optimizer, other = kind(model.parameters(), lr=0.1), kind(model.parameters(), lr=0.1)
+        model(torch.ones(1, 3)).sum().backward()
+        other.step()
+        if earlier:
+            optimizer.load_state_dict(other.state_dict())
+        adapter = registered(model, optimizer)
+        adapter.layout(1)
+        adapter.attach(StubProcessor(tmp_path))  # type: ignore[arg-type]
+        for _ in range(2):
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+        said = [each for each in caplog.messages if "holds the state of earlier updates" in each]
+        assert len(said) == earlier
