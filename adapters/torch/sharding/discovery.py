@@ -176,8 +176,10 @@ def refuse_strangers(shards: Mapping[Identity, Sequence[Rank]], views: Sequence[
             one, two = (describe(views[group[0]], group[0]) for group in (other, ranks))
             raise ConfigError(
                 f"{one} and {two} hold parameters of the same names and shapes, and neither a mesh nor a "
-                f"DistributedDataParallel connects them. If they are different parts of the model, {RENAME}. If they "
-                "are replicas, give wrap_optimizer() layout=ttp.Layout(world_size, {shard: ranks, ...})"
+                f"DistributedDataParallel connects them. If they are different parts of the model, {RENAME}. With "
+                "tensor parallelism use fully_shard() or replicate(): DistributedDataParallel takes the mesh from its "
+                "parameters. If they are replicas, give wrap_optimizer() layout=ttp.Layout(world_size, {shard: ranks, "
+                "...})"
             )
 
 
