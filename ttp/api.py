@@ -341,8 +341,10 @@ def step_done() -> None:
 
     For loops that change state after ``optimizer.step()`` in ways that ttp cannot see, and for loops whose optimizers
     step a different number of times in an iteration. Once it has been called, a version counts as finished only at this
-    call: everything from the first ``optimizer.step()`` on belongs to the update. Call it from the first iteration on.
-    If one optimizer steps several times in an iteration, also call it once before the loop, right after ``restore()``.
+    call: everything from the first ``optimizer.step()`` on belongs to the update. Also call it once before the loop,
+    right after ``restore()``: until its first call, in each launch, ``optimizer.step()`` ends a version. A rank that
+    waits for a dead one between its update and this call holds no version: do not communicate there, or use
+    ``undo="preimage"``, with which it can go back.
 
     Raises:
         UsageError: ``wrap_optimizer`` was not called.

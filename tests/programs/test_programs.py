@@ -52,6 +52,18 @@ def test_it_is_killed_in_its_phases_and_ends_with_its_bits(program: str, tmp_pat
     kit.run(kit.Job(f"tests.programs.{program}", chosen), tmp_path, start=ForkedPython).check()
 
 
+@pytest.mark.supports("several trainings in a program")
+@pytest.mark.timeout(600)
+def test_two_trainings_in_one_program(tmp_path: Path) -> None:
+    """The first has ten steps, and is not repeated."""
+    found = kit.run(
+        kit.Job("tests.programs.two_trainings", [kit.Kill("forward", 0, 12), kit.Kill("in_step", 1, 2)]),
+        tmp_path,
+        start=ForkedPython,
+    )
+    found.check()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("program", PROGRAMS)
