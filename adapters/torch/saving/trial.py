@@ -324,7 +324,10 @@ def _same_form(tensor: Tensor) -> Tensor:
 def _has_state(optimizer: Optimizer) -> bool:
     """Return whether an optimizer has made updates. Some make their state, of zeros, before."""
     values = (value for state in optimizer.state.values() if isinstance(state, Mapping) for value in state.values())
-    return any(bool(local(value).any()) for value in values if isinstance(value, Tensor))
+    try:
+        return any(bool(local(value).any()) for value in values if isinstance(value, Tensor))
+    except Exception:  # not all dtypes and kinds of tensors can be compared with zero, and this is only for a warning
+        return False
 
 
 def _devices(model: nn.Module) -> frozenset[str]:
