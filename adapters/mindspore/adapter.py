@@ -205,6 +205,7 @@ class MindSporeAdapter:
         if processor.gate.updating:
             log.error(LEFT, processor.gate.version)
             processor.leave_update()
+        self._look()
         left = processor.gate.left
         version = processor.gate.version + left  # an update that was left in the middle has used up its version number
         self._capture.capture(version + 1, self._here(version + 1), final=False)
@@ -216,22 +217,26 @@ class MindSporeAdapter:
         processor.begin_update()
 
     def end_update(self) -> None:
-        """See ``Reporter``.
-
-        A graph of ``ms.jit`` runs on a thread of MindSpore, where asking for an address waits for this very graph.
-        """
+        """See ``Reporter``."""
         processor = self._processor
         if processor is None:
             return
+        self._look()
+        version = processor.gate.version + 1
+        self._updated, self._source.in_step = True, self._driven or self._declared
+        self._capture.capture(version, self._here(version), final=not self._source.in_step)
+        processor.mark = 0
+        processor.end_update()
+
+    def _look(self) -> None:
+        """Look where parameters and MindSpore's random stream are now, before a capture.
+
+        A graph of ``ms.jit`` runs on a thread of MindSpore, where asking for an address waits for this very graph.
+        """
         if threading.get_ident() == self._thread:
             self._memory.again(self._beside)
             if context.get_context("mode") == context.PYNATIVE_MODE:
                 self._capture.read_stream()
-        version = processor.gate.version + 1
-        self._capture.capture(version, self._here(version), final=True)
-        self._updated, self._source.in_step = True, self._driven or self._declared
-        processor.mark = 0
-        processor.end_update()
 
     def step_begins(self, position: Position) -> None:
         """Note that ``Model.train`` begins the step that ends at ``position``."""
@@ -240,10 +245,10 @@ class MindSporeAdapter:
         processor = self._processor
         if processor is not None:
             processor.mark += 1
-            self._capture.capture(processor.gate.version + 1, position, final=False)
+            self._capture.capture(processor.gate.version + 1, position, final=False, passed=False)
 
     def step_ends(self) -> None:
-        """Note that the step of ``Model.train`` is over, with or without an update."""
+        """Note that the step is over, with or without an update, and once more that the epoch of ``Model.train`` is."""
         processor = self._processor
         if processor is None:
             return
@@ -252,7 +257,7 @@ class MindSporeAdapter:
         if self._updated:
             version = processor.gate.version
             self._capture.capture(version, self._here(version), final=True)
-        self._updated = self._source.in_step = False
+        self._updated, self._source.in_step = self._updated and self._driven, False
 
     def _here(self, version: int) -> Position:
         """Return the position of ``version`` in the data; without ``Model.train`` each update counts as a step."""

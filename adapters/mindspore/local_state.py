@@ -12,7 +12,7 @@ The image in the page consists of a header, a description (msgpack), and the sec
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +27,13 @@ from ttp.processor.local_state.host_rng import HostStreams
 from ttp.processor.local_state.pages import Buffer, Kept, PageWriter
 
 _MAGIC = b"TTPM\x01"
-_HEADER = struct.Struct("<5sxI5I3q")
-"""Magic; sizes in bytes of the description, Python's stream, its spare Gaussian number, numpy's stream, its spare
-Gaussian number, and MindSpore's stream; epoch, step, and batches of an epoch."""
+_HEADER = struct.Struct("<5sBI5I3q")
+"""Magic; whether the forward pass of the version's step is over; sizes in bytes of the description, Python's stream,
+its spare Gaussian number, numpy's stream, its spare Gaussian number, and MindSpore's stream; epoch, step, and batches
+of an epoch."""
+
+STREAMS = "its random streams"
+"""Name of all random streams together, beside the names of parameters."""
 
 _LARGE = 64 << 10
 """Bytes from which on a parameter is copied only if its digest has changed."""
@@ -61,12 +65,14 @@ class LocalState:
 
     Args:
         position: the position in the data.
+        passed: whether the forward pass of the version's step was over.
         host: Python's and numpy's streams, see ``HostStreams``.
         stream: MindSpore's stream.
         beside: the state beside the optimizer: name -> (type, shape, bytes).
     """
 
     position: Position
+    passed: bool
     host: tuple[bytes, bytes, bytes, bytes]
     stream: bytes
     beside: Mapping[str, tuple[str, tuple[int, ...], bytes]]
@@ -85,31 +91,34 @@ class LocalCapture:
         self._host = HostStreams()
         self._stream = b""
         self._page: PageWriter | None = None
+        self._last: tuple[Hashable, ...] = ()
+        """The version that was captured last after its step, and digests of its state."""
         held = [memory.held[name] for name in self._beside]
         self._description = msgpack.packb([[h.name, h.dtype, list(h.shape), _size(h, memory)] for h in held])
         self.on_written: Callable[[int, bool], None] | None = None
 
     def open_page(self, page: PageWriter) -> None:
         """Write to this page from now on."""
-        self._page = page
+        self._page, self._last = page, ()
 
     def read_stream(self) -> None:
         """Read MindSpore's random stream, for later captures. Do not call it while a graph runs."""
         self._stream = ms.get_rng_state().asnumpy().tobytes()
 
-    def capture(self, version: int, position: Position, *, final: bool) -> None:
+    def capture(self, version: int, position: Position, *, final: bool, passed: bool = True) -> None:
         """Write the present state to the page as that of ``version``.
 
         Args:
             version: the version to which the state belongs.
             position: the position in the data at which the version ends.
-            final: whether the update that makes the version is finished; False: it is about to begin.
+            final: whether the step that makes the version is over.
+            passed: whether its forward pass is over.
         """
         if self._page is None:
             return
         host = self._host.capture()
         sizes = map(len, (self._description, *host, self._stream))
-        header = _HEADER.pack(_MAGIC, *sizes, position.epoch, position.step, position.batch_num)
+        header = _HEADER.pack(_MAGIC, passed, *sizes, position.epoch, position.step, position.batch_num)
         small: list[Buffer] = []
         large: list[Kept] = []
         for name in self._beside:
@@ -118,7 +127,13 @@ class LocalCapture:
                 small.append(view)
             else:
                 large.append((xxhash.xxh3_128_intdigest(view), view))
-        written = self._page.write(version, final, [header, self._description, *host, self._stream, *small], large)
+        image = [header, self._description, *host, self._stream, *small]
+        if final:  # an epoch's last step is captured twice, and the state in the step must not be overwritten
+            said = version, xxhash.xxh3_128_intdigest(b"".join(image)), *(digest for digest, _ in large)
+            if said == self._last:
+                return
+            self._last = said
+        written = self._page.write(version, final, image, large)
         if written and self.on_written is not None:
             self.on_written(version, final)
 
@@ -153,6 +168,17 @@ class LocalCapture:
             page.close(unlink)
 
 
+def digests(data: bytes) -> dict[str, str]:
+    """Return a digest of each parameter in an image, and of its random streams; none if the bytes are no image."""
+    try:
+        state = decode(data)
+    except CheckpointError:
+        return {}
+    parts = {name: kept for name, (_, _, kept) in state.beside.items()}
+    parts[STREAMS] = b"".join((*state.host, state.stream))
+    return {name: xxhash.xxh3_128_hexdigest(part) for name, part in parts.items()}
+
+
 def put(memory: Memory, name: str, data: bytes) -> None:
     """Set the parameter ``name`` to the elements in ``data``."""
     parameter = memory.parameter(name)
@@ -173,7 +199,7 @@ def decode(data: bytes) -> LocalState:
 
 
 def _decode(data: bytes) -> LocalState:
-    magic, described, *rest = _HEADER.unpack_from(data)
+    magic, passed, described, *rest = _HEADER.unpack_from(data)
     if magic != _MAGIC:
         raise ValueError(f"unknown format: they begin with {magic!r}")
     streams, (epoch, step, batch_num) = rest[:5], rest[5:]
@@ -187,7 +213,8 @@ def _decode(data: bytes) -> LocalState:
                 beside[str(name)] = str(dtype), tuple(int(extent) for extent in shape), reader.take(size)
     if reader.at != len(data):
         raise ValueError(f"{len(data) - reader.at} bytes too many")
-    return LocalState(Position(epoch, step, batch_num), (python, python_gauss, numpy, numpy_gauss), stream, beside)
+    host = python, python_gauss, numpy, numpy_gauss
+    return LocalState(Position(epoch, step, batch_num), bool(passed), host, stream, beside)
 
 
 class _Reader:
@@ -205,4 +232,4 @@ def _size(held: Held, memory: Memory) -> int:
     return int(memory.of(held.name).memory.nbytes)
 
 
-__all__: list[Any] = ["LocalCapture", "LocalState", "Position", "decode", "put"]
+__all__: list[Any] = ["STREAMS", "LocalCapture", "LocalState", "Position", "decode", "digests", "put"]

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mindspore as ms
 
 from ttp.adapters.mindspore.constraints import SLICING, parallel_mode
-from ttp.adapters.mindspore.local_state import LocalCapture, Position, decode
+from ttp.adapters.mindspore.local_state import STREAMS, LocalCapture, LocalState, Position, decode
 from ttp.adapters.mindspore.memory import Memory
 from ttp.adapters.mindspore.source import JOB_KIND, SHARD_KIND
 from ttp.core.layout import Shard
 from ttp.errors import CheckpointError, OtherModelError
-from ttp.processor.local_state.local_piece import read_local_image, why_lost
+from ttp.processor.local_state.local_piece import is_provisional, lender, objects_kept, read_local_image, why_lost
 from ttp.store import encoding
 from ttp.store.manifest import Manifest
 from ttp.store.plain_file import read_plain
+
+_NO_RANK = -1
+_BEHIND = (
+    "rank {} died before the end of its step to version {}, in which the replicas' state has changed differently: "
+    "this may not be the state of that version: {}"
+)
+"""Note on rank-local state."""
 
 
 def file_for(manifest: Manifest, rank: int, world_size: int) -> str:
@@ -66,16 +74,45 @@ def load_into(
     position = _position(checkpoint, manifest, values)
     same_world = world_size == manifest.world_size
     image = read_local_image(checkpoint, manifest.pieces, rank) if same_world else None
-    local = None if image is None else decode(image)
+    local, notes = None if image is None else decode(image), list[str]()
+    if local is not None and is_provisional(manifest.pieces, rank):
+        saved = local.beside
+        local, behind = _with_peers(checkpoint, manifest, rank, local)
+        behind = [name for name in behind if name == STREAMS or saved[name][2] != values[name].asnumpy().tobytes()]
+        notes = [_BEHIND.format(rank, manifest.version, ", ".join(behind))] if behind else []
     for name in memory.held:
         memory.parameter(name).set_data(values[name].value())
     if local is not None:
-        return position, capture.restore(local, streams=True)
+        return position, notes + capture.restore(local, streams=True)
     why = why_lost(manifest.pieces, rank) if same_world else f"{manifest.world_size} ranks saved, {world_size} restore"
     return position, [
         f"the rank-local state of rank {rank} was not saved ({why}): its random streams are not restored, and state "
         "that differs between ranks (BatchNorm's averages) is that of the rank that saved"
     ]
+
+
+def _with_peers(checkpoint: Path, manifest: Manifest, rank: int, own: LocalState) -> tuple[LocalState, list[str]]:
+    """Return the state of a rank that died in its step, with what the rest of the step has made of it on replicas.
+
+    Such state is an average or a loss scale that a callback changes after the update, or gradients that are set to zero
+    there. A replica whose state was equal before tells what it became; without one, replicas that agree do.
+
+    Returns:
+        The state, and the names of what may not be that of the version.
+    """
+    pieces = manifest.pieces
+    asked = [name for name in objects_kept(pieces) if name in own.beside or name == STREAMS]  # not of other stages
+    replicas = next(set(ranks) for ranks in manifest.groups.values() if rank in ranks)
+    equal = {name: giver for name in asked if (giver := lender(pieces, name, rank, replicas)) is not None}
+    agreed = {name: giver for name in asked if (giver := lender(pieces, name, _NO_RANK, replicas)) is not None}
+    givers = {name: giver for name, giver in (agreed | equal).items() if name != STREAMS or name in equal}
+    images = {giver: read_local_image(checkpoint, pieces, giver) for giver in {*givers.values()}}
+    states = {giver: decode(image) for giver, image in images.items() if image is not None}
+    beside = {name: states[giver].beside[name] for name, giver in givers.items() if name in own.beside}
+    streams = states[givers[STREAMS]] if STREAMS in givers else own
+    known = asked if own.passed and STREAMS in asked else [*own.beside, STREAMS]
+    found = replace(own, host=streams.host, stream=streams.stream, beside={**own.beside, **beside})
+    return found, sorted(set(known) - equal.keys())
 
 
 def _position(checkpoint: Path, manifest: Manifest, values: Mapping[str, Any]) -> Position:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
 
-from ttp.adapters.mindspore.local_state import LocalCapture, LocalState, Position, decode
+from ttp.adapters.mindspore.local_state import STREAMS, LocalCapture, LocalState, Position, decode, digests
 from ttp.adapters.mindspore.memory import Held, Memory
 from ttp.core.decide import How
 from ttp.core.layout import Rank, Shard, Version
@@ -19,7 +20,7 @@ from ttp.core.messages import Phase, Piece, SaverOrder, ShardDigest
 from ttp.errors import CheckpointError
 from ttp.mindspore_files.ckpt_writer import TensorToWrite, number, write_entries
 from ttp.mindspore_files.group_info import NAME, encode_group_info
-from ttp.processor.local_state.local_piece import write_local_piece
+from ttp.processor.local_state.local_piece import Pages, write_local_piece
 from ttp.processor.paged_source import PagedSource
 from ttp.processor.source import Cancelled
 from ttp.store.durable import sync_directory
@@ -127,7 +128,7 @@ class MindSporeSource(PagedSource):
             pieces.append(self._write_group(draft, shard, order.rank))
         if order.pages:
             file = f"rank_local_{order.rank}_{generation}.msgpack"
-            pieces.append(write_local_piece(draft, file, self.read_pages(order.pages, version), order.rank))
+            pieces.append(write_local_piece(draft, file, self._pages(order.pages, version), order.rank))
         if order.job_state:
             job = _job_state(version, local.position)
             pieces.append(write_piece(draft, f"job_{generation}.msgpack", job, JOB_KIND, order.rank))
@@ -140,6 +141,17 @@ class MindSporeSource(PagedSource):
         return "" if self.save_fn is None else "written by the program's ckpt_save_fn"
 
     # ----------------------------------------------------------------------------------------------------- details
+
+    def _pages(self, ranks: Sequence[Rank], version: Version) -> Pages:
+        """Return the pages of these ranks, and how each object has changed if a rank has changed it after the update.
+
+        Of random streams it is always told.
+        """
+        pages, changes = self.read_pages(ranks, version, digests), {}
+        for name, of_ranks in pages.changes.items():
+            if name == STREAMS or any(before and after not in ("", before) for before, after in of_ranks.values()):
+                changes[name] = {rank: change for rank, change in of_ranks.items() if change[0]}
+        return replace(pages, changes=changes)
 
     def _local(self, version: Version) -> LocalState:
         """Return the rank-local state that this rank had when the version was finished.

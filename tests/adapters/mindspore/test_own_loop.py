@@ -16,7 +16,7 @@ from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, save
 from ttp.adapters.mindspore import OptTTPWrapper
 from ttp.adapters.mindspore.adapter import MindSporeAdapter
 from ttp.core.decide import How
-from ttp.core.layout import Rank
+from ttp.core.layout import Layout, Rank
 
 pytestmark = [pytest.mark.xdist_group("mindspore"), pytest.mark.timeout(300)]
 
@@ -25,8 +25,12 @@ __all__ = ["switched_on"]
 STEPS, SAVED = 8, 5
 
 
+class DiedError(Exception):
+    """The process ends here."""
+
+
 class Whole(nn.Cell):
-    """The network with what the loop changes after the update: the loss scale, its counter, an average."""
+    """The network with what the loop changes after the update: the loss scale, its counter, an average, sums."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,21 +38,28 @@ class Whole(nn.Cell):
         self.scaler = ms.amp.DynamicLossScaler(64.0, 2, 2)
         self.scale, self.count = self.scaler.scale_value, self.scaler.counter
         self.average = ms.ParameterTuple(self.net.trainable_params()).clone(prefix="average", init="same")
+        self.sum = ms.Parameter(ms.Tensor(0.0, ms.float32), "sum", requires_grad=False)
 
 
 class Loop:
-    """A program's own training loop, which saves at the gate of the step after ``SAVED``."""
+    """A program's own training loop, which saves at the gate of the step after ``SAVED``.
 
-    def __init__(self, directory: Path, *, jit: bool) -> None:
+    Ranks differ in BatchNorm's averages, and in a sum that is set to zero at the end of each step. With ``dies`` the
+    process ends in the step ``SAVED``: ``in`` the update, or ``after`` it.
+    """
+
+    def __init__(self, directory: Path, *, jit: bool, rank: int = 0, ranks: int = 1, dies: str = "") -> None:
         ms.set_seed(2)
         self.whole = whole = Whole()
         whole.net.set_train()
+        whole.net.norm.moving_mean.set_data(whole.net.norm.moving_mean + rank)
+        self.rank, self.ranks, self.dies, self.drawn = rank, ranks, dies, list[float]()
         self.optimizer = OptTTPWrapper(nn.Adam(whole.net.trainable_params(), nn.CosineDecayLR(0.001, 0.1, 9)))
         self.adapter = MindSporeAdapter(whole, self.optimizer)
-        processor: Any = StubProcessor(directory / "checkpoints")
-        (directory / "checkpoints").mkdir(exist_ok=True)
+        processor: Any = StubProcessor(directory / "checkpoints", rank=rank, layout=Layout.data_parallel(ranks))
+        (directory / "checkpoints").mkdir(parents=True, exist_ok=True)
         self.processor = processor
-        self.adapter.source.on_welcome(Rank(0), INCARNATION, directory / "pages")
+        self.adapter.source.on_welcome(Rank(rank), INCARNATION, directory / "pages")
         self.adapter.attach(processor)
         self.optimizer.reporter = self
         self.saved: list[Path | BaseException] = []
@@ -74,13 +85,19 @@ class Loop:
             thread.join()
             self.processor.gate.open()
         self.adapter.begin_update()
+        self._die("in")
 
     def end_update(self) -> None:
         self.adapter.end_update()
 
+    def _die(self, place: str) -> None:
+        if (self._step, self.dies) == (SAVED, place):
+            raise DiedError
+
     def _save(self) -> None:
         try:
-            self.saved.append(save(self.adapter, self.processor, SAVED, How.AS_IS))
+            pages = tuple(map(Rank, range(self.ranks)))
+            self.saved.append(save(self.adapter, self.processor, SAVED, How.AS_IS, pages=pages))
         except BaseException as problem:
             self.saved.append(problem)
 
@@ -88,7 +105,11 @@ class Loop:
         rng = np.random.default_rng(1)
         x, y = (rng.standard_normal((STEPS, 8, width)).astype(np.float32) for width in (8, 4))
         for self._step in range(first + 1, STEPS + 1):
+            self.whole.sum.set_data(ms.Tensor(self._step + self.rank, ms.float32))
             self.step(ms.Tensor(x[self._step - 1]), ms.Tensor(y[self._step - 1]))
+            self._die("after")
+            self.drawn.append(np.random.random())
+            self.whole.sum.set_data(ms.Tensor(0.0, ms.float32))
             self.whole.scaler.adjust(ms.Tensor(True))
             for average, weight in zip(self.whole.average, self.whole.net.trainable_params(), strict=True):
                 average.set_data(average * 0.9 + weight * 0.1)
@@ -108,3 +129,26 @@ def test_who_goes_on_from_it_ends_where_the_other_ends(mode: str, jit: bool, tmp
     assert second.adapter.load(checkpoint, 0, 1, protected=True) == SAVED
     second.processor.gate.set_version(SAVED)
     assert second.train(SAVED) == unbroken
+
+
+@pytest.mark.parametrize("dies", ["in", "after"])
+def test_a_rank_that_dies_in_its_step_gets_what_the_rest_of_the_step_made_of_replicas(
+    dies: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And keeps what the rest of the step does not change, such as BatchNorm's averages."""
+    reference = Loop(tmp_path / "unbroken", jit=False, rank=1, ranks=2)
+    unbroken = reference.train(0)
+    dead = Loop(tmp_path, jit=False, rank=1, ranks=2, dies=dies)
+    with pytest.raises(DiedError):
+        dead.train(0)
+    alive = Loop(tmp_path, jit=False, rank=0, ranks=2)
+    assert alive.train(0) != unbroken
+    (checkpoint,) = alive.saved
+    assert isinstance(checkpoint, Path), checkpoint
+    again = Loop(tmp_path / "again", jit=False, rank=1, ranks=2)
+    assert again.adapter.load(checkpoint, 1, 2, protected=True) == SAVED
+    again.processor.gate.set_version(SAVED)
+    assert again.train(SAVED) == unbroken
+    assert again.drawn == reference.drawn[SAVED:]
+    (note,) = (record.getMessage() for record in caplog.records if "before the end of its step" in record.getMessage())
+    assert note.endswith(": sum"), note

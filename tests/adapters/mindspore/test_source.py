@@ -21,6 +21,7 @@ from tests.adapters.mindspore.test_wrapper import MODES, OPTIMIZERS, STEPS_PER_E
 from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, save
 from ttp.adapters.mindspore import OptTTPWrapper, restore
 from ttp.adapters.mindspore.adapter import MindSporeAdapter
+from ttp.adapters.mindspore.callbacks import Protection
 from ttp.adapters.mindspore.local_state import LocalState, Position
 from ttp.core.decide import How
 from ttp.core.layout import Rank, Shard, Version
@@ -70,9 +71,9 @@ class Training:
 class Driver(Callback):
     """Reports like the package's callbacks, and saves on another thread at the gate of the step after ``SAVED``."""
 
-    def __init__(self, training: Training, first: int = 0, how: How | None = None) -> None:
+    def __init__(self, training: Training, first: int = 0, how: How | None = None, version: int = SAVED) -> None:
         super().__init__()
-        self._training, self._step, self._how = training, first, how
+        self._training, self._step, self._how, self._version = training, first, how, version
         self.saved: list[Path | BaseException] = []
         if how is not None:
             training.wrapped.reporter = self
@@ -86,10 +87,10 @@ class Driver(Callback):
         self._training.adapter.step_ends()
 
     def begin_update(self) -> None:
-        if self._step == SAVED + 1 and self._how is How.AS_IS:
+        if self._step == self._version + 1 and self._how is How.AS_IS:
             self._save()
         self._training.adapter.begin_update()
-        if self._step == SAVED + 1 and self._how is How.UNDO:
+        if self._step == self._version + 1 and self._how is How.UNDO:
             self._training.processor.gate.mark_torn()
             self._save()
 
@@ -100,7 +101,7 @@ class Driver(Callback):
         def work() -> None:
             try:
                 assert self._how is not None
-                self.saved.append(save(self._training.adapter, self._training.processor, SAVED, self._how))
+                self.saved.append(save(self._training.adapter, self._training.processor, self._version, self._how))
             except BaseException as problem:
                 self.saved.append(problem)
 
@@ -138,6 +139,38 @@ def test_who_goes_on_from_it_ends_where_the_other_ends(mode: str, how: How, tmp_
     assert second.adapter.position == Position(2, SAVED, STEPS_PER_EPOCH)
     second.processor.gate.set_version(SAVED)
     assert second.train(Driver(second, SAVED), SAVED) == unbroken
+
+
+class Averaging(Driver):
+    """Changes a parameter at the end of each epoch, before the package's callback gets that call."""
+
+    def on_train_epoch_end(self, run_context: Any) -> None:
+        (average,) = (p for p in self._training.adapter.network.get_parameters() if p.name == "average")
+        average.set_data(average * 2)
+        protection = Protection("checkpoints")
+        protection._adapter = self._training.adapter
+        protection.on_train_epoch_end(run_context)
+
+
+def test_what_callbacks_change_at_the_end_of_an_epoch_belongs_to_its_last_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MINDIO_FOR_MINDSPORE", "1")
+
+    def training() -> Training:
+        net = Net()
+        net.average = ms.Parameter(ms.Tensor(1.0, ms.float32), name="average", requires_grad=False)
+        return Training(tmp_path, net=net)
+
+    first = training()
+    driver = Averaging(first, how=How.AS_IS, version=STEPS_PER_EPOCH)
+    unbroken = first.train(driver)
+    (checkpoint,) = driver.saved
+    assert isinstance(checkpoint, Path), checkpoint
+    second = training()
+    assert second.adapter.load(checkpoint, 0, 1, protected=True) == STEPS_PER_EPOCH
+    second.processor.gate.set_version(STEPS_PER_EPOCH)
+    assert second.train(Averaging(second, STEPS_PER_EPOCH), STEPS_PER_EPOCH) == unbroken
 
 
 def test_a_checkpoint_of_another_network_is_refused_and_nothing_is_changed(tmp_path: Path) -> None:
@@ -217,7 +250,7 @@ def test_files_of_ttp_and_of_the_program_have_the_loss_scale_of_the_version(
 ) -> None:
     """A parameter of that name and another type is the program's own, and does not prevent the save."""
     source = Training(tmp_path).adapter.source
-    local = LocalState(Position(2, SAVED, 4), (b"",) * 4, b"", {"scale_sense": (dtype, (), kind(1024).tobytes())})
+    local = LocalState(Position(2, SAVED, 4), True, (b"",) * 4, b"", {"scale_sense": (dtype, (), kind(1024).tobytes())})
     told: list[dict[str, Any]] = []
     order: Any = SimpleNamespace(rank=Rank(0), shards=("whole",))
     assert source._by_the_program(lambda _, numbers: told.append(numbers), order, Version(SAVED), local) == []
