@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import mindspore as ms
+import mindspore.dataset as ds
 import numpy as np
 import pytest
 from mindspore import nn
@@ -171,6 +172,40 @@ def test_what_callbacks_change_at_the_end_of_an_epoch_belongs_to_its_last_step(
     assert second.adapter.load(checkpoint, 0, 1, protected=True) == STEPS_PER_EPOCH
     second.processor.gate.set_version(STEPS_PER_EPOCH)
     assert second.train(Averaging(second, STEPS_PER_EPOCH), STEPS_PER_EPOCH) == unbroken
+
+
+class Seen(Callback):
+    """Records the first number of each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers: list[float] = []
+
+    def on_train_step_end(self, run_context: Any) -> None:
+        self.numbers.append(float(run_context.original_args().train_dataset_element[0].asnumpy().flat[0]))
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_dataset_draws_the_same_numbers_again_without_mindspores_fast_recovery(
+    fast: bool,
+) -> None:
+    """As docs/mindspore.md says of random operations of a dataset."""
+
+    def numbers(first: int) -> list[float]:
+        generator, seen, net = np.random.default_rng(9), Seen(), Net()
+        rows = data(False).map(lambda x: (x + generator.random(x.shape, np.float32),), ["x"], num_parallel_workers=1)
+        rows.set_init_step(first)
+        loss = nn.SoftmaxCrossEntropyWithLogits(sparse=True, reduction="mean")
+        model = ms.Model(net, loss, nn.SGD(net.trainable_params()))
+        model.train(EPOCHS, rows, [seen], dataset_sink_mode=False, initial_epoch=first // STEPS_PER_EPOCH)
+        return seen.numbers
+
+    before = ds.config.get_fast_recovery()
+    ds.config.set_fast_recovery(fast)
+    try:
+        assert (numbers(SAVED) == numbers(0)[SAVED:]) is not fast
+    finally:
+        ds.config.set_fast_recovery(before)
 
 
 def test_a_checkpoint_of_another_network_is_refused_and_nothing_is_changed(tmp_path: Path) -> None:
