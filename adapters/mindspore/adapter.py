@@ -240,6 +240,7 @@ class MindSporeAdapter:
 
     def step_begins(self, position: Position) -> None:
         """Note that ``Model.train`` begins the step that ends at ``position``."""
+        self.step_ends()  # later callbacks, and those at the end of an epoch, may have changed something since
         self._driven, self._updated = True, False
         self.position = position
         processor = self._processor
@@ -248,7 +249,7 @@ class MindSporeAdapter:
             self._capture.capture(processor.gate.version + 1, position, final=False, passed=False)
 
     def step_ends(self) -> None:
-        """Note that the step is over, with or without an update, and once more that the epoch of ``Model.train`` is."""
+        """Note that the step is over, with or without an update."""
         processor = self._processor
         if processor is None:
             return

@@ -129,11 +129,6 @@ class Protection(Callback):
             if self._adapter is not None:
                 self._begin(self._adapter, cb_params, made=1)
 
-    def on_train_epoch_end(self, run_context: Any) -> None:
-        """Capture what the callbacks before this one have changed at the end of the epoch."""
-        if self._adapter is not None:
-            self._adapter.step_ends()
-
     def on_eval_begin(self, run_context: Any) -> None:
         """Declare the evaluation by ``ttp.paused``, so that it does not count as a hang."""
         self._pauses.enter_context(api.paused("evaluation"))

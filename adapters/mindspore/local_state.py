@@ -128,7 +128,7 @@ class LocalCapture:
             else:
                 large.append((xxhash.xxh3_128_intdigest(view), view))
         image = [header, self._description, *host, self._stream, *small]
-        if final:  # an epoch's last step is captured twice, and the state in the step must not be overwritten
+        if final:  # it is captured again before the next step, and the state in the step must not be overwritten
             said = version, xxhash.xxh3_128_intdigest(b"".join(image)), *(digest for digest, _ in large)
             if said == self._last:
                 return

@@ -22,7 +22,6 @@ from tests.adapters.mindspore.test_wrapper import MODES, OPTIMIZERS, STEPS_PER_E
 from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, save
 from ttp.adapters.mindspore import OptTTPWrapper, restore
 from ttp.adapters.mindspore.adapter import MindSporeAdapter
-from ttp.adapters.mindspore.callbacks import Protection
 from ttp.adapters.mindspore.local_state import LocalState, Position
 from ttp.core.decide import How
 from ttp.core.layout import Rank, Shard, Version
@@ -143,21 +142,14 @@ def test_who_goes_on_from_it_ends_where_the_other_ends(mode: str, how: How, tmp_
 
 
 class Averaging(Driver):
-    """Changes a parameter at the end of each epoch, before the package's callback gets that call."""
+    """Changes a parameter at the end of each epoch."""
 
     def on_train_epoch_end(self, run_context: Any) -> None:
         (average,) = (p for p in self._training.adapter.network.get_parameters() if p.name == "average")
         average.set_data(average * 2)
-        protection = Protection("checkpoints")
-        protection._adapter = self._training.adapter
-        protection.on_train_epoch_end(run_context)
 
 
-def test_what_callbacks_change_at_the_end_of_an_epoch_belongs_to_its_last_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MINDIO_FOR_MINDSPORE", "1")
-
+def test_what_callbacks_change_at_the_end_of_an_epoch_belongs_to_its_last_step(tmp_path: Path) -> None:
     def training() -> Training:
         net = Net()
         net.average = ms.Parameter(ms.Tensor(1.0, ms.float32), name="average", requires_grad=False)
