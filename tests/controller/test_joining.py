@@ -19,6 +19,7 @@ from ttp.config import Config, RankEnv
 from ttp.core import messages as m
 from ttp.core.layout import Layout, Rank, Version
 from ttp.errors import ConfigError, TtpError
+from ttp.mindio.handlers.participant import HandlerSource
 from ttp.processor import joining as module
 from ttp.processor.processor import Processor
 
@@ -58,12 +59,17 @@ def test_restore_without_a_controller_names_the_cause(alone: Processor) -> None:
         alone.agree_on_restore((), (), ())
 
 
-def test_it_says_once_that_it_is_protected(tmp_path: Path, start: Any, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("source", "how"), [(FakeSource(), "saved in /saves"), (HandlerSource(), "saved by the program's handlers")]
+)
+def test_it_says_once_that_it_is_protected(
+    source: Any, how: str, tmp_path: Path, start: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "ttp.processor")
     controller = start(token="right")
     config = Config(port=controller.port, run_dir=str(tmp_path / "rank"), token="right", heartbeat_s=0.05)
     env = replace(ENV, rank=0, world_size=1)
-    processor = Processor(config, env, Layout.data_parallel(1), FakeSource(), "/saves")
+    processor = Processor(config, env, Layout.data_parallel(1), source, "/saves")
     processor.start()
     try:
         until(lambda: [rank.version for rank in controller.status().ranks] == [0])
@@ -74,7 +80,7 @@ def test_it_says_once_that_it_is_protected(tmp_path: Path, start: Any, caplog: p
             until(lambda: controller.status().ranks[0].version == version)  # noqa: B023 - called here
         told = [record.getMessage() for record in caplog.records if "protected" in record.getMessage()]
         text = "protected: 1 rank, 1 shard on one rank only; when a rank fails whose shards other ranks hold too, or "
-        assert [line.startswith(text) and line.endswith("version is saved in /saves") for line in told] == [True], told
+        assert [line.startswith(text) and line.endswith(f"version is {how}") for line in told] == [True], told
     finally:
         processor.close()
 

@@ -6,7 +6,6 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 from ttp.config import Config, RankEnv
 from ttp.core.layout import Layout, Version, describe_copies
@@ -111,13 +110,13 @@ class Joining:
 
     # --------------------------------------------------------------------------------------------- for other threads
 
-    def finished(self, version: Version, layout: Layout, save_dir: Path) -> None:
+    def finished(self, version: Version, layout: Layout, how: str) -> None:
         """Log once on rank 0 that training is protected: a version after the first shows that all ranks are there.
 
         Args:
             version: the last finished version.
             layout: the replica groups.
-            save_dir: the directory of checkpoints.
+            how: how a checkpoint is saved, in words.
         """
         if self._untold:
             self._first = version if self._first is None else self._first
@@ -125,8 +124,8 @@ class Joining:
                 self._untold = False
                 when = ALONE if layout.unreplicated() else "when a rank fails"
                 log.info(
-                    "protected: %s; %s, the last finished version is saved in %s",
-                    describe_copies(layout), when, save_dir,
+                    "protected: %s; %s, the last finished version is %s",
+                    describe_copies(layout), when, how,
                 )  # fmt: skip
 
     def pending(self) -> bool:

@@ -296,7 +296,8 @@ class Processor:
         except queue.Empty:
             if self._imports.due(self.gate.version):
                 self._lease.writer.submit(self._imports.write)
-            self._joining.finished(self.gate.version, self.layout, self.save_dir)
+            how = self.source.saved_elsewhere or f"saved in {self.save_dir}"
+            self._joining.finished(self.gate.version, self.layout, how)
             return self._observed()
 
     def _observed(self) -> ev.Observed:

@@ -364,6 +364,7 @@ class HandlerSource(StateSource):
     """A state source that is never used to write, because the program's handlers save in rounds."""
 
     framework = HANDLERS
+    saved_elsewhere = "saved by the program's handlers"
 
     def gradient_ready(self) -> bool:
         """Return True: a program that reports the start of an update has its gradient."""
