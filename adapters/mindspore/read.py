@@ -79,7 +79,8 @@ def load_into(
         saved = local.beside
         local, behind = _with_peers(checkpoint, manifest, rank, local)
         behind = [name for name in behind if name == STREAMS or saved[name][2] != values[name].asnumpy().tobytes()]
-        notes = [_BEHIND.format(rank, manifest.version, ", ".join(behind))] if behind else []
+        more = f" and {len(behind) - 5} more" if len(behind) > 5 else ""
+        notes = [_BEHIND.format(rank, manifest.version, ", ".join(behind[:5]) + more)] if behind else []
     for name in memory.held:
         memory.parameter(name).set_data(values[name].value())
     if local is not None:
