@@ -18,7 +18,7 @@ from ttp.config import RankEnv
 from ttp.core.layout import Layout
 from ttp.errors import EXIT_BAD_CONFIG, ConfigError, RefusedError, UsageError
 from ttp.processor import continuing
-from ttp.processor.last_words import asked_for, leave_word
+from ttp.processor.last_words import asked_for, complain, leave_word
 
 log = logging.getLogger("ttp")
 
@@ -116,10 +116,8 @@ def _run_once(
 
 
 def _leave_misconfigured(problem: Exception, trace: str = "") -> NoReturn:
-    log.error("%s", problem)
+    complain(str(problem), trace)
     leave_word(problem)
-    with contextlib.suppress(OSError):  # nobody may read it any more
-        print(f"{trace}ttp: {problem}", file=sys.stderr)
     sys.exit(EXIT_BAD_CONFIG)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
-from ttp.processor.last_words import asked_for, leave_word, write_error_file
+from ttp.processor.last_words import asked_for, complain, leave_word, write_error_file
 
 
 def test_the_report_of_an_error_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,3 +37,20 @@ def test_the_word_is_left_in_the_directory_that_was_asked_for(
     monkeypatch.chdir(tmp_path / "elsewhere")
     leave_word("it")
     assert (tmp_path / "ck" / "incidents" / "wrong.json").exists() and not list((tmp_path / "elsewhere").iterdir())
+
+
+@pytest.mark.parametrize(("where", "level"), [("nowhere", 0), ("stderr", 0), ("stderr", logging.CRITICAL), ("file", 0)])
+def test_an_error_that_ends_the_process_is_shown_once(
+    where: str,
+    level: int,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    handlers: dict[str, list[logging.Handler]] = {"nowhere": [], "file": [logging.NullHandler()]}
+    handlers["stderr"] = [logging.StreamHandler(sys.stderr)]
+    for name in ("ttp", ""):
+        monkeypatch.setattr(logging.getLogger(name), "handlers", handlers[where] if name else [])
+    caplog.set_level(level, "ttp")
+    complain("TTP_KEEP='x' is not valid")
+    assert capsys.readouterr().err.count("TTP_KEEP='x' is not valid") == 1

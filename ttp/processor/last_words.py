@@ -1,4 +1,4 @@
-"""Writes files that say why a rank exits: for ``ttp verdict``, and torchelastic's error file."""
+"""Says why a rank exits: on stderr, and in files for ``ttp verdict`` and torchelastic."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import sys
 import time
 import traceback
 from pathlib import Path
@@ -47,6 +48,21 @@ def leave_word(why: object) -> None:
         told = in_torchruns_names(os.environ)
         text = f"rank {told.get('RANK', '?')} exited with {EXIT_BAD_CONFIG}: {why}"
         history.leave_word(as_path(directory), told.get("TORCHELASTIC_RUN_ID", "none"), text)
+
+
+def complain(text: str, trace: str = "") -> None:
+    """Log an error for which this process exits, and print it if the log does not show it on stderr. Never raises.
+
+    Args:
+        text: the error.
+        trace: its traceback, where that helps the user; or empty.
+    """
+    handlers = (*log.handlers, *logging.getLogger().handlers) if log.isEnabledFor(logging.ERROR) else ()
+    if handlers:  # else Python would print it
+        log.error("%s", f"{text}\n{trace}".rstrip())
+    if not any(getattr(each, "stream", None) is sys.stderr for each in handlers):
+        with contextlib.suppress(OSError):  # nobody may read it any more
+            print(f"{trace}ttp: {text}", file=sys.stderr)
 
 
 def log_error(rank: int, problem: BaseException) -> str:

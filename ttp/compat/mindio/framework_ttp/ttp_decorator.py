@@ -27,6 +27,7 @@ from ttp.compat.mindio.values import (
 )
 from ttp.errors import ConfigError, TtpError, UsageError
 from ttp.mindio.handlers import HandlerKind
+from ttp.processor.last_words import complain
 
 log = logging.getLogger("ttp.compat.mindio")
 
@@ -166,8 +167,7 @@ def tft_destroy_processor() -> None:
 
 
 def _give_up(function: str, problem: TtpError) -> NoReturn:
-    log.error("%s: %s", function, problem)
-    print(f"ttp: {function}: {problem}", file=sys.stderr)
+    complain(f"{function}: {problem}")
     raise SystemExit(RET_EXIT)
 
 
