@@ -327,7 +327,8 @@ def restore() -> int:
 
     Raises:
         ConfigError: a checkpoint that this job has committed has vanished. ttp does not drop its steps by itself.
-        RestoreError: the ranks do not see one common checkpoint; the text says which rank saw which.
+        RestoreError: the ranks do not see one common checkpoint, and the text says which rank saw which; or no
+            controller answers.
         CheckpointError: the checkpoint belongs to another model; names and shapes are listed.
         UsageError: ``wrap_optimizer`` was not called.
     """

@@ -39,7 +39,7 @@ class OtherModelError(CheckpointError, UsageError):
 
 
 class RestoreError(CheckpointError):
-    """The ranks could not agree on one checkpoint to restore; the text says which rank saw which."""
+    """The ranks could not agree on one checkpoint to restore; the text says why. Another start may help."""
 
 
 class RefusedError(TtpError):

@@ -67,11 +67,11 @@ class Joining:
         """Wait once more for the controller before a restore: without it the ranks cannot agree on a checkpoint.
 
         Raises:
-            ConfigError: no controller can be reached.
+            RestoreError: no controller can be reached. It may be one that loads slowly, so a restart may help.
             RefusedError: the controller does not accept this rank.
         """
         if not self._comes_to_know():
-            raise ConfigError(
+            raise RestoreError(
                 f"{self._unjoined}, twice: restore() cannot agree with the other ranks. Check MASTER_ADDR, "
                 "TTP_PORT, the network and firewalls between this host and that one, and the controller's log there"
             )

@@ -184,9 +184,10 @@ class Processor:
         """Tell the controller what this rank found, and wait for what all ranks have in common.
 
         Raises:
-            ConfigError: a checkpoint that the job has committed has vanished, or no controller can be reached.
+            ConfigError: a checkpoint that the job has committed has vanished.
             RefusedError: the controller does not accept this rank.
-            RestoreError: nothing in common, or the other ranks did not ask within ``TTP_RESTORE_S``.
+            RestoreError: nothing in common, the other ranks did not ask within ``TTP_RESTORE_S``, or there is no
+                controller.
         """
         self._joining.wait_to_agree()
         self._inbox.put(ev.RestoreWanted(candidates, skipped, readings))
