@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,35 @@ def test_a_second_stream_is_closed_even_if_no_thread_can_be_started(
         aside.perform(act.ConnectAside("127.0.0.1:1", 1.0))
     monkeypatch.setattr(second, "aside", no_thread)
     aside.perform(act.CloseAside())
+    assert [stream.open for stream in made] == [False]
+
+
+class ClosesMeanwhile(int):
+    """The number of a stream: another thread closes the stream while this number is compared."""
+
+    closer: threading.Thread
+
+    def __eq__(self, other: object) -> bool:
+        same = isinstance(other, int) and int(self) == int(other)
+        self.closer.start()
+        self.closer.join(0.2)
+        return same
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = int.__hash__
+
+
+def test_a_second_stream_that_is_closed_while_it_is_made_does_not_stay(
+    made: list[FakeStream], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(second, "aside", lambda name, job: job())
+    aside, number = SecondStream("", lambda _: None, lambda: None), ClosesMeanwhile(1)
+    aside._numbers = iter((number, 2))  # type: ignore[assignment] - the race needs a number of its own
+    number.closer = threading.Thread(target=lambda: aside.perform(act.CloseAside()))
+    aside.perform(act.ConnectAside("127.0.0.1:1", 1.0))
+    number.closer.join()
     assert [stream.open for stream in made] == [False]
 
 

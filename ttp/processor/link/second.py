@@ -6,6 +6,7 @@ See ``ttp.core.rank.stand_in``.
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable
 
 from ttp.core.rank import actions as act
@@ -29,6 +30,7 @@ class SecondStream:
         self._numbers = itertools.count(1)
         self._wanted = 0
         self._stream: Stream | None = None
+        self._lock = threading.Lock()  # a stream that is closed while it is made does not stay
 
     def perform(self, action: act.ConnectAside | act.SendAside | act.CloseAside) -> None:
         """Open the stream, send on it, or close it. Called on one thread; does not wait for a network."""
@@ -45,8 +47,9 @@ class SecondStream:
                 self._close()
 
     def _close(self) -> None:
-        self._wanted = next(self._numbers)
-        before, self._stream = self._stream, None
+        with self._lock:
+            self._wanted = next(self._numbers)
+            before, self._stream = self._stream, None
         if before is not None:
             try:
                 aside("ttp-connect", before.abort)
@@ -68,10 +71,11 @@ class SecondStream:
                 within_s=action.within_s,
                 relay=self._relay(),
             )
-            if self._wanted != number:
-                stream.abort()
-                return
-            self._stream = stream
+            with self._lock:
+                if self._wanted != number:
+                    stream.abort()
+                    return
+                self._stream = stream
             stream.start()
         except Exception as problem:
             put(ev.AsideDown(repr(problem)))
