@@ -12,6 +12,7 @@ from tests.processor.page_records import record_of
 from ttp.core.copy_messages import Mirror
 from ttp.launch import dead_pages
 from ttp.launch.dead_pages import DeadPages
+from ttp.launch.proc_files import start_of
 from ttp.processor.local_state import page_file
 from ttp.processor.local_state.pages import PageWriter
 
@@ -102,4 +103,12 @@ def test_whatever_lies_there_nobody_is_hurt(in_memory: Path, tmp_path: Path, wha
             path.symlink_to("/dev/zero")
         case "a directory":
             path.mkdir()
+    assert left(tmp_path, r4=HERE).after(4, HERE) == []
+
+
+def test_the_page_of_an_equal_pid_in_another_container_is_not_taken(
+    written: dict[int, PageWriter], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Containers may share memory without sharing pids: the same image starts its ranks with equal ones."""
+    monkeypatch.setattr(dead_pages, "start_of", lambda pid: start_of(pid) + 1)
     assert left(tmp_path, r4=HERE).after(4, HERE) == []

@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from ttp.config import RankEnv
+from ttp.processor.local_state import page_dir
 from ttp.processor.local_state.page_dir import LOCK_FILE, PageDirectory, remove_abandoned
 
 ENV = RankEnv(rank=0, world_size=2, local_rank=0, master_addr="host", run_id="run", launch=0)
@@ -36,6 +38,24 @@ def test_other_jobs_have_others(tmp_path: Path) -> None:
     assert one.path != two.path
     one.close()
     two.close()
+
+
+def test_containers_with_equal_settings_have_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ``docker run --ipc=host`` two jobs share the memory, and on loopback not one of their settings differs.
+
+    Otherwise each rank replaces the page of the same rank of the other job.
+    """
+    found: list[str] = []
+    for address in ("127.0.0.1", "host"):
+        env = replace(ENV, master_addr=address)
+        for container in ("a", "b"):
+            (tmp_path / container).touch()
+            monkeypatch.setattr(page_dir, "NETWORK", tmp_path / container)
+            pages = PageDirectory(tmp_path / "run", env, 1, tmp_path)
+            found.append(pages.path.name)
+            pages.close()
+    assert found[0] != found[1], "each container has a loopback of its own"
+    assert found[2] == found[3], "containers of one job meet in memory"
 
 
 def test_without_shared_memory_the_run_directory_serves(tmp_path: Path) -> None:

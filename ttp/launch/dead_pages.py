@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ttp.core.copy_messages import Mirror
 from ttp.core.layout import Rank, Version
+from ttp.launch.proc_files import start_of
 from ttp.processor.local_state.mirror import PAGE_BYTES_MAX, VERSIONS_KEPT
 from ttp.processor.local_state.page_dir import SHARED_MEMORY, page_directories
 from ttp.processor.local_state.page_reader import newest_pages
@@ -32,7 +33,7 @@ class DeadPages:
 
     def __init__(self, run_dir: Path, workers: Mapping[int, int], shared_memory: Path = SHARED_MEMORY) -> None:
         self._run_dir, self._shared_memory = run_dir, shared_memory
-        self._workers = dict(workers)
+        self._workers, self._starts = dict(workers), {pid: start_of(pid) for pid in workers.values()}
         self._living = set(workers)
         self._lock = threading.Lock()
 
@@ -55,7 +56,7 @@ class DeadPages:
 
     def _read(self, rank: int, pid: int) -> list[Mirror]:
         for directory in page_directories(self._run_dir, self._shared_memory):
-            incarnation, pages = newest_pages(directory, rank, pid, VERSIONS_KEPT)
+            incarnation, pages = newest_pages(directory, rank, pid, VERSIONS_KEPT, self._starts[pid])
             fitting = [page for page in pages if len(page.data) <= PAGE_BYTES_MAX]
             if len(fitting) < len(pages):
                 logger.warning(

@@ -19,6 +19,9 @@ from ttp.config import RankEnv
 from ttp.processor.liveness import forks
 
 SHARED_MEMORY = Path("/dev/shm")
+NETWORK = Path("/proc/self/ns/net")
+LOOPBACK = ("127.", "localhost", "::1", "[::1]")
+"""How addresses begin that are loopback without a look at the name service, which may hang."""
 LOCK_FILE = ".lock"
 ROOM_BYTES = 4 << 20
 """With less free memory a host's pages may not fit; then they are kept in the run directory, on a disk."""
@@ -33,7 +36,8 @@ class PageDirectory:
     Args:
         run_dir: run directory of the job on this host; holds the pages where shared memory cannot.
         env: identity of this process.
-        port: port of the job's controller. Address, port and run id together identify the job on this host.
+        port: port of the job's controller. Address, port and run id together identify the job on this host; if the
+            address is loopback, it is that of one network namespace.
         shared_memory: file system in memory in which the directory is made.
         host: this host's name, where several share one memory (containers, network namespaces); else empty.
 
@@ -45,7 +49,8 @@ class PageDirectory:
         self, run_dir: Path, env: RankEnv, port: int, shared_memory: Path = SHARED_MEMORY, host: str = ""
     ) -> None:
         remove_abandoned(shared_memory)
-        key = hashlib.sha256(f"{env.master_addr}|{port}|{env.run_id}|{host}".encode()).hexdigest()[:12]
+        network = _network() if env.master_addr.startswith(LOOPBACK) else ""
+        key = hashlib.sha256(f"{env.master_addr}|{port}|{env.run_id}|{host}|{network}".encode()).hexdigest()[:12]
         self._lock = -1
         places = [shared_memory / f"{_prefix()}{key}", _fallback(run_dir)]
         if not _has_room(places[0]):
@@ -152,6 +157,13 @@ def _is_file(fd: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(fd), path.stat())
     except OSError:
         return False
+
+
+def _network() -> str:
+    """Return the identity of this network namespace: containers with equal settings may share ``/dev/shm`` only."""
+    with contextlib.suppress(OSError):
+        return str(NETWORK.stat().st_ino)
+    return ""
 
 
 def _prefix() -> str:

@@ -2,7 +2,7 @@
 
 The parts of the file, by their offset in bytes::
 
-    0      magic, number of slots, rank, pid, incarnation
+    0      magic, number of slots, rank, pid, incarnation, start of the process
     512    slot records, 64 bytes apart: sequence word (odd: being written), offset, length and digest of a body
     4096   bodies and kept parts, anywhere
     body   prefix (version, incarnation, count of writes, rank, flags, small bytes), references to kept parts, bytes
@@ -25,7 +25,7 @@ MAGIC = b"TTPPAGE\x01"
 SLOTS = 6
 HEADER_BYTES = 4096
 
-HEADER = struct.Struct("<8sIIQQ")  # magic, slots, rank, pid, incarnation
+HEADER = struct.Struct("<8sIIQQQ")  # magic, slots, rank, pid, incarnation, start of the process (see ``start_of``)
 SEQUENCE = struct.Struct("<Q")
 FINISHED = 1 << 63  # bit of a sequence word: the provisional state is also the final one
 RECORD = struct.Struct("<QQQ")  # offset, length, digest of the body

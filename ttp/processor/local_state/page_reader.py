@@ -79,8 +79,15 @@ def read_early(page_dir: Path, rank: int, version: int, incarnation: int) -> lis
         return []
 
 
-def newest_pages(page_dir: Path, rank: int, pid: int, count: int) -> tuple[int, list[Page]]:
+def newest_pages(page_dir: Path, rank: int, pid: int, count: int, start: int = 0) -> tuple[int, list[Page]]:
     """Read what the process ``pid`` stored as ``rank``, whichever versions these are.
+
+    Args:
+        page_dir: directory of a job on this host.
+        rank: the rank.
+        pid: its process.
+        count: the most pages to return.
+        start: when that process started, as containers may have equal pids; 0: not known.
 
     Returns:
         The incarnation of the process, and its newest ``count`` whole pages, the oldest first; none if there is no page
@@ -89,9 +96,9 @@ def newest_pages(page_dir: Path, rank: int, pid: int, count: int) -> tuple[int, 
     try:
         with open_file(page_dir, page_name(rank)) as fd:
             header = os.pread(fd, HEADER_BYTES, 0).ljust(HEADER.size, b"\0")
-            _, _, _, owner, incarnation = HEADER.unpack_from(header)
-            reader = _Reader(fd, rank, incarnation)
-            return incarnation, reader.read_newest(count) if owner == pid else []
+            _, _, _, owner, incarnation, began = HEADER.unpack_from(header)
+            reader, mine = _Reader(fd, rank, incarnation), owner == pid and start in (0, began)
+            return incarnation, reader.read_newest(count) if mine else []
     except (OSError, MemoryError, UnsafeError, _BadPageError):
         return 0, []
 
@@ -153,7 +160,7 @@ class _Reader:
         header = os.pread(self.fd, HEADER_BYTES, 0)
         if len(header) < HEADER_BYTES:
             raise _BadPageError(f"it is cut short ({len(header)} bytes)")
-        magic, slots, owner, _pid, _incarnation = HEADER.unpack_from(header)
+        magic, slots, owner, *_ = HEADER.unpack_from(header)
         if magic != MAGIC or slots != SLOTS:
             raise _BadPageError(f"it is not a page of this version of ttp (it begins with {magic!r})")
         if owner != self.rank:

@@ -33,6 +33,7 @@ from pathlib import Path
 
 import xxhash
 
+from ttp.launch.proc_files import start_of
 from ttp.processor.local_state.page_file import (
     FINISHED,
     HEADER,
@@ -205,7 +206,8 @@ class PageWriter:
 
     def _write_header(self) -> None:
         assert self._arena is not None
-        HEADER.pack_into(self._arena.map, 0, MAGIC, SLOTS, self._rank, self._pid, self._incarnation)
+        header = MAGIC, SLOTS, self._rank, self._pid, self._incarnation, start_of(self._pid)
+        HEADER.pack_into(self._arena.map, 0, *header)
 
     def write(self, version: int, final: bool, parts: Sequence[Buffer], kept: Sequence[Kept] = ()) -> bool:
         """Store the state of ``version``; the bytes read back are all ``parts`` and then all ``kept``, joined.
