@@ -23,7 +23,7 @@ from ttp.launch.log_format import configure_logging
 from ttp.launch.rank_names import in_torchruns_names
 from ttp.launch.run_dir import allow_journal
 from ttp.processor import continuing
-from ttp.processor.faults import describe, is_collective_error
+from ttp.processor.faults import describe, errors_of, is_collective_error
 from ttp.processor.last_words import log_error, write_error_file
 from ttp.processor.source import StateSource
 
@@ -208,7 +208,7 @@ class Session:
         kind = FaultKind.COLLECTIVE if is_collective_error(problem) else FaultKind.EXCEPTION
         detail = log_error(self.processor.env.rank, problem)
         write_error_file(problem)
-        text = f"rank {self.processor.env.rank} raised {describe(problem)}"
+        text = f"rank {self.processor.env.rank} raised {' after '.join(map(describe, errors_of(problem)))}"
         wrong = isinstance(problem, (ConfigError, UsageError))  # a restart would not help
         self.processor.report(kind, text, detail[-8000:], then=EXIT_BAD_CONFIG if wrong else None)
         self.processor.wait_released()

@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from ttp.processor.faults import called_torch_at, describe, is_collective_error, is_out_of_device_memory
+from ttp.processor.faults import called_torch_at, describe, errors_of, is_collective_error, is_out_of_device_memory
 from ttp.processor.last_words import log_error
 
 GLOO = (
@@ -28,6 +28,7 @@ class DistNetworkError(RuntimeError):
         (DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed"), True),
         (ConnectionResetError(104, "Connection reset by peer"), True),
         (RuntimeError("Timed out waiting 1800000ms for recv operation to complete"), True),
+        (RuntimeError("Application timeout caused pair closure"), True),
         (RuntimeError("CUDA out of memory"), False),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (ValueError("gloo is mentioned, but this is no runtime error"), False),
@@ -83,3 +84,18 @@ def test_a_collective_that_fails_is_one_line(caplog: pytest.LogCaptureFixture, m
 def test_an_error_of_the_program_keeps_its_traceback(problem: Exception, caplog: pytest.LogCaptureFixture) -> None:
     """Also one whose text looks like that of a collective: the storage of the data resets connections too."""
     assert log_error(3, problem) in caplog.text and called_torch_at(problem) == ""
+
+
+def test_an_error_behind_a_barrier_in_a_finally_is_shown(caplog: pytest.LogCaptureFixture) -> None:
+    """The barrier fails because the other ranks wait elsewhere, and is not what has to be mended."""
+    try:
+        try:
+            raise ValueError("my bug")
+        finally:
+            raise raised_in("torch.distributed.distributed_c10d")
+    except RuntimeError as problem:
+        log_error(1, problem)
+        assert [type(each) for each in errors_of(problem)] == [RuntimeError, ValueError]
+    assert "ValueError: my bug" in caplog.text and "as it does when another rank is lost" not in caplog.text
+    alone = RuntimeError(GLOO)
+    assert errors_of(alone) == [alone]

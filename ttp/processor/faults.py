@@ -8,7 +8,7 @@ from pathlib import Path
 _COLLECTIVE = re.compile(
     r"gloo|nccl|hccl|mccl|ProcessGroup|Connection (closed|reset) by peer|connectFullMesh|DistStoreError|"
     r"DistNetworkError|DistBackendError|TCPStore|AllReduce|Broken pipe|Socket Timeout|Timed out waiting \d+ms|"
-    r"the barrier before the update broke",
+    r"caused pair closure|the barrier before the update broke",
     re.IGNORECASE,
 )
 _LIBRARIES = ("torch", "ttp")
@@ -20,6 +20,14 @@ def is_collective_error(problem: BaseException) -> bool:
     """Return whether an exception is an error of a collective, as the death of another rank causes it here."""
     named = any(kind.__name__ in _KINDS for kind in type(problem).__mro__)
     return named and bool(_COLLECTIVE.search(f"{type(problem).__name__}: {_text(problem)}"))
+
+
+def errors_of(problem: BaseException) -> list[BaseException]:
+    """Return an exception, and the one behind it if it is of a collective that a ``finally`` or ``except`` called."""
+    behind: BaseException | None = problem
+    while behind is not None and is_collective_error(behind):
+        behind = behind.__cause__ or (None if behind.__suppress_context__ else behind.__context__)
+    return [problem] if behind in (None, problem) else [problem, behind]
 
 
 def is_out_of_device_memory(problem: BaseException) -> bool:

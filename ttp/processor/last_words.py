@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ttp.errors import EXIT_BAD_CONFIG, ConfigError, DirectoryInUseError, SeatTakenError
 from ttp.launch.rank_names import in_torchruns_names
-from ttp.processor.faults import called_torch_at, describe, is_collective_error
+from ttp.processor.faults import called_torch_at, describe, errors_of, is_collective_error
 from ttp.store.durable import replace_file
 
 log = logging.getLogger("ttp")
@@ -69,13 +69,14 @@ def log_error(rank: int, problem: BaseException) -> str:
     """Log an exception of ``train()`` and return its traceback.
 
     A failed collective is one line: when a rank dies, all others raise one, and their tracebacks would hide the reason.
+    It is not if the program called it because of another error, which the traceback shows.
 
     Args:
         rank: this rank.
         problem: the exception.
     """
     detail = "".join(traceback.format_exception(problem))
-    line = called_torch_at(problem) if is_collective_error(problem) else ""
+    line = called_torch_at(problem) if is_collective_error(problem) and len(errors_of(problem)) == 1 else ""
     if line:
         log.error(
             "rank %s: a collective failed at %s, as it does when another rank is lost: %s (`ttp incidents DIR --last "
