@@ -282,3 +282,20 @@ def test_what_was_saved_before_newer_ranks_came_is_saved(what: str) -> None:
         said = talk.after(360)
     assert "Release(75)" in said
     assert talk.orders(m.Release)[0].text.startswith("saved version 7, but none of the newer ones: ")
+
+
+def test_pieces_that_are_durable_count_again_when_the_newer_version_is_lost() -> None:
+    """Rank 1 has written version 7; rank 2, with version 8, answers late and dies; rank 3 can only commit."""
+    talk = Talk(grid(1, 4))
+    talk.lost(0)
+    talk.frozen(3, 7, m.Phase.TORN)
+    talk.frozen(1, 7)
+    while "Save:1" not in talk.after(1):
+        pass
+    assert talk.saved(1) == "[saved] [commit] Commit:1"
+    assert talk.frozen(2, 8) == "[retracted] [answer] [plan] Save:2"
+    talk.lost(1)
+    talk.lost(2)
+    while "Commit:3" not in talk.after(0.5):
+        assert talk.machine.stage != "released"
+    assert [piece.shard for piece in talk.orders(m.Commit)[0].pieces] and talk.orders(m.Commit)[0].version == 7

@@ -150,6 +150,7 @@ class Incident:
     outcome: str = ""
     requests: list[int] = field(default_factory=list)
     _written_in: dict[str, tuple[Plan | None, list[Task], dict[Shard, str]]] = field(default_factory=dict)
+    _aside: tuple[str, Plan | None, list[Task], dict[Shard, str]] | None = None
     _counted: dict[Rank, Version] = field(default_factory=dict)
     _ranks_at: Counter[Version] = field(default_factory=Counter)
     _copies_at: Counter[tuple[Version, Shard]] = field(default_factory=Counter)
@@ -269,6 +270,22 @@ class Incident:
             answer = self.answers.get(rank)
             if answer is not None and answer.final and answer.phase is not m.Phase.TORN:
                 self._count((rank,), answer.version)
+
+    def set_aside(self) -> None:
+        """Begin without pieces, for a plan of another version; those that are durable are kept, see ``takes_back``."""
+        durable = [task for task in self.tasks if task.pieces is not None]
+        self._aside = (self.directory, self.plan, durable, self.cuts) if durable else None
+        self.tasks, self.pending, self.cuts = [], {}, {}
+
+    def takes_back(self) -> bool:
+        """Plan with the pieces that were set aside, as this version is lost. Return whether there are any to save."""
+        before, self._aside = self._aside, None
+        if before is None or before[1] is None or before[0] != self.directory or before[1].version <= self.saved:
+            return False
+        _, self.plan, self.tasks, self.cuts = before
+        self.pending, self.dropped, self.committer = {}, [], None
+        self.enter(Stage.FREEZING, f"the newer version is lost, and pieces of version {before[1].version} are durable")
+        return True
 
     def failures_shown(self) -> list[str]:
         """Return in words which ranks could not save or commit; only the first few, as every rank gets this text."""

@@ -338,7 +338,7 @@ class Rescue:
 
     def _give_up(self, incident: Incident, reason: str, now: float) -> None:
         """Try in the fallback directory or later, as saving here and now failed; else end without a checkpoint."""
-        if self._retries.elsewhere(incident):
+        if incident.takes_back() or self._retries.elsewhere(incident):
             self._maybe_plan(incident, now)
         elif not self._retries.later(incident, reason, now):
             self._end_without(incident, reason, now)

@@ -62,7 +62,7 @@ class Saving:
     def begin(self, incident: Incident, plan: Plan, now: float) -> None:
         """Send the orders for everything in the plan that is not written or ordered already."""
         if incident.plan is not None and incident.plan.version != plan.version:
-            incident.tasks, incident.pending, incident.cuts = [], {}, {}
+            incident.set_aside()
         parts = (stripes.parse(assignment.shard) for assignment in plan.assignments)
         incident.forget_parts({part.shard: part.count for part in parts})
         incident.enter(Stage.SAVING, plan.reason)
