@@ -115,7 +115,7 @@ class JobVerdict:
         self.asked.add(host)
         self._claims[host] = code
         if code == EXIT_BAD_CONFIG:
-            self.is_wrong(f"reported by the launcher on {host}")
+            self.is_wrong(f"reported by the launcher on {host}: see its log for what its ranks say")
 
     @property
     def wrong(self) -> bool:
