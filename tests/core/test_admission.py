@@ -46,6 +46,14 @@ def test_who_does_not_belong_is_refused_in_words(change: dict[str, Any], code: s
     assert talk.machine.incident is None
 
 
+def test_ranks_that_a_process_of_an_earlier_start_pushes_out_are_told_which_it_is() -> None:
+    """It looks like the first rank of a running job that comes to a new controller, so it is let in."""
+    talk = Talk(formed=False)
+    talk.hello(0)
+    assert "Refused(fenced):0 [incarnation]" in talk.hello(2, nonce="old", incarnation=4, resume=True)
+    assert "rank 2, pid 102 on h" in talk.orders(m.Refused)[0].text
+
+
 def test_nobody_takes_the_place_of_a_lost_rank() -> None:
     talk = Talk()
     talk.lost(1)

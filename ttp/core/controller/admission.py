@@ -154,7 +154,7 @@ class Admission:
     def _new_incarnation(self, hello: m.Hello, now: float) -> None:
         self._rescue.close()
         for rank in sorted(self._job.live):
-            text = "a new incarnation of the job has started"
+            text = f"rank {hello.rank}, pid {hello.pid} on {hello.host}, has begun a new incarnation of the job"
             self._outbox.send_to(rank, m.Refused(rank, m.RefusalCode.FENCED, text))
         same_job = (hello.run_id, hello.save_dir) == (self._job.run_id, self._job.save_dir)
         saving = self._rescue.saving
