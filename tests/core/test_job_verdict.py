@@ -49,7 +49,8 @@ def test_what_is_wrong_comes_first(order: str) -> None:
     if order == "claimed":
         verdict.asks("one", 64)
     assert (verdict.now.code, verdict.now.final) == (64, True)
-    assert ("the launcher on one: see its log" in verdict.now.text) == (order == "claimed"), "only ranks know the reason"
+    told_where = "the launcher on one: see its log" in verdict.now.text
+    assert told_where == (order == "claimed"), "only the ranks know the reason"
     verdict.starts()
     assert verdict.now.code is None, "that was the last launch"
 

@@ -142,7 +142,7 @@ def test_a_second_stream_that_is_closed_while_it_is_made_does_not_stay(
 ) -> None:
     monkeypatch.setattr(second, "aside", lambda name, job: job())
     aside, number = SecondStream("", lambda _: None, lambda: None), ClosesMeanwhile(1)
-    aside._numbers = iter((number, 2))  # type: ignore[assignment] - the race needs a number of its own
+    monkeypatch.setattr(aside, "_numbers", iter((number, 2)))
     number.closer = threading.Thread(target=lambda: aside.perform(act.CloseAside()))
     aside.perform(act.ConnectAside("127.0.0.1:1", 1.0))
     number.closer.join()
