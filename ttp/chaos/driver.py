@@ -323,7 +323,7 @@ class Driver:
     def _begin(self) -> None:
         self._index += 1
         run = self.script.runs[self._index]
-        self._record = Record(run, lives=[self._newest_life()])
+        self._record = Record(run, lives=[max(rank_process.life for rank_process in self._job.rank_processes.values())])
         for rank_process in self._job.rank_processes.values():
             self._note_process(rank_process)
         self._reasons = len(self._launches.reasons())
@@ -331,9 +331,6 @@ class Driver:
         self._job.latest = {}
         self._job.hurt = set()
         self._began_s, self._launches.of_run = time.monotonic(), 0
-
-    def _newest_life(self) -> LifeKey:
-        return max(rank_process.life for rank_process in self._job.rank_processes.values())
 
     def _judge(self) -> None:
         assert self._record is not None

@@ -119,7 +119,7 @@ def heal_all(job: HurtJob) -> None:
 
 def leading_controller(job: HurtJob) -> list[psutil.Process]:
     """Return the processes of the controller that leads the job, without standby controllers on other hosts."""
-    return [process for process in job.hosts.processes(job.leader) if _is_controller(process)]
+    return [process for process in job.hosts.processes(job.leader) if _runs(process, "ttp.controller")]
 
 
 # --------------------------------------------------------------------------------------------------------------- ranks
@@ -158,21 +158,22 @@ def _ranks(fault: Fault, job: HurtJob) -> Done:
     if fault.what == "report":
         _tell(job, {"order": "report", "ranks": list(ranks)})
     elif fault.what in SIGNALS or fault.what == "disk-quota":
-        pids = {rank: job.rank_processes[rank].pid for rank in ranks if rank in job.rank_processes}
+        pids = {job.rank_processes[rank].pid for rank in ranks if rank in job.rank_processes}
         if not pids:
             raise MissedError(f"{who} is not connected")
-        for pid in pids.values():
-            if fault.what == "disk-quota":
-                disks.limit(pid)
-            else:
-                _signal(pid, SIGNALS[fault.what])
-        _remember_stops(fault.what, set(pids.values()), job)
+        if fault.what in SIGNALS:
+            _signal_all(fault.what, pids, job)
+        for pid in pids if fault.what == "disk-quota" else ():
+            disks.limit(pid)
     if fault.what in ("kill", "segv", "exit"):
         job.hurt.update(ranks)
     return Done(who, frozenset(ranks) if gone else frozenset())
 
 
-def _remember_stops(what: str, pids: set[int], job: HurtJob) -> None:
+def _signal_all(what: str, pids: set[int], job: HurtJob) -> None:
+    """Send processes the signal of a fault, and remember which ones are stopped."""
+    for pid in pids:
+        _signal(pid, SIGNALS[what])
     if what == "stop":
         job.stopped |= pids
     elif what in ("cont", "kill"):
@@ -189,9 +190,7 @@ def _service(fault: Fault, job: HurtJob) -> Done:
     found = {"controller": leading_controller, "launcher": _launchers, "template": _templates}[fault.who.kind](job)
     if not found:
         raise MissedError(f"there is no {fault.who.kind} to {fault.what}")
-    for process in found:
-        _signal(process.pid, SIGNALS[fault.what])
-    _remember_stops(fault.what, {process.pid for process in found}, job)
+    _signal_all(fault.what, {process.pid for process in found}, job)
     return Done(fault.who.kind)
 
 
@@ -207,14 +206,7 @@ def _launchers(job: HurtJob) -> list[psutil.Process]:
 
 def _templates(job: HurtJob) -> list[psutil.Process]:
     """Return the template processes, from which launchers fork ranks."""
-    return [child for launcher in _launchers(job) for child in launcher.children() if _is_template(child)]
-
-
-def _is_template(process: psutil.Process) -> bool:
-    try:
-        return any(_TEMPLATE in word for word in process.cmdline())
-    except psutil.Error:
-        return False
+    return [child for launcher in _launchers(job) for child in launcher.children() if _runs(child, _TEMPLATE)]
 
 
 def _wake_carriers(job: HurtJob) -> None:
@@ -223,9 +215,10 @@ def _wake_carriers(job: HurtJob) -> None:
         _signal(process.pid, signal.SIGCONT)
 
 
-def _is_controller(process: psutil.Process) -> bool:
+def _runs(process: psutil.Process, module: str) -> bool:
+    """Return whether a living process has this module in its command line."""
     try:
-        return "ttp.controller" in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE
+        return any(module in word for word in process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
 
@@ -263,9 +256,7 @@ def _host(fault: Fault, job: HurtJob) -> Done:
             job.cut.discard(host)
         case _:
             pids = {process.pid for process in job.hosts.processes(host)}
-            for pid in pids:
-                _signal(pid, SIGNALS[fault.what])
-            _remember_stops(fault.what, pids, job)
+            _signal_all(fault.what, pids, job)
             if fault.what == "cont":
                 _wake_carriers(job)
             return Done(str(fault.who), ranks if fault.what == "stop" else frozenset())

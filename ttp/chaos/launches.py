@@ -92,11 +92,12 @@ class Launches:
                 self._observe(host)
         self._job.dead.clear()
         self._job.hurt.clear()
-        interface = "eth0" if script.hosts > 1 else ""
+        if script.hosts > 1:
+            env["GLOO_SOCKET_IFNAME"] = "eth0"
         for host in range(script.hosts):
             command = launching.command(script, host, hosts.addresses[0])
-            settings = launching.on_host(env, self._run_dir(host), interface)
-            self._job.launchers[host] = hosts.start(host, command, settings, self._folder / f"launcher-{host}.log")
+            env["TTP_RUN_DIR"] = str(self._run_dir(host))
+            self._job.launchers[host] = hosts.start(host, command, env, self._folder / f"launcher-{host}.log")
         self._count, self.of_run, self._left_at = self._count + 1, self.of_run + 1, None
 
     def again(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 from ttp.chaos.rank_connection import LAUNCH, SOCKET
@@ -30,7 +29,7 @@ def clean_environment() -> dict[str, str]:
 def environment(
     script: Script, folder: Path, save_dir: Path, socket_path: Path, launch: int, *, port: int, token: str
 ) -> dict[str, str]:
-    """Return the environment of the launchers on all hosts; ``on_host`` adds the variables that differ between hosts.
+    """Return the environment of the launchers, without the variables that differ between hosts.
 
     Args:
         script: the script of the job.
@@ -56,12 +55,6 @@ def environment(
         "TTP_PORT": str(port),
         "TTP_TOKEN": token,
     }
-
-
-def on_host(env: Mapping[str, str], run_dir: Path, interface: str) -> dict[str, str]:
-    """Return ``env`` with the variables that differ between hosts."""
-    network = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
-    return {**env, **network, "TTP_RUN_DIR": str(run_dir)}
 
 
 def command(script: Script, host: int, address: str) -> list[str]:

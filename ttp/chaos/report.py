@@ -79,6 +79,7 @@ def _summary(results: Sequence[Result], occasion: Occasion) -> str:
     covered, coverable = coverage(results)
     jobs = len({result.folder for result in results})
     lost = sum(result.lost_steps for result in results if result.expect == "saved")
+    healthy = [result for result in results if result.expect == "unhurt"]
     bad = sum(not result.good for result in results)
     share = f"{covered / coverable:.3f}" if coverable else "none drawn"
     versions = f"ttp {__version__}, Python {platform.python_version()}, torch {_torch()}, gloo"
@@ -92,7 +93,7 @@ The same seed draws the same runs; the exact times of the faults differ.
 | states in which a consistent checkpoint existed | {coverable} |
 | of these committed (**coverage**) | {covered}: **{share}** |
 | finished steps lost in them | {lost} |
-| healthy jobs that were restarted | {_restarted(results)} of {sum(r.expect == "unhurt" for r in results)} |
+| healthy jobs that were restarted | {sum(result.outcome != "unhurt" for result in healthy)} of {len(healthy)} |
 | inconsistent checkpoints, wrong versions, wrong bits, left-overs | {bad} runs with findings |"""
 
 
@@ -100,10 +101,6 @@ def coverage(results: Iterable[Result]) -> tuple[int, int]:
     """Return two numbers: the runs that had to be saved and were, and all runs that had to be saved."""
     coverable = [result for result in results if result.expect == "saved"]
     return sum(result.outcome in COVERED for result in coverable), len(coverable)
-
-
-def _restarted(results: Iterable[Result]) -> int:
-    return sum(result.expect == "unhurt" and result.outcome != "unhurt" for result in results)
 
 
 def by_title(results: Sequence[Result]) -> str:
