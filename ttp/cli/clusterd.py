@@ -16,8 +16,7 @@ import typer
 
 from ttp.cli.connection import Address, Client, Port, Token, connected, find
 from ttp.cli.incident_reader import IncidentLog, incident_files, read_incident
-from ttp.cli.output import Complaints, complain
-from ttp.cli.seconds import seconds
+from ttp.cli.output import Complaints, complain, seconds
 from ttp.config import Config
 from ttp.core.messages import FaultKind
 from ttp.errors import CheckpointError, TtpError, UsageError

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from ttp.cli.bars import bars
 from ttp.cli.directories import is_checkpoint
-from ttp.cli.output import Json, aside, count_text, print_json, say, say_notes, size_text
+from ttp.cli.output import Json, aside, bars, count_text, fields_of, print_json, say, say_notes, size_text
 from ttp.errors import CheckpointError, ConfigError, UsageError
 from ttp.store.catalog import newest_whole
 from ttp.store.digest import Watch
@@ -109,7 +108,7 @@ def describe(done: Converted, to: Form) -> dict[str, Any]:
         "source": str(done.source),
         "target": str(done.target),
         "to": to.value,
-        **{name: getattr(done, name) for name in ("version", "tensors", "size", "optimizer")},
+        **fields_of(done, "version", "tensors", "size", "optimizer"),
         "tied": dict(done.tied),
         "left_out": list(done.left_out),
         "notes": list(done.notes),

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from ttp.cli.directories import SaveDir, existing, holds_ours
 from ttp.cli.incident_reader import IncidentLog, id_of, incident_files, read_incident, readable
-from ttp.cli.output import Json, complain, count_text, print_json, say, screen, table, when_text
+from ttp.cli.output import Json, complain, count_text, fields_of, print_json, say, screen, table, when_text
 from ttp.cli.spans import restore_span, send, spans, trace_id
 from ttp.cli.timeline import rows, style_of
 from ttp.cli.trace_events import trace_text
@@ -71,13 +71,10 @@ def incidents(
             raise UsageError(f"{trace} cannot be written: {problem.strerror or problem}") from None
         return
     if json:
-        lines = [{name: getattr(line, name) for name in _LINE} for line in log.lines]
+        lines = [fields_of(line, "kind", "at_ms", "unix_s", "monotonic_s", "facts") for line in log.lines]
         print_json({**describe(log), "lines": lines})
     else:
         _tell(log, detail)
-
-
-_LINE = ("kind", "at_ms", "unix_s", "monotonic_s", "facts")
 
 
 def _restored_after(log: IncidentLog, directory: Path) -> list[Any]:
@@ -117,18 +114,8 @@ def _lacks_the_last(files: list[Path], directory: Path) -> bool:
 
 def describe(log: IncidentLog) -> dict[str, Any]:
     """Return what ``ttp incidents --json`` prints of one incident."""
-    plain = (
-        "id",
-        "opened_unix_s",
-        "cause",
-        "outcome",
-        "saved",
-        "version",
-        "checkpoint",
-        "saved_after_ms",
-        "unreadable",
-    )
-    return {"path": str(log.path), **{name: getattr(log, name) for name in plain}}
+    plain = ("id", "opened_unix_s", "cause", "outcome", "saved", "version", "checkpoint", "saved_after_ms")
+    return {"path": str(log.path), **fields_of(log, *plain, "unreadable")}
 
 
 def _list(files: list[Path], directory: Path, json: bool, lacks: bool) -> None:
@@ -159,7 +146,8 @@ def _tell(log: IncidentLog, detail: bool) -> None:
         moment = Text(f"{line.at_ms:+11.1f} ms  ", "dim")
         say(Text.assemble(moment, (f"{line.kind:<13}", style_of(line.kind)), _inset(text, 29)))
         if detail and line.facts.get("detail"):
-            say(Text(_indented(str(line.facts["detail"])), "dim"))
+            indented = [" " * 16 + detail for detail in str(line.facts["detail"]).rstrip().splitlines()]
+            say(Text("\n".join(indented), "dim"))
     if log.unreadable:
         say(f"{log.unreadable} line(s) could not be read: the controller was stopped while it wrote")
 
@@ -167,7 +155,3 @@ def _tell(log: IncidentLog, detail: bool) -> None:
 def _inset(text: str, width: int) -> str:
     """Indent all lines of a text but the first, so that none can be taken for a line of the timeline."""
     return ("\n" + " " * width).join(text.splitlines())
-
-
-def _indented(text: str) -> str:
-    return "\n".join(" " * 16 + line for line in text.rstrip().splitlines())

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from ttp.cli.directories import CheckpointOrDir, checkpoint_meant
-from ttp.cli.output import Json, count_text, print_json, say, screen, size_text, table, when_text
+from ttp.cli.output import Json, count_text, fields_of, print_json, say, screen, size_text, table, when_text
 from ttp.core.layout import ranks_text
 from ttp.core.messages import Piece
 from ttp.store.manifest import Manifest
@@ -65,17 +65,11 @@ def describe(path: Path, manifest: Manifest) -> dict[str, Any]:
     plain = ("version", "run_id", "incarnation", "incident", "cause", "reason", "world_size", "framework")
     return {
         "path": str(path),
-        **{name: getattr(manifest, name) for name in (*plain, "created_unix_s", "ttp_version", "format_version")},
+        **fields_of(manifest, *plain, "created_unix_s", "ttp_version", "format_version"),
         "size": manifest.size,
         "groups": {shard: list(ranks) for shard, ranks in manifest.groups.items()},
-        "pieces": [
-            {name: getattr(p, name) for name in ("file", "size", "digest", "kind", "shard", "writer")}
-            for p in manifest.pieces
-        ],
-        "tensors": [
-            {"name": t.name, "dtype": t.dtype, "shape": list(t.shape), "files": list(t.files), "size": t.size}
-            for t in tensors(manifest)
-        ],
+        "pieces": [fields_of(p, "file", "size", "digest", "kind", "shard", "writer") for p in manifest.pieces],
+        "tensors": [asdict(tensor) for tensor in tensors(manifest)],
         "values": values(manifest),
         "rank_local": asdict(rank_local(manifest)),
         "extra": dict(manifest.extra),

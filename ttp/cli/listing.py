@@ -9,7 +9,7 @@ import typer
 from rich.text import Text
 
 from ttp.cli.directories import SaveDir, existing, fallback_of
-from ttp.cli.output import Json, print_json, say, screen, size_text, table, when_text
+from ttp.cli.output import Json, fields_of, print_json, say, screen, size_text, table, when_text
 from ttp.errors import CheckpointError
 from ttp.store.catalog import CatalogEntry, scan
 
@@ -65,7 +65,7 @@ def describe(entry: CatalogEntry) -> dict[str, Any]:
         "whole": entry.whole,
         "problem": entry.problem,
         "size": m.size if m else None,
-        **{name: getattr(m, name) if m else None for name in names},
+        **(fields_of(m, *names) if m else dict.fromkeys(names)),
     }
 
 

@@ -1,26 +1,45 @@
-"""Output of commands: results go to stdout, everything else to stderr."""
+"""What commands share: output (results go to stdout, everything else to stderr), and options."""
 
 from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 from rich.text import Text
+
+from ttp.store.digest import Watch
 
 WIDE = 200
 """Columns of the output if stdout is no terminal: enough that paths in a pipe are not wrapped."""
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else.")]
+
+SECONDS_MAX = 1e7
+"""Most seconds that an option takes, 115 days: the system and gRPC refuse to wait for much longer."""
+
+
+def seconds(flag: str, *, least: float = 0.1, most: float = SECONDS_MAX, about: str) -> Any:
+    """Return an option that takes seconds: a number from ``least`` to ``most``, which NaN is not."""
+    return typer.Option(flag, min=least, max=most, callback=_number, help=about)
+
+
+def _number(value: float | None) -> float | None:
+    if value is not None and math.isnan(value):
+        raise typer.BadParameter("nan is not a number of seconds")
+    return value
 
 
 def screen() -> Console:
@@ -114,6 +133,41 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str | Text]], *, right
     for row in rows:
         made.add_row(*map(shown, row))
     return made
+
+
+def show_table(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str | Text]],
+    most: int,
+    *,
+    right: Sequence[str] = (),
+    noun: str = "",
+) -> None:
+    """Print a table of the first ``most`` rows, and below it the number of the others, with their noun if given."""
+    screen().print(table(columns, rows[:most], right=right))
+    if (more := len(rows) - most) > 0:
+        say(f"and {count_text(more, noun) if noun else more} more (--json lists them)")
+
+
+@contextmanager
+def bars() -> Iterator[Watch]:
+    """Show a progress bar on stderr for every phase while the block runs; show nothing if stderr is no terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    console = aside()
+    with Progress(
+        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+
+        def watch(what: str, total: int | None) -> Callable[[int], None]:
+            task = bar.add_task(what, total=total)
+            return lambda count: bar.advance(task, count)
+
+        yield watch
+
+
+def fields_of(value: Any, *names: str) -> dict[str, Any]:
+    """Return these attributes of an object, for JSON."""
+    return {name: getattr(value, name) for name in names}
 
 
 # ---------------------------------------------------------------------------------------------------------------- words

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from ttp.cli.bars import bars
 from ttp.cli.directories import existing
-from ttp.cli.output import Json, print_json, say, screen, table
+from ttp.cli.output import Json, bars, fields_of, print_json, say, show_table
 from ttp.core.layout import WORLD_SIZE_MAX
 from ttp.errors import UsageError
 
@@ -125,10 +124,7 @@ def describe(found: Recovery) -> dict[str, Any]:
         "checkpoint": found.template,
         "told_by": found.known.told_by,
         "files": found.mapping(),
-        "ranks": [
-            {"rank": fate.rank, "state": fate.state, "source": fate.source, "why": fate.why}
-            for fate in found.outcome.fates
-        ],
+        "ranks": [fields_of(fate, "rank", "state", "source", "why") for fate in found.outcome.fates],
         "disagreements": list(found.outcome.disagreements),
     }
 
@@ -141,9 +137,7 @@ def _tell(found: Recovery, by: Way, out: Path | None) -> None:
         for fate in found.outcome.fates
     ]
     rows.sort(key=lambda row: str(row[1]) == "own")
-    screen().print(table(("rank", "state", "loads", "why not its own"), rows[:SHOWN_MAX], right=("rank",)))
-    if len(rows) > SHOWN_MAX:
-        say(f"and {len(rows) - SHOWN_MAX} more (--json lists them)")
+    show_table(("rank", "state", "loads", "why not its own"), rows, SHOWN_MAX, right=("rank",))
     for words in found.outcome.disagreements:
         say(Text.assemble(("differs  ", "bold red"), words))
     lost = found.outcome.lost

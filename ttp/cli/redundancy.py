@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ttp.cli.output import Json, count_text, print_json, say, screen, table
+from ttp.cli.output import Json, print_json, say, show_table
 from ttp.core.layout import compact_ranks
 from ttp.errors import CheckpointError
 from ttp.store.manifest import MANIFEST, Manifest
@@ -95,16 +95,11 @@ def describe(told: Told) -> dict[str, Any]:
 
 def _tell(told: Told) -> None:
     rows = [(compact_ranks(ranks), str(len(ranks)), "" if len(ranks) > 1 else "none") for ranks in told.groups]
-    screen().print(table(("ranks with the same checkpoint", "copies", "replica"), rows[:SHOWN_MAX], right=("copies",)))
-    if len(rows) > SHOWN_MAX:
-        say(f"and {len(rows) - SHOWN_MAX} more (--json lists them)")
+    show_table(("ranks with the same checkpoint", "copies", "replica"), rows, SHOWN_MAX, right=("copies",))
     if told.kind == "group_info":
         say("A group_info.pb lists only the ranks from which its own rank can be restored.")
-    names = sorted(told.parameters)
-    if not names:
+    if not told.parameters:
         return
     what = "shard" if told.kind == "manifest" else "parameter"
-    listed = [(name, "; ".join(map(compact_ranks, told.parameters[name]))) for name in names[:SHOWN_MAX]]
-    screen().print(table((what, "ranks with the same slice"), listed))
-    if len(names) > SHOWN_MAX:
-        say(f"and {count_text(len(names) - SHOWN_MAX, what)} more (--json lists them)")
+    listed = [(name, "; ".join(map(compact_ranks, told.parameters[name]))) for name in sorted(told.parameters)]
+    show_table((what, "ranks with the same slice"), listed, SHOWN_MAX, noun=what)

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from ttp.cli.bars import bars
-from ttp.cli.output import Json, count_text, print_json, say, say_notes, size_text
+from ttp.cli.output import Json, bars, count_text, print_json, say, say_notes, size_text
 from ttp.errors import ConfigError, UsageError
 from ttp.store.digest import Watch
 

@@ -7,8 +7,7 @@ from typing import Annotated
 import typer
 
 from ttp.cli.connection import Address, Port, Token, connected, find
-from ttp.cli.output import Json, aside, complain, print_json, say
-from ttp.cli.seconds import seconds
+from ttp.cli.output import Json, aside, complain, print_json, say, seconds
 from ttp.config import Config
 
 Reason = Annotated[str, typer.Option("--reason", help="Why, for the manifest and the incident's file.")]

@@ -182,7 +182,9 @@ class Tally:
             "broken": [{"seed": o.seed, "text": o.problem, "command": self.command(o.seed)} for o in self.broken],
             "incarnations": self.incarnations,
             "checkpoints": self.checkpoints,
-            "exits": {_code(code): count for code, count in sorted(self.exits.items(), key=str)},
+            "exits": {
+                "killed" if code is None else str(code): count for code, count in sorted(self.exits.items(), key=str)
+            },
             "events": self.events,
             "virtual_s": round(self.virtual_s, 6),
             "elapsed_s": round(elapsed_s, 3),
@@ -209,10 +211,6 @@ class Tally:
             f"{self.events} events; {duration_text(self.virtual_s)} played in {duration_text(elapsed_s)}; "
             f"trace {self.digest[:16]}"
         )
-
-
-def _code(code: int | None) -> str:
-    return "killed" if code is None else str(code)
 
 
 def _ended(code: int | None) -> str:

@@ -93,7 +93,8 @@ def spans(log: IncidentLog) -> list[Any]:
     for event in events:
         if event["ph"] == "X" and event["pid"] != CONTROLLER and event["tid"] == SAVING:
             stage = next((s for e, s in above if e["ts"] <= event["ts"] < e["ts"] + e["dur"]), root)
-            one = begin(_written(event), stage, event, ttp_rank=event["pid"] - 1, **_size(event))
+            name = "ttp.commit.manifest" if event["name"].startswith("commit") else "ttp.save.shard"
+            one = begin(name, stage, event, ttp_rank=event["pid"] - 1, **_size(event))
             if event["name"].endswith("failed"):
                 one.set_status(Status(StatusCode.ERROR, str(event["args"].get("text"))[:TEXT_MAX]))
             end(one, event)
@@ -159,10 +160,6 @@ def _about(log: IncidentLog) -> dict[str, Any]:
     return (
         told | ({"ttp_run_id": str(run_id)} if run_id else {}) | ({"ttp_exit_code": code} if code is not None else {})
     )
-
-
-def _written(event: Event) -> str:
-    return "ttp.commit.manifest" if event["name"].startswith("commit") else "ttp.save.shard"
 
 
 def _size(event: Event) -> dict[str, Any]:

@@ -15,8 +15,18 @@ from rich.live import Live
 from rich.text import Text
 
 from ttp.cli.connection import Address, Client, Port, Token, UnreachableError, Where, connected, find
-from ttp.cli.output import Json, count_text, duration_text, print_json, screen, shown, table, when_text
-from ttp.cli.seconds import seconds
+from ttp.cli.output import (
+    Json,
+    count_text,
+    duration_text,
+    fields_of,
+    print_json,
+    screen,
+    seconds,
+    shown,
+    table,
+    when_text,
+)
 from ttp.core.layout import compact_ranks, ranks_text
 
 if TYPE_CHECKING:
@@ -25,6 +35,7 @@ if TYPE_CHECKING:
 RANKS_SHOWN_MAX = 64
 GROUPS_SHOWN_MAX = 16
 
+_INCIDENT = ("id", "stage", "cause", "version", "outcome", "reason", "path", "opened_unix_s")
 _COLOURS = {"live": "green", "frozen": "cyan", "done": "green", "released": "cyan", "missing": "yellow"}
 
 Watch = Annotated[bool, typer.Option("--watch", help="Go on showing it until Ctrl-C. With --json: one line a time.")]
@@ -224,18 +235,18 @@ def phase_name(phase: int) -> str:
 def describe(now: pb.GetStatusResponse, where: Where) -> dict[str, Any]:
     """Return what ``ttp status --json`` prints."""
     return {
-        **_plain(now, "stage", "run_id", "incarnation", "term", "world_size", "framework", "save_dir"),
+        **fields_of(now, "stage", "run_id", "incarnation", "term", "world_size", "framework", "save_dir"),
         "groups": {group.name: list(group.ranks) for group in now.groups},
         "ranks": [
-            _plain(r, "rank", "host", "pid", "version", "phase", "state", "silent_s", "activity", "can_continue")
+            fields_of(r, "rank", "host", "pid", "version", "phase", "state", "silent_s", "activity", "can_continue")
             | {"phase": phase_name(r.phase), "silent_s": round(r.silent_s, 3)}
             for r in now.ranks
         ],
-        **_plain(now, "incidents_total", "false_alarms"),
+        **fields_of(now, "incidents_total", "false_alarms"),
         "standbys": list(now.standbys),
         "copied_version": now.copied_version if now.HasField("copied_version") else None,
         "restarts": _restarts(where),
-        "last_incident": _describe_incident(now.last_incident) if now.HasField("last_incident") else None,
+        "last_incident": fields_of(now.last_incident, *_INCIDENT) if now.HasField("last_incident") else None,
         "controller": {
             "address": where.address,
             "port": where.port,
@@ -244,12 +255,3 @@ def describe(now: pb.GetStatusResponse, where: Where) -> dict[str, Any]:
             "ttp_version": now.ttp_version,
         },
     }
-
-
-def _describe_incident(incident: pb.IncidentStatus) -> dict[str, Any]:
-    return _plain(incident, "id", "stage", "cause", "version", "outcome", "reason", "path", "opened_unix_s")
-
-
-def _plain(message: Any, *names: str) -> dict[str, Any]:
-    """Return these fields of a message."""
-    return {name: getattr(message, name) for name in names}

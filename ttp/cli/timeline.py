@@ -149,17 +149,9 @@ def _closed(f: Facts) -> str:
     return f"{ranks_text(left)} did not leave in time" if isinstance(left, list) and left else "all have left"
 
 
-def _nothing_new(f: Facts) -> str:
-    return str(f.get("text", ""))
-
-
 def _round(f: Facts) -> str:
     where = f"on {ranks_text(f.get('ranks') or ())}, version {f.get('version')}"
-    return f"{f.get('round')} handlers {where}{_of_purpose(f)}"
-
-
-def _of_purpose(f: Facts) -> str:
-    return f" ({f.get('purpose')})" if f.get("purpose") else ""
+    return f"{f.get('round')} handlers {where}" + (f" ({f.get('purpose')})" if f.get("purpose") else "")
 
 
 def _round_over(f: Facts) -> str:
@@ -188,7 +180,7 @@ _WORDS: dict[str, Callable[[Facts], str]] = {
         f"the replicas of {_listed(_texts(f.get('shards')))} split it into different parts: one rank writes it whole"
     ),
     "replan": lambda f: f"savers {compact_ranks(f.get('lost_savers') or ())} were lost or failed: a new plan is made",
-    "nothing_new": _nothing_new,
+    "nothing_new": lambda f: str(f.get("text", "")),
     "waits": lambda f: f"no plan yet: {f.get('reason')}",
     "saved": _saved,
     "save_failed": lambda f: f"rank {f.get('rank')}: {f.get('text')}",

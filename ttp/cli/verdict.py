@@ -12,8 +12,7 @@ import typer
 from ttp.cli.connection import connected, find, known_ports
 from ttp.cli.directories import SaveDir, existing, fallback_of, holds_ours
 from ttp.cli.incident_reader import IncidentLog, incident_files, readable
-from ttp.cli.output import Json, complain, print_json, say
-from ttp.cli.seconds import seconds
+from ttp.cli.output import Json, complain, print_json, say, seconds
 from ttp.config import Config
 from ttp.core.controller.job_verdict import FRUITLESS_MAX, Verdict
 from ttp.errors import (

@@ -10,9 +10,8 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from ttp.cli.bars import bars
 from ttp.cli.directories import CheckpointOrDir, bears_name, existing, fallback_of, is_checkpoint
-from ttp.cli.output import Json, complain, print_json, say, size_text
+from ttp.cli.output import Json, bars, complain, print_json, say, size_text
 from ttp.core.layout import Version
 from ttp.errors import CheckpointError
 from ttp.store import names

@@ -10,9 +10,8 @@ from typing import Annotated
 import typer
 
 from ttp.cli.connection import Address, Port, Token, connected, find
-from ttp.cli.output import Complaints
+from ttp.cli.output import Complaints, seconds
 from ttp.cli.report_fault import accuse
-from ttp.cli.seconds import seconds
 from ttp.config import Config
 from ttp.errors import TtpError, UsageError
 from ttp.launch.node_check import Course, Finding, Health, read_reset, run_check
