@@ -7,6 +7,8 @@ one learn of a break at different times. A share of the messages can be delivere
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 from ttp.core import messages as m
@@ -77,13 +79,13 @@ class Stream:
         """Send a report of the rank, or a frame of a relay."""
         if self.open:
             self._last_up = self._later(self._last_up)
-            self._clock.at(self._last_up, self._arrive, self._last_up, report)
+            self._clock.at(self._last_up, self._arrive, self._last_up, report, True)
 
     def order(self, order: Any) -> None:
         """Send an order of the controller."""
         if self.open:
             self._last_down = self._later(self._last_down)
-            self._clock.at(self._last_down, self._obey, self._last_down, order)
+            self._clock.at(self._last_down, self._arrive, self._last_down, order, False)
 
     def end(self) -> None:
         """End the stream in good order: all messages that were sent arrive."""
@@ -120,27 +122,19 @@ class Stream:
         delay = self._delay_s * (self._rng.random() if self._rng.random() < 0.95 else 10 * self._rng.random())
         return max(last, self._clock.now + delay) + 1e-7
 
-    def _arrive(self, at: float, report: Any) -> None:
-        if self._clock.now < self._held_until:
-            self._clock.at(self._held_until, self._arrive, at, report)
-        elif at <= self._cut_up:
-            received = Received(self.connection, report)
-            self.controller.on_event(received)
-            if self._repeats and self._rng.random() < self._repeats and not isinstance(report, m.Hello):
-                self._clock.at(
-                    self._clock.now + self._rng.random() * 20 * self._delay_s, self.controller.on_event, received
-                )
-
-    def _obey(self, at: float, order: Any) -> None:
-        if self._clock.now < self._held_until:
-            self._clock.at(self._held_until, self._obey, at, order)
-        elif at <= self._cut_down:
-            self._rank.on_order(self, order)
-            if self._repeats and self._rng.random() < self._repeats and not isinstance(order, ONCE):
-                self._clock.at(
-                    self._clock.now + self._rng.random() * 20 * self._delay_s, self._rank.on_order, self, order
-                )
+    def _arrive(self, at: float, message: Any, up: bool) -> None:
+        """Deliver a message that is due at ``at``: a report (``up``), or an order."""
+        now = self._clock.now
+        if now < self._held_until:
+            self._clock.at(self._held_until, self._arrive, at, message, up)
+        elif at <= (self._cut_up if up else self._cut_down):
+            take: Callable[[], None] = partial(self._rank.on_order, self, message)
+            if up:
+                take = partial(self.controller.on_event, Received(self.connection, message))
+            take()
+            if self._repeats and self._rng.random() < self._repeats and not isinstance(message, ONCE):
+                self._clock.at(now + self._rng.random() * 20 * self._delay_s, take)
 
 
-ONCE = (m.Welcome, m.Refused, RestoreDecision)
-"""Orders that are never delivered twice: each is sent once per stream, so a repeat would break the protocol."""
+ONCE = (m.Hello, m.Welcome, m.Refused, RestoreDecision)
+"""Messages that are never delivered twice: each is sent once per stream, so a repeat would break the protocol."""

@@ -14,7 +14,7 @@ from ttp.core.controller.events import ConnectionId, ControllerTimeouts
 from ttp.core.layout import Rank
 from ttp.core.rank import actions as act
 from ttp.core.rank.failover import HOME
-from ttp.testing.network import Stream
+from ttp.testing.network import RankEnd, Stream
 from ttp.testing.sim_controller import SimController
 from ttp.testing.sim_relay import SimRelay, Uplink
 
@@ -162,8 +162,7 @@ class Roads:
         elif there.stopped or not self._road(rank, there):
             self._world.after(KNOCK_S, self._knock, rank, there, until)
         else:
-            relay = self._relay(rank.host)
-            stream = relay.attach(rank, there) if relay else there.accept(rank, self.next_connection())
+            stream = self._accept(rank.host, rank, there)
             self._world.after(self._world.delay(), self._attach, rank, stream)
 
     def connect_aside(self, rank: SimRank, wanted: act.ConnectAside, attempt: int) -> None:
@@ -181,8 +180,7 @@ class Roads:
         elif there.stopped or not self._road(rank, there):
             self._world.after(KNOCK_S, self._knock_aside, rank, wanted, attempt, until)
         else:
-            relay = self._relay(rank.host)
-            stream = relay.attach(rank.aside, there) if relay else there.accept(rank.aside, self.next_connection())
+            stream = self._accept(rank.host, rank.aside, there)
             self._world.after(self._world.delay(), rank.aside.attached, stream, attempt)
 
     def next_connection(self) -> ConnectionId:
@@ -190,12 +188,13 @@ class Roads:
         self._connections += 1
         return ConnectionId(self._connections)
 
-    def _relay(self, host: str) -> SimRelay | None:
-        """Return the living relay of a host, in a job that has relays; else None."""
-        if not self._world.scenario.relays:
-            return None
-        relay = self._relays.setdefault(host, SimRelay(self._world, host))
-        return relay if relay.alive else None
+    def _accept(self, host: str, end: RankEnd, there: SimController) -> Stream:
+        """Open a stream from an end on ``host`` to a controller: through the relay of the host, if one is alive."""
+        if self._world.scenario.relays:
+            relay = self._relays.setdefault(host, SimRelay(self._world, host))
+            if relay.alive:
+                return relay.attach(end, there)
+        return there.accept(end, self.next_connection())
 
     def relay_dies(self, host: str) -> None:
         """Kill a host's relay. If the host has lost power, its streams end only when peers give them up."""
