@@ -21,7 +21,7 @@ import msgpack
 import numpy as np
 import xxhash
 
-from ttp.adapters.mindspore.memory import Held, Memory
+from ttp.adapters.mindspore.memory import Memory
 from ttp.errors import CheckpointError, OtherModelError
 from ttp.processor.local_state.host_rng import HostStreams
 from ttp.processor.local_state.pages import Buffer, Kept, PageWriter
@@ -94,7 +94,9 @@ class LocalCapture:
         self._last: tuple[Hashable, ...] = ()
         """The version that was captured last after its step, and digests of its state."""
         held = [memory.held[name] for name in self._beside]
-        self._description = msgpack.packb([[h.name, h.dtype, list(h.shape), _size(h, memory)] for h in held])
+        self._description = msgpack.packb(
+            [[h.name, h.dtype, list(h.shape), int(memory.of(h.name).memory.nbytes)] for h in held]
+        )
         self.on_written: Callable[[int, bool], None] | None = None
 
     def open_page(self, page: PageWriter) -> None:
@@ -226,10 +228,6 @@ class _Reader:
             raise ValueError(f"the header requires at least {self.at + size} bytes")
         self.at += size
         return self._data[self.at - size : self.at]
-
-
-def _size(held: Held, memory: Memory) -> int:
-    return int(memory.of(held.name).memory.nbytes)
 
 
 __all__: list[Any] = ["STREAMS", "LocalCapture", "LocalState", "Position", "decode", "digests", "put"]

@@ -54,7 +54,8 @@ def agree(views: Iterable[RestoreView]) -> Candidate | str:
     common = set.intersection(*(set(view.candidates) for view in listed))
     if common:
         return max(common, key=lambda c: (c.version, c.manifest_digest))
-    seen = "; ".join(_seen(view) for view in _telling(listed)[:16])
+    telling = sorted(listed, key=lambda view: not view.skipped)  # first, as the error shows only the first views
+    seen = "; ".join(_seen(view) for view in telling[:16])
     return f"the ranks do not see one common checkpoint: {seen}. {_advice(listed)}"
 
 
@@ -86,11 +87,6 @@ def _seen(view: RestoreView) -> str:
     skipped = [text for text in view.skipped if not is_fallback_note(text)]
     where = f", {'; '.join(notes)}" if notes else ""
     return f"rank {view.rank} found {found}{where}" + (f" (skipped: {'; '.join(skipped)})" if skipped else "")
-
-
-def _telling(views: list[RestoreView]) -> list[RestoreView]:
-    """Return the views with skipped checkpoints first, because the error shows only the first views."""
-    return sorted(views, key=lambda view: not view.skipped)
 
 
 def _advice(views: list[RestoreView]) -> str:

@@ -137,15 +137,10 @@ def uncut(dimensions: int, devices: int = 1) -> TensorLayout:
 
 @lru_cache(maxsize=1 << 16)
 def _cell(layout: TensorLayout, rank: int) -> Cell:
-    cell = list(_base(layout, rank))
+    cell = [_mixed(layout, rank, cut) for cut in layout.axes]  # the slice without optimizer parallelism
     if cell and layout.opt_parts > 1:
         cell[0] = cell[0] * layout.opt_parts + _mixed(layout, rank, _unused(layout)) % layout.opt_parts
     return tuple(cell)
-
-
-def _base(layout: TensorLayout, rank: int) -> Cell:
-    """Return the slice that a rank would hold without optimizer parallelism."""
-    return tuple(_mixed(layout, rank, cut) for cut in layout.axes)
 
 
 def _mixed(layout: TensorLayout, rank: int, axes: tuple[int, ...]) -> int:

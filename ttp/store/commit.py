@@ -86,7 +86,7 @@ def commit(
     return job.run()
 
 
-def tidy(save_dir: Path, keep: int, newest: str, *, verified: bool, disk: Disk | None = None) -> list[str]:
+def tidy(save_dir: Path, keep: int, newest: str, *, verified: bool) -> list[str]:
     """Remove checkpoints beyond ``keep``, and left-overs, and return the names removed. Never raises.
 
     If a checkpoint has to be removed, this takes as long as reading the newest one, unless that is ``verified``, so no
@@ -97,10 +97,9 @@ def tidy(save_dir: Path, keep: int, newest: str, *, verified: bool, disk: Disk |
         keep: number of whole checkpoints to keep.
         newest: name of the checkpoint that was committed or restored; it stays.
         verified: whether all digests of ``newest`` have just been verified.
-        disk: makes the disk calls.
     """
     try:
-        removed = catalog.prune(save_dir, keep, {newest}, disk or Disk(), verified={newest} if verified else ())
+        removed = catalog.prune(save_dir, keep, {newest}, Disk(), verified={newest} if verified else ())
     except (OSError, CheckpointError, RecursionError) as problem:
         _log.warning("old files in %s could not be removed: %s", save_dir, str(problem))
         return []

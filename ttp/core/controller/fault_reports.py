@@ -34,7 +34,8 @@ class FaultReports:
         for rank in self._job.guests_on(connection):
             del self._job.guests[rank]
         for rank in sorted(self._job.by_connection.get(connection, set())):
-            member, first_of_host = self._job.members[rank], self._first_of_host(rank)
+            member = self._job.members[rank]
+            first_of_host = not self._job.suspects_on[member.hello.host]
             self._rank_lost(member, now)
             if member.left:
                 continue
@@ -62,9 +63,6 @@ class FaultReports:
         else:
             self._job.lose(rank, now)
             self._parts.hangs.forget(rank)
-
-    def _first_of_host(self, rank: Rank) -> bool:
-        return not self._job.suspects_on[self._job.members[rank].hello.host]
 
     def _stream_lost(self, member: Member, now: float, *, first_of_host: bool) -> None:
         rank, silent_s = member.hello.rank, now - member.last_seen

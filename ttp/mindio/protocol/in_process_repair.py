@@ -58,7 +58,7 @@ def repair_in_process(state: RepairState, incident: Incident) -> Script:
     if problem:
         return not_saved(problem)
     plan = state.decide(incident)
-    lacking = _lacking(state, incident, plan.version) if not isinstance(plan, NoPlan) else set()
+    lacking = set() if isinstance(plan, NoPlan) else set(state.live) - state.standing(incident, plan.version)
     transfers = None
     if not (state.must_load or isinstance(plan, NoPlan)) and isinstance(state.replicas, Replicas):
         transfers = sources(state.replicas, lacking, state.standing(incident, plan.version))
@@ -78,11 +78,6 @@ def _rebuild(state: RepairState) -> Part:
     acts = {rank: replace(act, error_ranks=newcomers, store=state.store) for rank, act in plain.acts.items()}
     result = yield Round(RoundKind.REBUILD, acts, together=True)
     return result.words
-
-
-def _lacking(state: RepairState, incident: Incident, version: Version) -> set[Rank]:
-    """Return the live ranks that do not hold the version."""
-    return set(state.job.live) - state.standing(incident, version)
 
 
 def _lost_memory(state: RepairState, rank: Rank) -> bool:

@@ -41,7 +41,7 @@ def dump(state: RepairState, incident: Incident, *, halts: bool = True) -> Scrip
     if state.must_load and not incident.saved:
         words = sorted(f"rank {a.rank}: {a.text}" for a in state.ailing.values())[:4]
         return not_saved(f"no copy of the state can be trusted ({'; '.join(words)}); nothing is saved")
-    if halts and _halts_first(state) and not incident.snapshot:
+    if halts and not incident.snapshot and any(said.halt_before_dump for said in state.said.values()):
         yield from halt(state, incident, "dump")  # after a failure of this the state may still be saved
     failures = 0
     while failures < FAILURES_MAX:
@@ -73,10 +73,6 @@ def _saved_before(incident: Incident, reason: str) -> Ending:
     if not incident.saved:
         return not_saved(reason)
     return Ending(Outcome.SAVED, incident.saved, f"saved version {incident.saved}", PLACE)
-
-
-def _halts_first(state: RepairState) -> bool:
-    return any(said.halt_before_dump for said in state.said.values())
 
 
 def _catch_up(state: RepairState, incident: Incident, version: Version, ranks: list[Rank]) -> Part:

@@ -18,7 +18,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -92,7 +92,7 @@ def find_place(rank: int, page_dir: Path | None, gather: Gather) -> Place:
     mine = _Offer(_boot_id(), str(page_dir or ""), secrets.token_bytes(_SECRET_BYTES), pid, start_of(pid))
     if page_dir is None or not mine.boot or _tried(rank, lambda: _see(page_dir, rank, mine)) is None:
         mine = replace(mine, directory="")
-    offers = [_Offer(*decode(told)) for told in gather(encode(_fields(mine)))]
+    offers = [_Offer(*decode(told)) for told in gather(encode(astuple(mine)))]
     together = [r for r, offer in enumerate(offers) if (offer.boot, offer.directory) == (mine.boot, mine.directory)]
     alone = len(together) == 1 or not mine.directory
     with contextlib.ExitStack() as held:
@@ -113,10 +113,6 @@ def find_place(rank: int, page_dir: Path | None, gather: Gather) -> Place:
     if len(ranks) == 1 or opened is None or readers is None:
         return Place(OwnWords(), 0, (rank,), firsts, {})
     return Place(SharedWords(opened), ranks.index(rank), ranks, firsts, readers)
-
-
-def _fields(offer: _Offer) -> tuple[object, ...]:
-    return (offer.boot, offer.directory, offer.secret, offer.pid, offer.start)
 
 
 def _places(offers: Sequence[_Offer], could: Sequence[bool]) -> list[tuple[int, ...]]:
