@@ -237,6 +237,9 @@ class Groups:
             self._seat = False
             _c10d._store_based_barrier = self._stock[1]
         store, self._store = self._store, None
+        # A group of torch before 2.8 that frees its backends waits for their threads with the interpreter locked, and
+        # hangs if one of them frees a tensor of Python. A backend that Python frees waits with it unlocked.
+        _backends = self._backends("gloo")
         if all_of_them:
             self._exchange_all(store, launch)
             return
@@ -349,7 +352,7 @@ def self_test(transport: Transport | None = None, device: str = "cpu") -> str:
 
 
 def _self_test(transport: Transport, device: str) -> str:
-    store, name = _dist.HashStore(), "ttp self test"
+    store, name, backends = _dist.HashStore(), "ttp self test", []
     group = _dist.ProcessGroup(store, 0, 1)
     group._set_default_backend(transport.kind)
     _c10d._register_process_group(name, group)
@@ -357,6 +360,7 @@ def _self_test(transport: Transport, device: str) -> str:
         for number in range(2):
             place = Place(_dist.PrefixStore(str(number), store), 0, 1, name, [0], timedelta(seconds=10))
             backend = transport.connect(place)
+            backends.append(backend)
             register(group, backend, _fresh(number) if number else transport.kind, [device])
             group._set_group_name(name)
             value = torch.ones(1, device=device)
@@ -366,4 +370,5 @@ def _self_test(transport: Transport, device: str) -> str:
             transport.let_go([backend])
     finally:
         _c10d._unregister_process_group(name)
+        del group  # before its backends: see ``renew``
     return ""

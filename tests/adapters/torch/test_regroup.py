@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -15,10 +17,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.forking import fork
 from ttp.adapters.torch import regroup
 from ttp.adapters.torch.transport import Gloo, Place
 
 _dist: Any = dist
+CPU = torch.device("cpu")
 
 
 def test_this_torch_lets_backends_be_exchanged() -> None:
@@ -39,6 +43,56 @@ def test_a_torch_that_does_not_is_refused(breaks: str, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(regroup, "register", register)
     assert regroup.self_test().startswith("this version of torch ")
+
+
+def self_tested() -> None:
+    assert regroup.self_test() == ""
+
+
+def renewed() -> None:
+    groups = regroup.Groups(seat=False)
+    groups.enter()
+    dist.init_process_group("gloo", store=_dist.HashStore(), rank=0, world_size=1)
+    hold_up_other_threads()
+    dist.all_reduce(torch.ones(1))
+    groups.renew(1)
+    regroup._c10d._new_process_group_helper = groups._stock[0]
+
+
+def hold_up_other_threads() -> None:
+    """Let the threads of gloo run only while this one waits."""
+    for entry in Path("/proc/self/task").iterdir():
+        thread = int(entry.name)
+        if thread != threading.get_native_id():
+            os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+
+
+def repeat_on_one_cpu(way: Callable[[], None]) -> None:
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    register, module = regroup.register, cast(Any, regroup)
+
+    def registered(*args: Any) -> None:
+        register(*args)
+        hold_up_other_threads()
+
+    module.register = registered
+    for _ in range(50):
+        way()
+
+
+@pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8),
+    reason="torch 2.8 and later free groups with the interpreter unlocked",
+)
+@pytest.mark.parametrize("way", [self_tested, renewed])
+def test_a_group_ends_while_a_thread_of_it_frees_a_tensor(way: Callable[[], None]) -> None:
+    """The thread needs the interpreter, so the interpreter must not wait for the thread."""
+    process = fork(repeat_on_one_cpu, (way,))
+    process.join(60)
+    hangs = process.exitcode is None
+    process.kill()
+    process.join()
+    assert not hangs and process.exitcode == 0
 
 
 def connected(port: int) -> int:
@@ -71,8 +125,10 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., regroup.Grou
     for name in ("_new_process_group_helper", "_store_based_barrier", "_rank_not_in_group"):
         monkeypatch.setattr(regroup._c10d, name, getattr(regroup._c10d, name))
     yield regroup.Groups
+    _backends = [group._get_backend(CPU) for group in regroup._c10d._world.pg_map]  # see ``Groups.renew``
     if dist.is_initialized():
         dist.destroy_process_group()
+    monkeypatch.undo()  # frees the groups
 
 
 def test_groups_that_nobody_has_seen_being_made_are_not_exchanged(made: Callable[..., regroup.Groups]) -> None:
