@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import json
 import os
 import signal
@@ -88,6 +89,9 @@ class Job:
         local = str(self.local or self.ranks // len(self.nodes))
         restarts = ["--max-restarts", str(self.max_restarts)]
         arguments = [*flags, *self.nodes[index], "--nproc-per-node", local, *restarts, str(self.script)]
+        if self.protected and not ours:  # without it, a restart fails in "Gloo connectFullMesh"
+            found = importlib.metadata.entry_points(group="torchrun.handlers", name="ttp")
+            assert found, "torchrun finds ttp only where it is installed: pip install -e ."
         module, arguments = ("ttp", ["run", *arguments]) if ours else ("torch.distributed.run", arguments)
         if "LD_PRELOAD" in self.env:  # a forked process has its libraries already
             with self.log.open("a") as log:
