@@ -101,10 +101,13 @@ def test_a_pod_that_is_replaced_takes_the_place_of_the_lost_one(
 
 @pytest.mark.slow
 def test_the_ranks_of_a_host_that_is_drained_move(make_two: Callable[..., Job], unbroken: Unbroken) -> None:
-    job = make_two(1, steps=16).start()
+    hold = {"id": "hold", "rank": 1, "step": 5, "phase": "data", "action": "hold", "when": "drained"}
+    job = make_two(1, steps=16, faults=[hold]).start()
     await_version(job, 3)
     drained = job.ttp("report-fault", "--host", "two", "--drain", "--token", "secret")
     assert drained.returncode == 0, drained.stderr
+    until(lambda: "this host is drained" in job.story(), WAIT_S, job.story)
+    (job.directory / "drained").touch()
     assert [process.wait(WAIT_S) for process in job.processes] == [0, 0, 75], job.story()
     assert "this host is drained" in job.story() and "takes its place" in job.story()
     assert len(job.starts()) == 2 and job.starts()[1:] == job.committed(), job.story()
