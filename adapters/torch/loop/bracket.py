@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -103,7 +104,7 @@ class Bracket:
 
     __slots__ = (
         "_again", "_aside", "_begun", "_between", "_calls", "_capture", "_closures", "_complained", "_ended",
-        "_evaluating", "_fence", "_heard", "_left", "_mark", "_no_sync", "_number", "_numbers", "_opened", "_post_step",
+        "_evaluating", "_fence", "_handled", "_heard", "_left", "_mark", "_no_sync", "_number", "_numbers", "_opened", "_post_step",
         "_reporter", "_said", "_stands", "_stepping", "_turns", "_untouched", "_version", "_way_back", "redoable",
         "toggled",
     )  # fmt: skip
@@ -141,6 +142,7 @@ class Bracket:
         self._opened = False  # that optimizer may write
         self._left = False  # an exception left the last update half made, and no other update has begun since
         self._again = False  # no new gradient has come since then: the next step repeats that update
+        self._handled = 0  # identity of the exception that the loop handled already when the forward pass began
         self._heard = False  # a backward pass was seen, or its absence was reported
         self._closures = 0  # number of closures that are running
         self._ended = 0  # number of versions that this process has finished
@@ -188,7 +190,8 @@ class Bracket:
         if graph_task() != -1:
             refuse_in_step(optimizer)
         refuse_capture()
-        pass_on_failure()
+        if (problem := sys.exc_info()[1]) is not None and id(problem) != self._handled:
+            pass_on_failure(problem)
         if self._stepping.depth:
             self._look_for_exception(entering=True)
             if self._stepping.depth:  # this call runs inside another step

@@ -146,6 +146,7 @@ class Attachment(Bracket):
             self._look_for_exception()
         learning = _learns()
         if learning:
+            self._handled = id(sys.exc_info()[1])
             self._pass()
             if module.training:
                 self._calls.before_forward()

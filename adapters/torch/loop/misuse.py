@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -52,14 +51,13 @@ def refuse_capture() -> None:
         )
 
 
-def pass_on_failure() -> None:
-    """Raise the error of a collective again that is on its way out while ``optimizer.step()`` is called.
+def pass_on_failure(problem: BaseException) -> None:
+    """Raise an error again that is on its way out while ``optimizer.step()`` is called, if a collective has failed.
 
     A loop that steps in a ``finally`` block, or at the end of a context manager, does so even when its peers are gone.
     It would update with a gradient that was not reduced, and that update would count as the newest version.
     """
-    problem = sys.exc_info()[1]
-    if problem is not None and is_collective_error(problem):
+    if is_collective_error(problem):
         raise problem
 
 
