@@ -170,11 +170,17 @@ class LocalCapture:
             page.close(unlink)
 
 
-def digests(data: bytes) -> dict[str, str]:
-    """Return a digest of each parameter in an image, and of its random streams; none if the bytes are no image."""
+def digests(data: bytes, finished: bool) -> dict[str, str]:
+    """Return a digest of each parameter in an image, and of its random streams; see ``Digests``.
+
+    None, if the bytes are no image, or are that of a step's begin on a rank that finished the step: what the forward
+    pass has made of it depends on the rank's data.
+    """
     try:
         state = decode(data)
     except CheckpointError:
+        return {}
+    if finished and not state.passed:
         return {}
     parts = {name: kept for name, (_, _, kept) in state.beside.items()}
     parts[STREAMS] = b"".join((*state.host, state.stream))

@@ -20,7 +20,7 @@ from ttp.core.messages import Phase, Piece, SaverOrder, ShardDigest
 from ttp.errors import CheckpointError
 from ttp.mindspore_files.ckpt_writer import TensorToWrite, number, write_entries
 from ttp.mindspore_files.group_info import NAME, encode_group_info
-from ttp.processor.local_state.local_piece import Pages, write_local_piece
+from ttp.processor.local_state.local_piece import Change, Pages, write_local_piece
 from ttp.processor.paged_source import PagedSource
 from ttp.processor.source import Cancelled
 from ttp.store.durable import sync_directory
@@ -147,10 +147,10 @@ class MindSporeSource(PagedSource):
 
         Of random streams it is always told.
         """
-        pages, changes = self.read_pages(ranks, version, digests), {}
-        for name, of_ranks in pages.changes.items():
-            if name == STREAMS or any(before and after not in ("", before) for before, after in of_ranks.values()):
-                changes[name] = {rank: change for rank, change in of_ranks.items() if change[0]}
+        pages, changes = self.read_pages(ranks, version, digests), dict[str, dict[Change, list[int]]]()
+        for name, by in pages.changes.items():
+            if name == STREAMS or any(before and after not in ("", before) for before, after in by):
+                changes[name] = {change: of_ranks for change, of_ranks in by.items() if change[0]}
         return replace(pages, changes=changes)
 
     def _local(self, version: Version) -> LocalState:

@@ -87,7 +87,7 @@ def read_local_state(path: Path, pieces: Sequence[Piece], rank: int) -> LocalSta
     return None if image is None else decode(image)
 
 
-def object_digests(data: bytes) -> dict[str, str]:
+def object_digests(data: bytes, _finished: bool = False) -> dict[str, str]:
     """Return a digest of the state of each object of ``extra_state`` in an image; none if the bytes are no image.
 
     Equal states have equal digests on all ranks.

@@ -104,9 +104,9 @@ class Bracket:
 
     __slots__ = (
         "_again", "_aside", "_begun", "_between", "_calls", "_capture", "_closures", "_complained", "_ended",
-        "_evaluating", "_fence", "_handled", "_heard", "_left", "_mark", "_no_sync", "_number", "_numbers", "_opened", "_post_step",
-        "_reporter", "_said", "_stands", "_stepping", "_turns", "_untouched", "_version", "_way_back", "redoable",
-        "toggled",
+        "_evaluating", "_fence", "_handled", "_heard", "_left", "_mark", "_no_sync", "_number", "_numbers", "_opened",
+        "_post_step", "_reporter", "_said", "_stands", "_stepping", "_turns", "_untouched", "_version", "_way_back",
+        "redoable", "toggled",
     )  # fmt: skip
 
     def __init__(

@@ -5,6 +5,7 @@ See ``ttp.core.rank.stand_in``.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 
@@ -26,6 +27,7 @@ class SecondStream:
 
     def __init__(self, token: str, put: Callable[[ev.Event], None], relay: Callable[[], int | None]) -> None:
         self._token, self._put, self._relay = token, put, relay
+        self._numbers = itertools.count(1)
         self._wanted = 0
         """Number of the stream that is wanted now."""
         self._stream: Stream | None = None
@@ -47,7 +49,7 @@ class SecondStream:
 
     def _close(self) -> None:
         with self._lock:
-            self._wanted += 1
+            self._wanted = next(self._numbers)
             before, self._stream = self._stream, None
         if before is not None:
             try:

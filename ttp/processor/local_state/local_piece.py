@@ -27,8 +27,9 @@ Change = tuple[str, str]
 """Digests of an object's state before and after an update. ``before`` is empty if it is unknown, and ``after`` if the
 rank died in the update."""
 
-Digests = Callable[[bytes], Mapping[str, str]]
-"""Returns a digest of the state of each object in an image, by name."""
+Digests = Callable[[bytes, bool], Mapping[str, str]]
+"""Returns a digest of the state of each object in an image, by name. The flag: the rank has finished the version, and
+the image is from before; states with which that of a dead rank must not be compared are left out then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +78,8 @@ def collect(
             provisional.append(rank)
         if digests is not None:
             early = read_early(page_dir, rank, version, incarnation) if page.final else [page.data]
-            before = [digests(image) for image in early] or [{}]
-            for name, digest in digests(page.data).items():
+            before = [digests(image, page.final) for image in early] or [{}]
+            for name, digest in digests(page.data, False).items():
                 for old in sorted({states.get(name, "") for states in before}):
                     change = old, digest if page.final else ""
                     changes.setdefault(name, {}).setdefault(change, []).append(int(rank))
