@@ -99,3 +99,12 @@ def test_an_error_behind_a_barrier_in_a_finally_is_shown(caplog: pytest.LogCaptu
     assert "ValueError: my bug" in caplog.text and "as it does when another rank is lost" not in caplog.text
     alone = RuntimeError(GLOO)
     assert errors_of(alone) == [alone]
+
+
+def test_an_error_that_was_raised_from_itself_has_an_end() -> None:
+    """``raise problem from problem``; so has one of two errors that name each other."""
+    problem, other = RuntimeError(GLOO), RuntimeError(GLOO)
+    problem.__cause__ = problem
+    assert errors_of(problem) == [problem]
+    problem.__cause__, other.__cause__ = other, problem
+    assert errors_of(problem) == [problem]

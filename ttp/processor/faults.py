@@ -25,9 +25,11 @@ def is_collective_error(problem: BaseException) -> bool:
 def errors_of(problem: BaseException) -> list[BaseException]:
     """Return an exception, and the one behind it if it is of a collective that a ``finally`` or ``except`` called."""
     behind: BaseException | None = problem
-    while behind is not None and is_collective_error(behind):
+    seen: list[int] = []  # a program may raise an error from itself
+    while behind is not None and id(behind) not in seen and is_collective_error(behind):
+        seen.append(id(behind))
         behind = behind.__cause__ or (None if behind.__suppress_context__ else behind.__context__)
-    return [problem] if behind in (None, problem) else [problem, behind]
+    return [problem] if behind is None or id(behind) in seen or behind is problem else [problem, behind]
 
 
 def is_out_of_device_memory(problem: BaseException) -> bool:
