@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -284,9 +285,11 @@ def test_what_was_saved_before_newer_ranks_came_is_saved(what: str) -> None:
     assert talk.orders(m.Release)[0].text.startswith("saved version 7, but none of the newer ones: ")
 
 
-def test_pieces_that_are_durable_count_again_when_the_newer_version_is_lost() -> None:
-    """Rank 1 has written version 7; rank 2, with version 8, answers late and dies; rank 3 can only commit."""
-    talk = Talk(grid(1, 4))
+def overtaken(**more: Any) -> Talk:
+    """Rank 1 has written version 7, and rank 2 is to write version 8; rank 3 can only commit."""
+    talk = Talk(grid(1, 4), formed=False)
+    for rank in range(4):
+        talk.hello(rank, **more)
     talk.lost(0)
     talk.frozen(3, 7, m.Phase.TORN)
     talk.frozen(1, 7)
@@ -294,8 +297,37 @@ def test_pieces_that_are_durable_count_again_when_the_newer_version_is_lost() ->
         pass
     assert talk.saved(1) == "[saved] [commit] Commit:1"
     assert talk.frozen(2, 8) == "[retracted] [answer] [plan] Save:2"
+    return talk
+
+
+@pytest.mark.parametrize("order", ["at once", "one by one", "after the fallback"])
+def test_pieces_that_are_durable_count_again_when_the_newer_version_is_lost(order: str) -> None:
+    talk = overtaken(fallback_dir="/fallback")
+    if order == "one by one":
+        assert "Save:1" in talk.lost(2), "a living rank writes version 7 anew"
     talk.lost(1)
+    if order == "after the fallback":
+        talk.after(2)
+        assert "[fallback] [plan] Save:2" in talk.save_failed(2, 1)
     talk.lost(2)
     while "Commit:3" not in talk.after(0.5):
         assert talk.machine.stage != "released"
-    assert [piece.shard for piece in talk.orders(m.Commit)[0].pieces] and talk.orders(m.Commit)[0].version == 7
+    (commit,) = talk.orders(m.Commit)
+    assert (commit.version, commit.directory, len(commit.pieces)) == (7, "", 1)
+
+
+@pytest.mark.parametrize("refused", ["save", "commit", "for good"])
+def test_a_newer_version_that_the_storage_refuses_is_tried_again_before_the_older_one_is_saved(refused: str) -> None:
+    talk = overtaken(fallback_dir="/fallback" if refused == "for good" else "")
+    talk.lost(1)
+    talk.after(2)
+    if refused == "commit":
+        talk.saved(2, 1)
+        talk.commit_failed(2, 1, may_pass=True)
+        said = talk.commit_failed(3, 1, may_pass=True)
+    else:
+        said = talk.save_failed(2, 1, may_pass=refused == "save")
+    if refused != "for good":
+        said = talk.after(0.2)
+    kind = m.Commit if refused == "commit" else m.Save
+    assert [order.version for order in talk.orders(kind)] == [8], said

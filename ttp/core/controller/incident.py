@@ -150,7 +150,7 @@ class Incident:
     outcome: str = ""
     requests: list[int] = field(default_factory=list)
     _written_in: dict[str, tuple[Plan | None, list[Task], dict[Shard, str]]] = field(default_factory=dict)
-    _aside: tuple[str, Plan | None, list[Task], dict[Shard, str]] | None = None
+    _aside: dict[Version, tuple[str, Plan, list[Task], dict[Shard, str]]] = field(default_factory=dict)
     _counted: dict[Rank, Version] = field(default_factory=dict)
     _ranks_at: Counter[Version] = field(default_factory=Counter)
     _copies_at: Counter[tuple[Version, Shard]] = field(default_factory=Counter)
@@ -274,18 +274,22 @@ class Incident:
     def set_aside(self) -> None:
         """Begin without pieces, for a plan of another version; those that are durable are kept, see ``takes_back``."""
         durable = [task for task in self.tasks if task.pieces is not None]
-        self._aside = (self.directory, self.plan, durable, self.cuts) if durable else None
+        if self.plan is not None and durable:
+            self._aside[self.plan.version] = self.directory, self.plan, durable, self.cuts
         self.tasks, self.pending, self.cuts = [], {}, {}
 
     def takes_back(self) -> bool:
-        """Plan with the pieces that were set aside, as this version is lost. Return whether there are any to save."""
-        before, self._aside = self._aside, None
-        if before is None or before[1] is None or before[0] != self.directory or before[1].version <= self.saved:
-            return False
-        _, self.plan, self.tasks, self.cuts = before
-        self.pending, self.dropped, self.committer = {}, [], None
-        self.enter(Stage.FREEZING, f"the newer version is lost, and pieces of version {before[1].version} are durable")
-        return True
+        """Plan with pieces that were set aside, as this version is lost. Return whether there are any to save."""
+        while self._aside:
+            version = max(self._aside)
+            before = self._aside.pop(version)
+            if version <= self.saved or (before[0] != self.directory and self.hold):  # memory may be emptied
+                continue
+            self.directory, self.plan, self.tasks, self.cuts = before
+            self.pending, self.dropped, self.committer = {}, [], None
+            self.enter(Stage.FREEZING, f"no other version can be saved, and pieces of version {version} are durable")
+            return True
+        return False
 
     def failures_shown(self) -> list[str]:
         """Return in words which ranks could not save or commit; only the first few, as every rank gets this text."""

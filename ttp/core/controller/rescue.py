@@ -160,8 +160,7 @@ class Rescue:
     def unheard(self, rank: Rank, text: str, now: float) -> None:
         """Save without a rank whose host is silent, and do not wait for its answer."""
         self.fault(rank, m.FaultKind.SILENT, text, now)
-        incident = self.incident
-        if incident is not None and incident.stage is not Stage.RELEASED:
+        if (incident := self.incident) is not None and incident.stage is not Stage.RELEASED:
             self._do_without(incident, rank)
 
     def _do_without(self, incident: Incident, rank: Rank) -> None:
@@ -171,8 +170,7 @@ class Rescue:
 
     def heard_again(self, rank: Rank, now: float) -> None:
         """Ask a rank for its answer again, because its host is no longer silent."""
-        incident = self.incident
-        if incident is not None and incident.stage is not Stage.RELEASED:
+        if (incident := self.incident) is not None and incident.stage is not Stage.RELEASED:
             incident.evidence.withdraw(rank, m.FaultKind.SILENT)
             self._freezing.ask(incident, (rank,), incident.cause, now)
 
@@ -202,8 +200,7 @@ class Rescue:
             return
         if incident.stage is not Stage.SAVED:
             yield incident.patient_since + p.rescue_s
-        since = self.saving.stall_since(incident)
-        if since is not None:
+        if (since := self.saving.stall_since(incident)) is not None:
             yield since + p.stall_s
         if incident.look_again_at:
             yield incident.look_again_at
@@ -338,10 +335,13 @@ class Rescue:
 
     def _give_up(self, incident: Incident, reason: str, now: float) -> None:
         """Try in the fallback directory or later, as saving here and now failed; else end without a checkpoint."""
-        if incident.takes_back() or self._retries.elsewhere(incident):
+        if self._retries.elsewhere(incident):
             self._maybe_plan(incident, now)
         elif not self._retries.later(incident, reason, now):
-            self._end_without(incident, reason, now)
+            if incident.takes_back():  # not before, as the storage may only have refused the newer version
+                self._maybe_plan(incident, now)
+            else:
+                self._end_without(incident, reason, now)
 
     def _end_without(self, incident: Incident, reason: str, now: float) -> None:
         """End without a checkpoint: thaw if that is enough, else release. End as saved if one was made before."""
