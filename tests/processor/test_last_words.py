@@ -39,18 +39,23 @@ def test_the_word_is_left_in_the_directory_that_was_asked_for(
     assert (tmp_path / "ck" / "incidents" / "wrong.json").exists() and not list((tmp_path / "elsewhere").iterdir())
 
 
-@pytest.mark.parametrize(("where", "level"), [("nowhere", 0), ("stderr", 0), ("stderr", logging.CRITICAL), ("file", 0)])
+@pytest.mark.parametrize("where", ["nowhere", "stderr", "stderr of the root", "file", "stderr, but no errors"])
+@pytest.mark.parametrize(("level", "propagate"), [(0, True), (0, False), (logging.CRITICAL, True)])
 def test_an_error_that_ends_the_process_is_shown_once(
     where: str,
     level: int,
+    propagate: bool,
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    handlers: dict[str, list[logging.Handler]] = {"nowhere": [], "file": [logging.NullHandler()]}
-    handlers["stderr"] = [logging.StreamHandler(sys.stderr)]
+    handler = logging.NullHandler() if where == "file" else logging.StreamHandler(sys.stderr)
+    if where == "stderr, but no errors":
+        handler.setLevel(logging.CRITICAL)
+    place = {"nowhere": "another", "stderr of the root": ""}.get(where, "ttp")
     for name in ("ttp", ""):
-        monkeypatch.setattr(logging.getLogger(name), "handlers", handlers[where] if name else [])
+        monkeypatch.setattr(logging.getLogger(name), "handlers", [handler] if name == place else [])
+    monkeypatch.setattr(logging.getLogger("ttp"), "propagate", propagate)
     caplog.set_level(level, "ttp")
     complain("TTP_KEEP='x' is not valid")
     assert capsys.readouterr().err.count("TTP_KEEP='x' is not valid") == 1

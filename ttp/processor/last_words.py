@@ -57,7 +57,8 @@ def complain(text: str, trace: str = "") -> None:
         text: the error.
         trace: its traceback, where that helps the user; or empty.
     """
-    handlers = (*log.handlers, *logging.getLogger().handlers) if log.isEnabledFor(logging.ERROR) else ()
+    handlers = (*log.handlers, *(logging.getLogger().handlers if log.propagate else ()))
+    handlers = tuple(h for h in handlers if log.isEnabledFor(logging.ERROR) and h.level <= logging.ERROR)
     if handlers:  # else Python would print it
         log.error("%s", f"{text}\n{trace}".rstrip())
     if not any(getattr(each, "stream", None) is sys.stderr for each in handlers):
