@@ -322,8 +322,12 @@ def _same_form(tensor: Tensor) -> Tensor:
 
 
 def _has_state(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer has made updates. Some make their state, of zeros, before."""
-    values = (value for state in optimizer.state.values() if isinstance(state, Mapping) for value in state.values())
+    """Return whether an optimizer has made updates. Some make their state before; then it is of zeros, or their count is.
+
+    It need not be of zeros: Adagrad's ``initial_accumulator_value``.
+    """
+    states = (state for state in optimizer.state.values() if isinstance(state, Mapping))
+    values = (value for state in states for value in ([state["step"]] if "step" in state else state.values()))
     try:
         return any(bool(local(value).any()) for value in values if isinstance(value, Tensor))
     except Exception:  # not all dtypes and kinds of tensors can be compared with zero, and this is only for a warning

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +169,14 @@ class TestGradientsWithoutABackwardPass:
 
 @pytest.mark.supports("checkpoints of the program's own")
 class TestStateOfEarlierUpdates:
-    @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.Adagrad])  # the second one makes its state at once
+    @pytest.mark.parametrize(
+        "kind",
+        [
+            torch.optim.Adam,
+            partial(torch.optim.SGD, momentum=0.9),  # counts no updates
+            partial(torch.optim.Adagrad, initial_accumulator_value=0.1),  # makes its state at once
+        ],
+    )
     @pytest.mark.parametrize("earlier", [True, False])
     def test_versions_are_counted_from_it_and_the_log_says_so(
         self, kind: Any, earlier: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
