@@ -322,16 +322,20 @@ def _same_form(tensor: Tensor) -> Tensor:
 
 
 def _has_state(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer has made updates. Some make their state before; then it is of zeros, or their count is.
+    """Return whether an optimizer has made updates.
 
-    It need not be of zeros: Adagrad's ``initial_accumulator_value``.
+    Some make their state before, of zeros or of a first value, with a count of 0 then; and torch's ``get_state_dict()``
+    makes that of all optimizers, by a step that leaves zeros and is counted.
     """
-    states = (state for state in optimizer.state.values() if isinstance(state, Mapping))
-    values = (value for state in states for value in ([state["step"]] if "step" in state else state.values()))
     try:
-        return any(bool(local(value).any()) for value in values if isinstance(value, Tensor))
+        return any(_updated(state) for state in optimizer.state.values() if isinstance(state, Mapping))
     except Exception:  # not all dtypes and kinds of tensors can be compared with zero, and this is only for a warning
         return False
+
+
+def _updated(state: Mapping[str, Any]) -> bool:
+    found = {name: bool(local(value).any()) for name, value in state.items() if isinstance(value, Tensor)}
+    return found.pop("step", bool(state.get("step", 1))) and any(found.values())
 
 
 def _devices(model: nn.Module) -> frozenset[str]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from tests.adapters.torch.hooked import Job
 from tests.adapters.torch.stub_processor import StubProcessor, registered
@@ -178,8 +179,9 @@ class TestStateOfEarlierUpdates:
         ],
     )
     @pytest.mark.parametrize("earlier", [True, False])
+    @pytest.mark.parametrize("asked", [True, False])
     def test_versions_are_counted_from_it_and_the_log_says_so(
-        self, kind: Any, earlier: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+        self, kind: Any, earlier: bool, asked: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         model = nn.Linear(3, 2)
         optimizer, other = kind(model.parameters(), lr=0.1), kind(model.parameters(), lr=0.1)
@@ -190,6 +192,9 @@ class TestStateOfEarlierUpdates:
         adapter = registered(model, optimizer)
         adapter.layout(1)
         adapter.attach(StubProcessor(tmp_path))  # type: ignore[arg-type]
+        optimizer.zero_grad()
+        if asked and not optimizer.state:
+            get_optimizer_state_dict(model, optimizer)  # for a checkpoint of the program's own; makes the state
         for _ in range(2):
             model(torch.ones(1, 3)).sum().backward()
             optimizer.step()
