@@ -149,6 +149,29 @@ def test_a_second_stream_that_is_closed_while_it_is_made_does_not_stay(
     assert [stream.open for stream in made] == [False]
 
 
+def test_nobody_waits_while_a_second_stream_that_is_not_wanted_any_more_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Closing a stream may take long, and ``perform`` is called on the thread that serves the controller."""
+
+    class SlowToClose(FakeStream):
+        def abort(self) -> None:
+            other = threading.Thread(target=lambda: aside.perform(act.CloseAside()), daemon=True)
+            other.start()
+            other.join(2)
+            waits.append(other.is_alive())
+
+    jobs: list[Any] = []
+    waits: list[bool] = []
+    monkeypatch.setattr(second, "Stream", SlowToClose)
+    monkeypatch.setattr(second, "aside", lambda name, job: jobs.append(job))
+    aside = SecondStream("", lambda _: None, lambda: None)
+    aside.perform(act.ConnectAside("127.0.0.1:1", 1.0))
+    aside.perform(act.CloseAside())
+    jobs[0]()
+    assert waits == [False]
+
+
 def test_orders_do_not_wait_for_the_name_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The stream's reader says that the stream is up, and then reads the first orders."""
     ups: list[Any] = []

@@ -73,10 +73,11 @@ class SecondStream:
                 relay=self._relay(),
             )
             with self._lock:
-                if self._wanted != number:
-                    stream.abort()
-                    return
-                self._stream = stream
-            stream.start()
+                if wanted := self._wanted == number:
+                    self._stream = stream
+            if wanted:
+                stream.start()
+            else:
+                stream.abort()
         except Exception as problem:
             put(ev.AsideDown(repr(problem)))
