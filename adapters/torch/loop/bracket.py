@@ -191,7 +191,7 @@ class Bracket:
             refuse_in_step(optimizer)
         refuse_capture()
         if (problem := sys.exc_info()[1]) is not None and id(problem) != self._handled:
-            pass_on_failure(problem)
+            pass_on_failure(problem, closure_of(args, kwargs))
         if self._stepping.depth:
             self._look_for_exception(entering=True)
             if self._stepping.depth:  # this call runs inside another step

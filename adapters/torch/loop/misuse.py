@@ -51,13 +51,14 @@ def refuse_capture() -> None:
         )
 
 
-def pass_on_failure(problem: BaseException) -> None:
+def pass_on_failure(problem: BaseException, closure: object) -> None:
     """Raise an error again that is on its way out while ``optimizer.step()`` is called, if a collective has failed.
 
     A loop that steps in a ``finally`` block, or at the end of a context manager, does so even when its peers are gone.
-    It would update with a gradient that was not reduced, and that update would count as the newest version.
+    It would update with a gradient that was not reduced, and that update would count as the newest version. A closure
+    makes a new gradient.
     """
-    if is_collective_error(problem):
+    if closure is None and is_collective_error(problem):
         raise problem
 
 

@@ -119,14 +119,16 @@ class TestCaught:
                 job.optimizer.step()
         assert job.taken() == [] and job.gate.version == 0 and torch.equal(job.model[0].weight, before)
 
-    def test_a_loop_that_goes_on_while_it_handles_one_steps(self) -> None:
+    @pytest.mark.parametrize("closure", [True, False])
+    def test_a_loop_that_goes_on_while_it_handles_one_steps(self, closure: bool) -> None:
         job = loop()
         try:
             raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:35529")
         except RuntimeError:
             for _ in range(2):
-                job.backward()
-                job.optimizer.step()
+                if not closure:
+                    job.backward()
+                job.optimizer.step(*[job.backward] * closure)
         assert job.gate.version == 2
 
     def test_a_closed_gate_holds_it(self) -> None:
