@@ -13,6 +13,9 @@ from typing import Any, cast
 import pytest
 
 from tests.ports import free_port
+from ttp import legacy
+from ttp.config import RankEnv
+from ttp.errors import UsageError
 from ttp.legacy import Program, replica_set
 from ttp.mindio.handlers import Call
 from ttp.mindio.protocol.replica_lists import Replicas
@@ -79,6 +82,36 @@ def test_functions_return_one_when_they_cannot() -> None:
     env = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env, check=True)
     assert done.stdout.split() == ["1"] * 5
+
+
+@pytest.mark.parametrize(
+    ("told", "local_rank"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "2"}, 0),  # one rank on each host
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, 0),
+        ({"MS_ROLE": "MS_WORKER", "MS_NODE_ID": "1", "MS_WORKER_NUM": "2", "DEVICE_ID": "0"}, 0),
+        ({}, 1),
+    ],
+)
+def test_what_a_launcher_says_of_the_host_counts(
+    told: dict[str, str], local_rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rank of each host starts its relay."""
+    joined: list[int] = []
+
+    def join(env: RankEnv, _: object) -> None:
+        joined.append(env.local_rank)
+        raise UsageError("it does not join")
+
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("ttp.mindio.handlers.Participant", join)
+    monkeypatch.setattr(legacy, "_program", Program())
+    assert legacy.ttp_init_processor(1, [0, 1], 2, 2, 1) == 0
+    assert legacy.ttp_start_processor("127.0.0.1", 1) == 1
+    assert joined == [local_rank]
 
 
 @pytest.mark.parametrize(

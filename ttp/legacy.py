@@ -21,6 +21,7 @@ from ttp.core.layout import Rank
 from ttp.errors import TtpError, UsageError
 from ttp.launch.admission import admitted
 from ttp.launch.controller_process import ensure_controller
+from ttp.launch.rank_names import in_torchruns_names
 from ttp.mindio.protocol.messages import ReplicaSet
 from ttp.mindio.protocol.replica_lists import check_set
 
@@ -150,9 +151,10 @@ def ttp_start_processor(master_ip: str, port: int) -> int:
     from ttp.mindio.handlers import HandlerKind, Participant
 
     try:
-        # Without a launcher the arguments tell all that its variables would.
-        told = {"RANK": str(_program.rank), "WORLD_SIZE": str(_program.world_size), "LOCAL_RANK": str(_program.rank)}
-        env = RankEnv.from_env({**told, **os.environ, "MASTER_ADDR": master_ip})
+        told, rank = in_torchruns_names(os.environ), str(_program.rank)
+        if "RANK" not in told:  # without a launcher the arguments tell all that its variables would
+            told = {"RANK": rank, "WORLD_SIZE": str(_program.world_size), "LOCAL_RANK": rank, **told}
+        env = RankEnv.from_env({**told, "MASTER_ADDR": master_ip})
         if env.rank != _program.rank:
             log.error(
                 "ttp_start_processor: RANK=%s is not the rank given to ttp_init_processor (%s)", env.rank, _program.rank
