@@ -261,8 +261,7 @@ class Incident:
         failed = set(failed)
         self.forgiven.update((rank, self.failures.pop(rank)) for rank in sorted(failed))
         self.passing -= failed
-        durable = [each for each in self.tasks if each.pieces is not None]
-        self._written_in[self.directory] = self.plan, durable, self.cuts
+        self._written_in[self.directory] = self.plan, self._durable_tasks(), self.cuts
         self.plan, self.tasks, self.cuts = self._written_in.get(directory, (None, [], {}))
         self.directory, self.pending, self.dropped, self.committer = directory, {}, [], None
         self.progress = OrderedDict()
@@ -273,9 +272,12 @@ class Incident:
 
     def set_aside(self) -> None:
         """Begin without pieces, for a plan of another version; those that are durable are kept, see ``takes_back``."""
-        durable = [each for each in self.tasks if each.pieces is not None]
+        durable = self._durable_tasks()
         self._aside = (self.directory, self.plan, durable, self.cuts) if durable else None
         self.tasks, self.pending, self.cuts = [], {}, {}
+
+    def _durable_tasks(self) -> list[Task]:
+        return [task for task in self.tasks if task.pieces is not None]
 
     def takes_back(self) -> bool:
         """Plan with the pieces that were set aside, as this version is lost. Return whether there are any to save."""
