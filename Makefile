@@ -29,6 +29,9 @@ JOBS ?= 4
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 
+# A test run starts a thousand processes: none should have to compile the package for itself.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo test test-gpu bench lint types protos docs frameworks clean
 .DELETE_ON_ERROR:
 

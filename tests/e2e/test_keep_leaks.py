@@ -149,7 +149,7 @@ def test_old_connections_are_all_that_stays(make_job: Callable[..., Job], times:
         assert after[name].kib - before[name].kib < 8192, name
     assert files(job) == files_before
     threads = counted(job, "threads")[2:]
-    assert min(threads[-3:]) == min(threads), threads  # one that is about to end may be counted
+    assert min(threads[-3:]) <= min(threads) + 1, threads  # one is made only once it is needed; see ``settled``
     objects = counted(job, "objects")[2:]
     assert objects[-1] - objects[0] <= OBJECTS_EACH * times, objects
 

@@ -310,7 +310,7 @@ def _stopped_while_cut(s: RunDraw) -> tuple[Fault, ...]:
         s.here("partition", cut),
         s.later(s.seconds(0, 1), "stop", stopped),
         s.later(s.seconds(0.2, 2), "heal", cut, "third", "first"),
-        s.later(s.seconds(0.2, 2), "cont", stopped, "fourth"),
+        s.later(s.seconds(0.2, 2), "cont", stopped, "fourth", "second"),
     )
 
 

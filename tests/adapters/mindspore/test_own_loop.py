@@ -15,6 +15,7 @@ from tests.adapters.mindspore.test_wrapper import MODES, Net, switched_on, whole
 from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, save
 from ttp.adapters.mindspore import OptTTPWrapper
 from ttp.adapters.mindspore.adapter import MindSporeAdapter
+from ttp.adapters.mindspore.local_state import STREAMS, Position, digests
 from ttp.core.decide import How
 from ttp.core.layout import Layout, Rank
 
@@ -152,3 +153,21 @@ def test_a_rank_that_dies_in_its_step_gets_what_the_rest_of_the_step_made_of_rep
     assert again.drawn == reference.drawn[SAVED:]
     (note,) = (record.getMessage() for record in caplog.records if "before the end of its step" in record.getMessage())
     assert note.endswith(": sum"), note
+
+
+@pytest.mark.parametrize("passed", [False, True])
+def test_what_a_step_began_with_tells_nothing_of_a_rank_that_finished_it(passed: bool, tmp_path: Path) -> None:
+    """What the forward pass has made of BatchNorm's averages depends on the rank's data."""
+    images: list[bytes] = []
+
+    class Page:
+        def write(self, _version: int, _final: bool, image: list[Any], large: list[Any]) -> bool:
+            images.append(b"".join([*map(bytes, image), *(bytes(part) for _, part in large)]))
+            return False
+
+    capture: Any = Loop(tmp_path, jit=False).adapter._capture
+    capture.open_page(Page())
+    capture.capture(1, Position(step=1), final=False, passed=passed)
+    (image,) = images
+    assert digests(image, False).keys() > {STREAMS}
+    assert digests(image, True) == (digests(image, False) if passed else {})

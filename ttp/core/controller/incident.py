@@ -261,8 +261,7 @@ class Incident:
         failed = set(failed)
         self.forgiven.update((rank, self.failures.pop(rank)) for rank in sorted(failed))
         self.passing -= failed
-        durable = [task for task in self.tasks if task.pieces is not None]
-        self._written_in[self.directory] = self.plan, durable, self.cuts
+        self._written_in[self.directory] = self.plan, self._durable_tasks(), self.cuts
         self.plan, self.tasks, self.cuts = self._written_in.get(directory, (None, [], {}))
         self.directory, self.pending, self.dropped, self.committer = directory, {}, [], None
         self.progress = OrderedDict()
@@ -273,16 +272,17 @@ class Incident:
 
     def set_aside(self) -> None:
         """Begin without pieces, for a plan of another version; those that are durable are kept, see ``takes_back``."""
-        durable = [task for task in self.tasks if task.pieces is not None]
-        if self.plan is not None and durable:
+        if self.plan is not None and (durable := self._durable_tasks()):
             self._aside[self.plan.version] = self.directory, self.plan, durable, self.cuts
         self.tasks, self.pending, self.cuts = [], {}, {}
+
+    def _durable_tasks(self) -> list[Task]:
+        return [task for task in self.tasks if task.pieces is not None]
 
     def takes_back(self) -> bool:
         """Plan with pieces that were set aside, as this version is lost. Return whether there are any to save."""
         while self._aside:
-            version = max(self._aside)
-            before = self._aside.pop(version)
+            before = self._aside.pop(version := max(self._aside))
             if version <= self.saved or (before[0] != self.directory and self.hold):  # memory may be emptied
                 continue
             self.directory, self.plan, self.tasks, self.cuts = before
