@@ -75,18 +75,20 @@ def soak(seeds: range) -> Counter[str]:
         if played.when(r"\] finished") and 0 in played.exits[0] and played.exits[1:] == [[0] * 6]:
             continue  # the end of the job was not heard of on some hosts: they cannot know that the others are not dead
         assert played.exits == [[0] * 6], f"seed {seed}: a healthy job was restarted"
-        seen += Counter({"jobs": 1, "freezes": len(played.when(r"\] opened")), "thaws": len(played.when(r"\] thawed"))})
+        freezes, thaws = (len(played.when(rf"\] {what}")) for what in ("opened", "thawed"))
+        assert freezes - thaws in (0, 1), f"seed {seed}"  # the job may be over before the last one ends
+        seen += Counter({"jobs": 1, "freezes": freezes, "thaws": thaws})
         assert not played.when(r"\] released"), f"seed {seed}"
     return seen
 
 
 def test_flaps_and_processes_that_stop_cost_no_job() -> None:
     seen = soak(range(40))
-    assert seen["freezes"] == seen["thaws"] > 0, "some freeze, or nothing was tried"
+    assert seen["thaws"] > 0, "some freeze, or nothing was tried"
 
 
 @pytest.mark.slow
 def test_many_flaps_cost_no_job() -> None:
     seen = soak(range(1000, 6000))
     print(dict(seen))
-    assert seen["freezes"] == seen["thaws"] > 0
+    assert seen["thaws"] > 0
