@@ -191,7 +191,8 @@ class TestStateOfEarlierUpdates:
             optimizer.load_state_dict(other.state_dict())
         adapter = registered(model, optimizer)
         adapter.layout(1)
-        adapter.attach(StubProcessor(tmp_path))  # type: ignore[arg-type]
+        processor: Any = StubProcessor(tmp_path)
+        adapter.attach(processor)
         optimizer.zero_grad()
         if asked and not optimizer.state:
             get_optimizer_state_dict(model, optimizer)  # for a checkpoint of the program's own; makes the state
