@@ -97,7 +97,7 @@ class Journal:
         self, run_dir: Path, told: Iterable[str | None] = (), fallback_dir: str | None = None, address: str = ""
     ) -> None:
         self._run_dir, self._fallback, self._address = run_dir, fallback_dir, address
-        self._told = frozenset({str(run_dir), *filter(None, told)})
+        self._told = {str(run_dir), *filter(None, told)}
         self._stories: dict[str, _Story] = {}
         self._writers: dict[Path, _Writer] = {}
         self._lock = threading.Lock()  # never held during a disk call
@@ -182,8 +182,13 @@ class Journal:
         return self._writers[place]
 
     def _may_write_to(self, place: Path) -> bool:
-        """Return whether the controller's settings, or a process of this host in ``run_dir``, have named ``place``."""
-        return str(place) in self._told or str(place) in journals_allowed(self._run_dir)
+        """Return whether the controller's settings, or a process of this host in ``run_dir``, have named ``place``.
+
+        What was named once is remembered: a cleaner of temporary files may remove ``run_dir`` while the job trains.
+        """
+        if str(place) not in self._told:
+            self._told |= {str(place)} & journals_allowed(self._run_dir)
+        return str(place) in self._told
 
     def _refused(self, incident: str) -> None:
         with self._lock:

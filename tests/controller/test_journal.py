@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +14,11 @@ import pytest
 
 from tests.disks.bad_disk import BadDisk, Rule, why_not
 from tests.store.storage import fill, small_disk
+from tests.waiting import until
 from ttp.cli.incident_reader import read_incident
 from ttp.controller import journal as module
 from ttp.controller.journal import Happening, Journal
+from ttp.launch.run_dir import allow_journal
 from ttp.store.history import read_launches
 
 NAME = Path("incidents", "one.jsonl")
@@ -182,6 +185,22 @@ def test_what_has_come_meanwhile_is_one_write(teller: Teller, monkeypatch: pytes
     teller.finish()
     assert appends == [(1, False), (1002, True)]
     assert kinds(teller.save_dir) == teller.told
+
+
+def test_a_directory_that_was_named_once_is_remembered_when_a_cleaner_has_removed_the_run_directory(
+    tmp_path: Path,
+) -> None:
+    run_dir, save_dir = tmp_path / "run", tmp_path / "checkpoints"
+    save_dir.mkdir()
+    allow_journal(run_dir, save_dir)
+    journal = Journal(run_dir)
+    facts = json.dumps({"run_id": "a", "incarnation": 1})
+    journal.launch_begins(str(save_dir), Happening(1, 1.8e9, 50.0, "incarnation", "", facts), False, lambda *_: None)
+    until(lambda: bool(read_launches(save_dir)))
+    shutil.rmtree(run_dir)
+    journal.write(str(save_dir), Happening(2, 1.8e9, 50.0, "opened", "one", "{}"))
+    journal.close(60)
+    assert kinds(save_dir) == ["opened"] and not run_dir.exists()
 
 
 def test_launches_are_written_down_in_the_fallback_directory_too(tmp_path: Path) -> None:
