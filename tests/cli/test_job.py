@@ -23,6 +23,7 @@ from ttp.cli.status import picture
 from ttp.config import Config
 from ttp.errors import ConfigError
 from ttp.launch.job_verdict import ask_verdict
+from ttp.launch.ring import Ring, write_ring
 from ttp.launch.run_dir import prepare_run_dir
 from ttp.launch.token_file import write_token
 from ttp.wire.v1 import controller_pb2 as pb
@@ -241,6 +242,21 @@ def test_nobody_there(ttp: Ttp) -> None:
         said = ttp(*command, "--port", free_port(), "--address", "127.0.0.1")
         assert (said.code, said.out) == (1, "")
         assert "no ttp controller answers" in said.err
+
+
+def test_a_controller_that_stands_by_does_not_speak_for_the_job(
+    ttp: Ttp, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job's first controller is gone, and no rank has connected to the standby controller yet."""
+    standby, home = start(), f"127.0.0.1:{free_port()}"
+    monkeypatch.setenv("TTP_RUN_DIR", str(tmp_path))
+    write_ring(tmp_path, Ring("digits", 1, 1, home, home, (f"127.0.0.1:{standby.port}",)))
+    for command in (["status"], ["status", "--json"], ["save"], ["report-fault", "--rank", "0"]):
+        said = ttp(*command)
+        assert (said.code, said.out) == (1, "")
+        assert f"only a standby controller answers, at 127.0.0.1:{standby.port}" in said.err
+    standby.ranks(4, version=7)
+    assert ttp("status", "--json").json["world_size"] == 4
 
 
 def test_the_token_comes_from_the_environment_or_the_run_dir(

@@ -41,6 +41,8 @@ Token = Annotated[
 ]
 
 ANSWER_S = 5.0
+TAKEOVER_S = 10
+"""Seconds within which ranks connect to a standby controller after the controller's host was lost."""
 LOCAL = "127.0.0.1"
 
 
@@ -274,10 +276,10 @@ def _reigning(where: Where) -> Where:
     """Return the location of the controller that leads the job now.
 
     Raises:
-        UnreachableError: several controllers are known, and none of them answers.
+        UnreachableError: several controllers are known, and none of them answers, or only one that stands by.
     """
     from ttp.launch.ring import reigning
-    from ttp.wire.address import split
+    from ttp.wire.address import split, target
 
     if len(where.around) < 2:
         return where
@@ -286,6 +288,11 @@ def _reigning(where: Where) -> Where:
         raise UnreachableError(
             f"no controller of this job answers, neither the first one nor a standby: "
             f"{', '.join(where.around)}. Is the job running, and is this its token (TTP_TOKEN)?"
+        )
+    if not found[1].world_size and found[0] != target(where.address, where.port):
+        raise UnreachableError(
+            f"only a standby controller answers, at {found[0]}, and no rank has connected to it: the job has ended, or "
+            f"its controller was lost a moment ago. Ask again in {TAKEOVER_S} s"
         )
     address, port = split(found[0])
     return dataclasses.replace(where, address=address, port=port)
