@@ -114,6 +114,21 @@ def test_a_file_in_the_way(tmp_path: Path) -> None:
             check_writable(str(path))
 
 
+def test_records_of_incidents_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints could be, but `ttp verdict` would say "lost" of a job that was saved."""
+    records = tmp_path / "incidents"
+    records.mkdir()
+    check_writable(str(tmp_path))
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != records)  # root may write anywhere
+    with pytest.raises(ConfigError, match=r"verdict.*incidents is no directory that this user may write to"):
+        check_writable(str(tmp_path))
+    monkeypatch.undo()
+    records.rmdir()
+    records.touch()
+    with pytest.raises(ConfigError, match="incidents is no directory"):
+        check_writable(str(tmp_path))
+
+
 def test_no_permission(tmp_path: Path) -> None:
     """Root may write everywhere, so the test steps down to another user."""
     tmp_path.chmod(0o500)

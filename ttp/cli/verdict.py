@@ -209,7 +209,8 @@ def _judge(
             return Verdict(
                 EXIT_BAD_CONFIG, "the launcher refused to start before the ranks had joined; its log says why"
             )
-        return Verdict(EXIT_NOT_SAVED, "no launch of this job is recorded here: it ended before its ranks had joined")
+        text = "no launch of this job is recorded here: it ended before its ranks had joined, or could not be recorded"
+        return Verdict(EXIT_NOT_SAVED, text)
     if last is not None and last.code is not None and last.code in ENDS:
         found = Verdict(last.code, last.text)
     elif incident is not None and (last is None or incident.opened_unix_s >= last.began_unix_s):

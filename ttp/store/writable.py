@@ -107,6 +107,12 @@ def check_writable(save_dir: str, what: str = "save_dir") -> Path:
                     disk.remove_tree(left)
         with suppress(OSError):
             _remove_old_probes(disk, path)
+        records = path / names.INCIDENTS
+        if os.path.lexists(records) and not (records.is_dir() and os.access(records, os.W_OK | os.X_OK)):
+            raise ConfigError(
+                f"{what} {path} cannot hold records of incidents, and `ttp verdict` would call each end of the job lost: "
+                f"{records} is no directory that this user may write to; correct that, or choose another {what}"
+            )
     except OSError as problem:
         name = errno.errorcode.get(problem.errno or 0, "unknown error")
         hint = _HINTS.get(problem.errno or 0, "check the file system, or choose another {what}").format(what=what)
