@@ -8,6 +8,7 @@ import dataclasses
 import gc
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -97,6 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, OSError) as problem:
         print(f"ttp controller: {problem}", file=sys.stderr)
         return EXIT_BAD_CONFIG
+    files_max = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files_max, files_max))  # each stream of a rank takes a descriptor
     gc.freeze()
     gc.set_threshold(*COLLECT_AFTER)
     with written_aside(config.log_level.upper(), kind=config.log_format):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -157,6 +158,17 @@ def test_a_port_in_use_names_port_and_owner(module: list[str], code: int, tmp_pa
         )
     assert done.returncode == code
     assert f"port {port}" in done.stderr and f"pid {os.getpid()}" in done.stderr
+
+
+def test_it_opens_as_many_connections_as_the_system_lets_it(start: Any) -> None:
+    """Each stream and each stranger takes a descriptor, the incident's file takes one, and shells allow 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard // 2, hard))
+    try:
+        controller = start()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert resource.prlimit(controller.process.pid, resource.RLIMIT_NOFILE) == (hard, hard)
 
 
 def test_a_port_that_is_none(tmp_path: Path) -> None:
