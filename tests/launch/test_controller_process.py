@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -21,11 +22,12 @@ from tests.ports import taken
 from tests.waiting import until
 from ttp.config import Config
 from ttp.errors import EXIT_PORT_TAKEN, ConfigError
+from ttp.launch import controller_keeper
 from ttp.launch import controller_process as subject
 from ttp.launch.controller_keeper import ControllerKeeper
 from ttp.launch.host import Host
 from ttp.launch.presence import is_local, listens, may_be_bound, port_owner, probe
-from ttp.launch.ring import job_is_busy
+from ttp.launch.ring import Ring, job_is_busy, write_ring
 from ttp.wire.address import target
 
 HERE = Path(__file__).parent
@@ -314,6 +316,20 @@ def test_one_that_has_lost_the_port_to_another_is_no_news(
     keeper._child.wait()
     assert keeper._gone()
     assert (f"the controller ended (exit code {code})" in caplog.text) is told
+
+
+@pytest.mark.parametrize(("leads", "text"), [(True, "a standby controller leads"), (False, "would lose steps")])
+def test_one_that_cannot_be_replaced_costs_nothing_while_a_standby_leads(
+    keeper: ControllerKeeper, run_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    leads: bool, text: str,
+) -> None:  # fmt: skip
+    keeper.start("127.0.0.1")
+    write_ring(run_dir, Ring("a", 1, 2, "127.0.0.1:5", "127.0.0.9:5", ("127.0.0.9:5",)))
+    monkeypatch.setattr(keeper, "_ensure", Mock(side_effect=ConfigError("port 5 is in use")))
+    monkeypatch.setattr(controller_keeper, "job_is_busy", lambda around, _token: leads and "127.0.0.9:5" in around)
+    os.kill(started(run_dir)[-1], signal.SIGKILL)
+    until(lambda: "port 5 is in use" in caplog.text)
+    assert text in caplog.text
 
 
 def test_somebody_elses_is_left_alone_but_replaced(keeper: ControllerKeeper, config: Config, run_dir: Path) -> None:

@@ -11,6 +11,8 @@ from ttp.config import Config
 from ttp.errors import EXIT_PORT_TAKEN, TtpError
 from ttp.launch.controller_process import end_controller, ensure_controller, log_tail, stop_controller
 from ttp.launch.presence import is_local, listens
+from ttp.launch.ring import job_is_busy, places
+from ttp.wire.address import target
 
 logger = logging.getLogger("ttp.launch")
 
@@ -97,10 +99,18 @@ class ControllerKeeper:
                     self._child = self._ensure()
                     continue
                 except TtpError as problem:
-                    logger.error("no controller runs, so a failure now would lose steps: %s", problem)
+                    logger.error("%s: %s", self._without(), problem)
                 except Exception:
                     logger.exception("cannot check or restart the controller")
             self._over.wait(RETRY_S)
+
+    def _without(self) -> str:
+        """Return what it means that the controller cannot be replaced."""
+        assert self._config.port is not None
+        around = places(self._run_dir, target(self._address, self._config.port))
+        if job_is_busy(around, self._config.token):
+            return "a standby controller leads the job, and this host has no controller to take over from it"
+        return "no controller runs, so a failure now would lose steps"
 
     def _gone(self) -> bool:
         """Return whether the controller has ended and has to be replaced."""
