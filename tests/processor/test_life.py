@@ -113,16 +113,17 @@ def test_trainings_of_one_process_that_share_a_directory_are_told(
     assert f"an earlier training of this process has used {tmp_path / 'one'} as well" in caplog.text
 
 
-def test_a_rank_that_cannot_join_leaves_no_threads(
-    controller: Controller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_rank_that_cannot_join_raises_and_leaves_no_threads(
+    controller: Controller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The port belongs to something else than a controller."""
     before = set(threading.enumerate())
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("TTP_PORT", str(server.getsockname()[1]))
         threading.Thread(target=_answer, args=(server,), daemon=True).start()
-        with pytest.raises(ttp.ConfigError):
+        with pytest.raises(ttp.ConfigError, match="is in use by"):
             join(tmp_path)
+        assert "is in use by" not in caplog.text, "the log would show what was raised a second time"
         until(lambda: not [t.name for t in set(threading.enumerate()) - before if t.name.startswith("ttp-")], 5)
         server.shutdown(socket.SHUT_RDWR)
 

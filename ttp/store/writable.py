@@ -110,8 +110,8 @@ def check_writable(save_dir: str, what: str = "save_dir") -> Path:
         records = path / names.INCIDENTS
         if os.path.lexists(records) and not (records.is_dir() and os.access(records, os.W_OK | os.X_OK)):
             raise ConfigError(
-                f"{what} {path} cannot hold records of incidents, and `ttp verdict` would call each end of the job lost: "
-                f"{records} is no directory that this user may write to; correct that, or choose another {what}"
+                f"{what} {path} cannot hold records of incidents, so `ttp verdict` would call each end of the job "
+                f"lost: {records} is no directory that this user may write to; correct that, or choose another {what}"
             )
     except OSError as problem:
         name = errno.errorcode.get(problem.errno or 0, "unknown error")

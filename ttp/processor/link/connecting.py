@@ -110,8 +110,9 @@ class ControllerLink:
             self._open(action.address, action.within_s)
         except ConfigError as problem:
             if self._joining.pending():
-                self._joining.failed(problem)
-            log.error("%s", problem)
+                self._joining.failed(problem)  # raised in the program
+            else:
+                log.error("%s", problem)
             self._put(ev.StreamDown(str(problem)))
         except Exception as problem:
             log.debug("cannot connect", exc_info=True)
