@@ -127,8 +127,8 @@ def _protected(
     try:
         with continuing.watched():
             result = train(*args, **kwargs)
-    except KeyboardInterrupt:
-        current.left()
+    except KeyboardInterrupt as problem:
+        current.left(problem)
         raise
     except SystemExit as leaving:
         if leaving.code in (None, 0):

@@ -182,9 +182,9 @@ class Session:
         self._trained_in = self.processor.run_dir if self.processor is not None else None
         self._leave(GoodbyeReason.DONE)
 
-    def left(self) -> None:
-        """Leave the job because the user has left ``train()`` on purpose."""
-        self._leave(GoodbyeReason.LEFT)
+    def left(self, problem: BaseException | None = None) -> None:
+        """Leave the job because ``train()`` was left on purpose; ``problem``: a ``KeyboardInterrupt`` if by Ctrl-C."""
+        self._leave(GoodbyeReason.INTERRUPTED if isinstance(problem, KeyboardInterrupt) else GoodbyeReason.LEFT)
 
     def raised(self, problem: BaseException) -> None:
         """Report an exception of ``train()`` and wait for the release. Returns only if no controller can be reached."""

@@ -161,7 +161,7 @@ class Protection(Callback):
             return
         current = session.current()
         if isinstance(problem, KeyboardInterrupt) or (isinstance(problem, SystemExit) and not problem.code):
-            current.left()
+            current.left(problem)
         elif isinstance(problem, (Exception, SystemExit)):
             current.raised(problem)
         self._forget()

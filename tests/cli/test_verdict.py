@@ -31,6 +31,7 @@ WRONG = line_of("wrong", 109.0, {"text": "rank 3 exited with code 64"})
 
 STORIES: dict[str, tuple[str, str, int]] = {
     "trained": (begins() + DONE, "trained", 0),
+    "interrupted": (begins() + line_of("finished", 120.0, {"exit_code": 70, "text": "Ctrl-C"}), "lost", 70),
     "saved": (begins() + SAVED, "saved", 75),
     "lost": (begins() + LOST, "lost", 70),
     "saved, but for a rank that reached only another controller": (begins() + SAVED + LOST, "saved", 75),

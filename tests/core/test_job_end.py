@@ -48,6 +48,15 @@ def test_who_leaves_on_purpose_is_no_fault() -> None:
     assert talk.lost(0) == ""
 
 
+def test_a_job_that_ctrl_c_ends_has_not_trained_to_its_end() -> None:
+    talk = Talk(grid(1, 2))
+    talk.goodbye(1)
+    assert talk.goodbye(0, m.GoodbyeReason.INTERRUPTED) == "[interrupted] Finished:0,1 [finished]"
+    end = talk.machine.verdict
+    assert (end.code, end.text) == (70, "rank 0 was interrupted (Ctrl-C): nothing was saved")
+    assert talk.lost(0) == "", "its stream ends without a fault"
+
+
 def test_nobody_speaks_to_the_controller_any_more() -> None:
     talk = Talk(formed=False)
     assert talk.machine.deadline() == 120

@@ -217,6 +217,7 @@ _WORDS: dict[str, Callable[[Facts], str]] = {
     "copied": lambda f: f"every rank has stored a second copy of version {f.get('version')}",
     "not_copied": lambda f: f"no second copy of version {f.get('version')} on rank {f.get('rank')}: {f.get('text')}",
     "drained": lambda f: f"hosts that must start no ranks again: {', '.join(f.get('hosts') or ()) or 'none'}",
+    "interrupted": lambda f: f"rank {f.get('rank')} was interrupted (Ctrl-C) at version {f.get('version')}",
     "left": lambda f: f"rank {f.get('rank')} left on purpose at version {f.get('version')}",
     "ailing": lambda f: f"rank {f.get('rank')} reports {f.get('ailment')}: {_cut(str(f.get('text')))}",
     "round": _round,

@@ -44,7 +44,8 @@ class FaultKind(enum.Enum):
 class GoodbyeReason(enum.Enum):
     DONE = "done"  # training ended
     RELEASED = "released"  # the rank obeys a release
-    LEFT = "left"  # the user left the loop on purpose (KeyboardInterrupt, sys.exit(0))
+    LEFT = "left"  # the program left the loop on purpose (sys.exit(0))
+    INTERRUPTED = "interrupted"  # the user pressed Ctrl-C: nothing is saved, and the job has not trained to its end
 
 
 class RefusalCode(enum.Enum):

@@ -298,8 +298,8 @@ def _take(launch: Launch, record: Mapping[str, Any], at_s: float) -> None:
         case "drained" if isinstance(record.get("hosts"), list):
             launch.drained = frozenset(map(str, record["hosts"]))
         case "finished":
-            launch.progress, launch.code, launch.ended_unix_s = True, EXIT_TRAINED, at_s
-            launch.text = "trained to the end"
+            launch.progress, launch.ended_unix_s = True, at_s
+            launch.code, launch.text = _whole(record.get("exit_code")) or EXIT_TRAINED, text or "trained to the end"
         case "released" if not _overruled(launch, record):
             launch.released = True
             if launch.code == EXIT_BAD_CONFIG:

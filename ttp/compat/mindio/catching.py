@@ -133,8 +133,8 @@ def _train(func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) ->
             result = func(*args, **kwargs)
         except RuntimeError as problem:
             _mend(problem)
-        except KeyboardInterrupt:
-            THIS.leave(at_once=True)
+        except KeyboardInterrupt as problem:
+            THIS.leave(problem)
             raise
         except SystemExit as leaving:
             if leaving.code in (None, 0):

@@ -203,12 +203,12 @@ class ThisRank:
         self._updating = False
         self.joined.report_error(Ailment.PEER, "", text)
 
-    def leave(self, *, at_once: bool = False) -> None:
-        """Leave the job. Unless ``at_once``, wait for all ranks; handlers may be called until then."""
+    def leave(self, interrupt: KeyboardInterrupt | None = None) -> None:
+        """Leave the job. Without ``interrupt``, wait for all ranks; handlers may be called until then."""
         if self._participant is not None and not self._leaving:
             self._leaving = True
             try:
-                self._participant.leave(at_once=at_once)
+                self._participant.leave(interrupt)
             finally:
                 self._leaving = False
             self._participant = None

@@ -102,9 +102,10 @@ class JobEnd:
         if len(self._job.done) < len(self._job.members):
             return
         self.finished_at, self._job.ended = now, True
-        self._verdict.finished()
+        end = self._verdict.finished()
         self.finish(self._job.members)
-        self._outbox.record("finished", version=max(mb.version for mb in self._job.members.values()))
+        version = max(mb.version for mb in self._job.members.values())
+        self._outbox.record("finished", version=version, exit_code=end.code, text=end.text)
 
     def _maybe_stop(self, now: float) -> None:
         if self.stopped:

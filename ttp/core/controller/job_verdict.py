@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ttp.core.layout import Rank
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED, EXIT_TRAINED
 
 FRUITLESS_MAX = 3
@@ -51,7 +52,7 @@ class JobVerdict:
         self._forget()
 
     def _forget(self) -> None:
-        self._wrong = ""
+        self._wrong = self._interrupted = ""
         self._end: Verdict | None = None
         self._claims: dict[str, int] = {}
         self.asked = set()
@@ -94,10 +95,16 @@ class JobVerdict:
             self._end = Verdict(EXIT_NOT_SAVED, words, final=True)
         return self._end
 
-    def finished(self) -> None:
-        """Note that every rank has trained to its end."""
+    def interrupted(self, rank: Rank) -> None:
+        """Note that Ctrl-C has ended the training of a rank."""
+        self._interrupted = self._interrupted or f"rank {rank} was interrupted (Ctrl-C): nothing was saved"
+
+    def finished(self) -> Verdict:
+        """Return the verdict after every rank has left its training loop."""
         self.progress = True
-        self._end = Verdict(EXIT_TRAINED, "trained to the end")
+        trained = Verdict(EXIT_TRAINED, "trained to the end")
+        self._end = Verdict(EXIT_NOT_SAVED, self._interrupted, final=True) if self._interrupted else trained
+        return self._end
 
     # ---------------------------------------------------------------------------------------------------------- reports
 

@@ -376,6 +376,8 @@ class ControllerMachine:
         self._rescue.program.moved(report.version)
         if report.reason is not m.GoodbyeReason.DONE:
             member.left = True
+        if report.reason is m.GoodbyeReason.INTERRUPTED:
+            self._rescue.verdict.interrupted(report.rank)
         if report.reason is not m.GoodbyeReason.RELEASED:
             self.job.mark_done(report.rank)
             self._outbox.record(report.reason.value, rank=report.rank, version=report.version)

@@ -375,7 +375,7 @@ class ProcessorMachine:
         self._state.returned = event
         self._state.phase = m.Phase.DONE
         self._outbox.report(m.Goodbye(self._state.rank, event.reason, self._state.version))
-        if event.reason is m.GoodbyeReason.LEFT:
+        if event.reason is not m.GoodbyeReason.DONE:
             self._outbox.do(act.LetGo(rescued=True))  # the user does not wait for the other ranks
             self.gone = True
 

@@ -309,11 +309,11 @@ class Participant:
 
     # ------------------------------------------------------------------------------------------------------------ end
 
-    def leave(self, *, at_once: bool = False) -> None:
+    def leave(self, interrupt: KeyboardInterrupt | None = None) -> None:
         """End training: wait until it is over on every rank, or no controller is left, and leave the job.
 
         Args:
-            at_once: whether not to wait, because the user has ended the program.
+            interrupt: the user has ended the program with Ctrl-C, so this does not wait.
 
         Raises:
             UsageError: a handler calls this.
@@ -324,8 +324,8 @@ class Participant:
             self._seat.keep()
         if current is not None:
             self._loop.leave()
-            if at_once:
-                current.left()
+            if interrupt is not None:
+                current.left(interrupt)
             else:
                 current.returned()
             self._processor = None

@@ -145,14 +145,16 @@ class _GoodbyeReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._
     GOODBYE_REASON_DONE: _GoodbyeReason.ValueType  # 1
     GOODBYE_REASON_RELEASED: _GoodbyeReason.ValueType  # 2
     GOODBYE_REASON_LEFT: _GoodbyeReason.ValueType  # 3
+    GOODBYE_REASON_INTERRUPTED: _GoodbyeReason.ValueType  # 4
 
 class GoodbyeReason(_GoodbyeReason, metaclass=_GoodbyeReasonEnumTypeWrapper):
-    """Why a rank leaves: training ended, it obeyed a Release, or the program left the loop on purpose."""
+    """Why a rank leaves: training ended, it obeyed a Release, the program left the loop on purpose, or Ctrl-C ended it."""
 
 GOODBYE_REASON_UNSPECIFIED: GoodbyeReason.ValueType  # 0
 GOODBYE_REASON_DONE: GoodbyeReason.ValueType  # 1
 GOODBYE_REASON_RELEASED: GoodbyeReason.ValueType  # 2
 GOODBYE_REASON_LEFT: GoodbyeReason.ValueType  # 3
+GOODBYE_REASON_INTERRUPTED: GoodbyeReason.ValueType  # 4
 global___GoodbyeReason = GoodbyeReason
 
 class _RefusalCode:
