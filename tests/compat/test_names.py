@@ -53,8 +53,8 @@ class Told:
         self.reports.append(ailment)
         self.codes.append(code)
 
-    def leave(self, *, at_once: bool) -> None:
-        self.left.append(at_once)
+    def leave(self, interrupt: KeyboardInterrupt | None = None) -> None:
+        self.left.append(interrupt is not None)
 
 
 def test_the_numbers() -> None:

@@ -31,7 +31,7 @@ class Authority:
         self.certificate, self._key = directory / f"{name}.pem", directory / f"{name}.key"
         curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1")
         _openssl("req", "-x509", *curve, "-nodes", "-keyout", self._key, "-out", self.certificate, "-days", 100,
-                 "-subj", f"/CN={name}")  # fmt: skip
+                 "-subj", f"/CN={name}", "-addext", "keyUsage=critical,keyCertSign,cRLSign")  # fmt: skip
 
     def sign(self, name: str = NAME, *, days: int = 90, password: str = "", file: str = "own") -> dict[str, str]:
         """Return certificate and key of a process, as settings. ``days`` below zero: out of date."""

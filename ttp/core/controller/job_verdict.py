@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ttp.core.layout import Rank
+from ttp.core.messages import Goodbye, GoodbyeReason
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED, EXIT_TRAINED
 
 FRUITLESS_MAX = 3
@@ -95,9 +95,10 @@ class JobVerdict:
             self._end = Verdict(EXIT_NOT_SAVED, words, final=True)
         return self._end
 
-    def interrupted(self, rank: Rank) -> None:
-        """Note that Ctrl-C has ended the training of a rank."""
-        self._interrupted = self._interrupted or f"rank {rank} was interrupted (Ctrl-C): nothing was saved"
+    def leaves(self, goodbye: Goodbye) -> None:
+        """Note why a rank leaves: Ctrl-C ends a job before it has trained to its end."""
+        if goodbye.reason is GoodbyeReason.INTERRUPTED and not self._interrupted:
+            self._interrupted = f"rank {goodbye.rank} was interrupted (Ctrl-C): nothing was saved"
 
     def finished(self) -> Verdict:
         """Return the verdict after every rank has left its training loop."""

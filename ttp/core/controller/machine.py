@@ -374,10 +374,8 @@ class ControllerMachine:
     def _goodbye(self, member: Member, report: m.Goodbye) -> None:
         member.version = report.version
         self._rescue.program.moved(report.version)
-        if report.reason is not m.GoodbyeReason.DONE:
-            member.left = True
-        if report.reason is m.GoodbyeReason.INTERRUPTED:
-            self._rescue.verdict.interrupted(report.rank)
+        member.left |= report.reason is not m.GoodbyeReason.DONE
+        self._rescue.verdict.leaves(report)
         if report.reason is not m.GoodbyeReason.RELEASED:
             self.job.mark_done(report.rank)
             self._outbox.record(report.reason.value, rank=report.rank, version=report.version)
