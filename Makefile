@@ -1,4 +1,4 @@
-# You need Python 3.10 to 3.12 with pip. Everything else is installed into .venv, once.
+# You need Python 3.10 to 3.12 with pip (for all but `test`, 3.13 will do). Everything else is installed into .venv, once.
 #
 #   make demo                      train, kill a rank, compare with an unbroken run (under 3 minutes after installation)
 #   RANK=0 STEP=30 SEED=7 make demo    kill rank 0 during step 30; SEED gives the moment in the step
@@ -78,6 +78,8 @@ $(VENV)/.installed-demo: $(VENV)/.installed-torch pyproject.toml
 
 # MindSpore is by far the largest package that the tests need.
 $(VENV)/.installed-frameworks: $(VENV)/.installed-torch
+	@$(PY) -c 'import sys; sys.exit("the tests need MindSpore, which has no package for Python " + \
+	    sys.version.split()[0] + ": make clean, then make test PYTHON=python3.12" if sys.version_info >= (3, 13) else 0)'
 	$(PIP) install $(MINDSPORE)
 	@touch $@
 
