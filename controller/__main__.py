@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import gc
 import logging
@@ -99,7 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"ttp controller: {problem}", file=sys.stderr)
         return EXIT_BAD_CONFIG
     files_max = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (files_max, files_max))  # each stream of a rank takes a descriptor
+    with contextlib.suppress(OSError, ValueError):  # a sandbox may forbid it
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files_max, files_max))  # each stream of a rank takes a descriptor
     gc.freeze()
     gc.set_threshold(*COLLECT_AFTER)
     with written_aside(config.log_level.upper(), kind=config.log_format):
