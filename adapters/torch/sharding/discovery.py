@@ -25,11 +25,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ttp.adapters.torch.loop.combined_optimizer import members_of
 from ttp.adapters.torch.saving.checkpoint import TensorOrChunks
 from ttp.adapters.torch.sharding.exchange import broadcast_bytes, gather_or_refuse
 from ttp.adapters.torch.sharding.shard_discovery import Key, RankShards, ShardEntry, describe, held, key_of, view_of
-from ttp.adapters.torch.sharding.sharding import TrainingObjects
+from ttp.adapters.torch.sharding.sharding import Sharding, TrainingObjects
 from ttp.core.layout import REPLICATED, Layout, Rank, Shard, compact_ranks
 from ttp.errors import ConfigError
 from ttp.store.encoding import decode, encode
@@ -49,8 +48,8 @@ RENAME = (
 )
 
 
-class FoundSharding:
-    """A ``Sharding`` that ``discover`` has found by comparing all ranks.
+class FoundSharding(Sharding):
+    """The sharding that ``discover`` has found by comparing all ranks.
 
     Args:
         parts: the objects of the job.
@@ -68,10 +67,9 @@ class FoundSharding:
         flat_groups: bool,
         elsewhere: Collection[str],
     ) -> None:
-        self.layout, self.flat_groups = layout, flat_groups
-        self.stepping = members_of(parts.optimizer)
+        super().__init__(parts, layout)
+        self.flat_groups, self._elsewhere = flat_groups, frozenset(elsewhere)
         self._cutter, self._mine, self._explicit = parts.cutter, dict(mine), parts.layout is not None
-        self._elsewhere, self._names = frozenset(elsewhere), parts.names
         self._parameters: dict[Shard, list[str]] = defaultdict(list)
         for name in parts.names.parameters:
             self._parameters[self._mine[key_of(parts, name, dist.get_rank())]].append(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -21,45 +21,6 @@ from ttp.adapters.torch.sharding.exchange import connected
 from ttp.adapters.torch.sharding.names import ModelNames
 from ttp.core.layout import Layout, Shard
 from ttp.errors import ConfigError
-
-
-class Sharding(Protocol):
-    """Tells one rank which shards exist, which ranks hold them, and what to write for each. Immutable; thread-safe."""
-
-    @property
-    def layout(self) -> Layout:
-        """The replica groups of the job."""
-
-    @property
-    def stepping(self) -> Sequence[Optimizer]:
-        """The optimizers whose ``step()`` makes the update."""
-
-    @property
-    def flat_groups(self) -> bool:
-        """True if param groups differ between ranks (pipeline stages): then their settings are saved per parameter."""
-
-    def parameters_of(self, shard: Shard) -> Collection[str]:
-        """Return the canonical names of parameters that this rank writes for ``shard``; all names of tied weights."""
-
-    def carries(self, shard: Shard, value: Any) -> bool:
-        """Return whether a value that belongs to no parameter (a buffer, an extra state) is written with ``shard``.
-
-        On each rank that holds such a value, at least one shard carries it.
-        """
-
-    def stored(self, owner: str, tensor: Tensor) -> TensorOrChunks:
-        """Return what to write for a live tensor, without copying and without communication.
-
-        Args:
-            owner: canonical name of the parameter that the tensor is, or for which the optimizer keeps it; empty: none.
-            tensor: the live tensor, or a copy of it of the same kind.
-
-        Returns:
-            The tensor itself if this rank has the whole tensor; else the chunks of it that this rank has.
-        """
-
-    def elsewhere(self) -> Collection[str]:
-        """Return the names of parameters and buffers that only other ranks have, such as other pipeline stages."""
 
 
 @dataclass(frozen=True)
@@ -109,33 +70,50 @@ class TrainingObjects:
         }
 
 
-class PlainSharding:
-    """The ``Sharding`` of plain data parallelism: every rank holds the whole state.
+class Sharding:
+    """Tells one rank which shards exist, which ranks hold them, and what to write for each. Immutable; thread-safe.
+
+    This class is plain data parallelism, in which every rank holds the whole state; subclasses differ from it.
 
     Args:
         parts: the objects of the job.
+        layout: the replica groups of the job.
     """
 
-    def __init__(self, parts: TrainingObjects) -> None:
-        self.layout = parts.layout or Layout.data_parallel(parts.world_size)
+    flat_groups = False
+    """True if param groups differ between ranks (pipeline stages): then their settings are saved per parameter."""
+
+    def __init__(self, parts: TrainingObjects, layout: Layout) -> None:
+        self.layout = layout
         self.stepping: Sequence[Optimizer] = members_of(parts.optimizer)
-        self.flat_groups = False
+        """The optimizers whose ``step()`` makes the update."""
         self._names = parts.names
 
     def parameters_of(self, shard: Shard) -> Collection[str]:
-        """See ``Sharding``."""
+        """Return the canonical names of parameters that this rank writes for ``shard``; all names of tied weights."""
         return self._names.parameters.keys()
 
     def carries(self, shard: Shard, value: Any) -> bool:
-        """See ``Sharding``."""
+        """Return whether a value that belongs to no parameter (a buffer, an extra state) is written with ``shard``.
+
+        On each rank that holds such a value, at least one shard carries it.
+        """
         return True
 
     def stored(self, owner: str, tensor: Tensor) -> TensorOrChunks:
-        """See ``Sharding``."""
+        """Return what to write for a live tensor, without copying and without communication.
+
+        Args:
+            owner: canonical name of the parameter that the tensor is, or for which the optimizer keeps it; empty: none.
+            tensor: the live tensor, or a copy of it of the same kind.
+
+        Returns:
+            The tensor itself if this rank has the whole tensor; else the chunks of it that this rank has.
+        """
         return tensor
 
     def elsewhere(self) -> Collection[str]:
-        """See ``Sharding``."""
+        """Return the names of parameters and buffers that only other ranks have, such as other pipeline stages."""
         return ()
 
 
@@ -160,7 +138,7 @@ def sharding_of(parts: TrainingObjects) -> Sharding:
             f"to find which of the {parts.world_size} ranks hold the same shards, they have to communicate: call "
             "init_process_group() before wrap_optimizer()"
         )
-    return PlainSharding(parts)
+    return Sharding(parts, parts.layout or Layout.data_parallel(parts.world_size))
 
 
 def _all_together(parts: TrainingObjects) -> bool:

@@ -8,14 +8,12 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 from torch.optim import Optimizer
 
 from ttp.adapters.torch.loop.unwrap_optimizer import unwrap_optimizer
-from ttp.adapters.torch.saving.checkpoint import TensorOrChunks
 from ttp.adapters.torch.sharding.exchange import connected, gather_bytes
 from ttp.adapters.torch.sharding.replicated_optimizer import ReplicatedOptimizer
-from ttp.adapters.torch.sharding.sharding import TrainingObjects
+from ttp.adapters.torch.sharding.sharding import Sharding, TrainingObjects
 from ttp.core.layout import REPLICATED, Layout, Rank, Shard
 from ttp.errors import ConfigError
 
@@ -27,8 +25,8 @@ _NOTHING = b"-"
 """What a rank with an empty partition sends instead of a digest."""
 
 
-class ZeroSharding:
-    """The ``Sharding`` of an optimizer that shards its state. The constructor is a collective call.
+class ZeroSharding(Sharding):
+    """The sharding of an optimizer that shards its state. The constructor is a collective call.
 
     Args:
         parts: the objects of the job; ``unwrap_optimizer.is_sharded`` is True for its optimizer.
@@ -37,14 +35,13 @@ class ZeroSharding:
         ConfigError: no process group connects all ranks, the optimizer cannot be protected, or ``layout=`` was given.
     """
 
-    flat_groups = False
-
     def __init__(self, parts: TrainingObjects) -> None:
         _check(parts)
         self._names, self._optimizer = parts.names, parts.optimizer
         self._inner = unwrap_optimizer(parts.optimizer)
-        self.stepping: Sequence[Optimizer] = (self._inner,)
-        self.layout, self._mine = partitions(gather_bytes(self._described()), dist.get_rank())
+        layout, self._mine = partitions(gather_bytes(self._described()), dist.get_rank())
+        super().__init__(parts, layout)
+        self.stepping = (self._inner,)
         alone = parts.world_size > 1 and self.layout.unreplicated() and not parts.buddy
         if alone and dist.get_rank() == 0:
             log.warning("%s", _alone(self.layout, parts.optimizer))
@@ -63,14 +60,6 @@ class ZeroSharding:
     def carries(self, shard: Shard, value: Any) -> bool:
         """See ``Sharding``."""
         return shard in (REPLICATED, COMMON)
-
-    def stored(self, owner: str, tensor: Tensor) -> TensorOrChunks:
-        """See ``Sharding``."""
-        return tensor
-
-    def elsewhere(self) -> Collection[str]:
-        """See ``Sharding``."""
-        return ()
 
     def _described(self) -> bytes:
         own = _parameters(self._inner)

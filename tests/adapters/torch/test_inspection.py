@@ -19,7 +19,7 @@ from ttp.adapters.torch.adapter import TorchAdapter
 from ttp.adapters.torch.saving import inspection
 from ttp.adapters.torch.saving.inspection import ComparedTensor, Inspector, replicated
 from ttp.adapters.torch.sharding.names import ModelNames
-from ttp.adapters.torch.sharding.sharding import PlainSharding, TrainingObjects
+from ttp.adapters.torch.sharding.sharding import Sharding, TrainingObjects
 from ttp.core.layout import Layout, Rank, Shard, Version
 
 
@@ -239,12 +239,11 @@ class TestDevice:
             assert Inspector("all", [device, other]).look(leaves, 3) == expected
 
 
-class Halves(PlainSharding):
+class Halves(Sharding):
     """A sharding in which the first parameter belongs to the first shard, and the others to the last."""
 
     def __init__(self, adapter: TorchAdapter, layout: Layout) -> None:
-        super().__init__(TrainingObjects(adapter._model, adapter._optimizer, adapter._names, layout.world_size))
-        self.layout = layout
+        super().__init__(TrainingObjects(adapter._model, adapter._optimizer, adapter._names, layout.world_size), layout)
 
     def parameters_of(self, shard: Shard) -> Collection[str]:
         first, *others = self._names.parameters
