@@ -6,12 +6,17 @@ expected failure inside the core is a value or an event, never an exception.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import TracebackType
+
 EXIT_TRAINED = 0
 EXIT_BAD_CONFIG = 64
 EXIT_NOT_SAVED = 70
 EXIT_SAVED = 75
 EXIT_PORT_TAKEN = 98
 """Exit code of ``python -m ttp.controller`` if its port is in use, for its launcher; ``ttp controller`` has 64."""
+GARBLED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
+"""What code raises that reads data of another form than it expects."""
 
 
 class TtpError(Exception):
@@ -48,3 +53,38 @@ class RefusedError(TtpError):
 
 class SeatTakenError(RefusedError):
     """Another process holds this rank; this one may be a subprocess that has inherited the environment of the rank."""
+
+
+def strerror_of(problem: BaseException) -> object:
+    """Return the words of the operating system for an error, without number and path."""
+    return getattr(problem, "strerror", None) or problem
+
+
+class ToldAs:
+    """In its ``with`` block, converts exceptions to an error of ttp, whose text ends with the reason.
+
+    Args:
+        error: the class of the error to raise.
+        text: what went wrong.
+        kinds: the classes of exceptions that are converted.
+        reason: returns the reason for an exception.
+    """
+
+    def __init__(
+        self,
+        error: type[Exception],
+        text: str,
+        *kinds: type[BaseException],
+        reason: Callable[[BaseException], object] = str,
+    ) -> None:
+        self._error, self._text, self._kinds, self._reason = error, text, kinds, reason
+
+    def __enter__(self) -> None:
+        """Do nothing."""
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, problem: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        """Convert the exception that leaves the block, if it is of one of the kinds."""
+        if isinstance(problem, self._kinds):
+            raise self._error(f"{self._text}: {self._reason(problem)}") from problem

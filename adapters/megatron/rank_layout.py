@@ -18,7 +18,7 @@ from torch import nn
 
 from ttp.adapters.megatron.geometry import Geometry, TensorView
 from ttp.adapters.megatron.optimizers import Inner
-from ttp.errors import CheckpointError
+from ttp.errors import GARBLED, CheckpointError, ToldAs
 from ttp.store.json_text import parse_json
 
 log = logging.getLogger("ttp.adapters.megatron")
@@ -85,15 +85,13 @@ class RankLayout:
         Raises:
             CheckpointError: the text is not a rank layout, or a newer ttp wrote it.
         """
-        try:
+        with ToldAs(CheckpointError, "the rank layout cannot be read", *GARBLED, reason=repr):
             data = parse_json(text)
             if data["format"] > FORMAT:
                 raise CheckpointError(
                     f"the rank layout has format {data['format']}, this ttp reads up to format {FORMAT}: update ttp"
                 )
             return _parsed(data)
-        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as problem:
-            raise CheckpointError(f"the rank layout cannot be read: {problem!r}") from problem
 
 
 # ------------------------------------------------------------------------------------------------------------- making

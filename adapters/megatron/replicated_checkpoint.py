@@ -36,7 +36,7 @@ from ttp.adapters.megatron.rank_state import samples_after
 from ttp.adapters.megatron.replicated_loading import put_back, put_fixed
 from ttp.adapters.megatron.replicated_optimizer import ReplicatedOptimizer
 from ttp.adapters.torch.sharding.exchange import gather_bytes
-from ttp.errors import CheckpointError, ConfigError, UsageError
+from ttp.errors import GARBLED, CheckpointError, ConfigError, ToldAs, UsageError
 from ttp.store.digest import digest_file
 from ttp.store.durable import make_directory, sync_directory, write_durably
 from ttp.store.writable import absolute
@@ -334,11 +334,9 @@ def _check_whole(directory: Path, places: int | None = None, *, quick: bool = Fa
 
 
 def _check_file(path: Path, quick: bool) -> None:
-    try:
+    with ToldAs(CheckpointError, f"{path} was not finished: its .json file cannot be read", *GARBLED, OSError):
         said = json.loads(path.with_suffix(".json").read_text())
         size, digest = said["size"], said["digest"]
-    except (OSError, ValueError, KeyError, TypeError) as problem:
-        raise CheckpointError(f"{path} was not finished: its .json file cannot be read: {problem}") from None
     if path.stat().st_size != size or (not quick and digest_file(path) != (size, digest)):
         raise CheckpointError(f"{path} is damaged: its size or digest is not the one in its .json file")
 
@@ -370,7 +368,5 @@ def _newest_whole(root: Path, bound: int) -> int:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
+    with ToldAs(CheckpointError, f"{path} cannot be read", Exception):
         return dict(torch.load(path, map_location="cpu", weights_only=True))
-    except Exception as problem:
-        raise CheckpointError(f"{path} cannot be read: {problem}") from None

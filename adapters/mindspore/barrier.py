@@ -32,7 +32,7 @@ import grpc
 
 from ttp.config import Config
 from ttp.core.messages import FaultKind
-from ttp.errors import ConfigError
+from ttp.errors import ConfigError, ToldAs
 from ttp.inbox import Inbox
 from ttp.processor.gate.gate import Gate
 from ttp.wire import access, tls
@@ -284,12 +284,8 @@ class _Heard(rpc.BarrierServicer):
         self._server = grpc.server(threads, options=SERVER_OPTIONS, interceptors=access.guards(config))
         rpc.add_BarrierServicer_to_server(self, self._server)
         bind = access.listening_address(config)
-        try:
+        with ToldAs(ConfigError, f"this rank cannot listen at {bind} for the barrier before each update", RuntimeError):
             self.port = tls.add_port(self._server, target(bind, 0))
-        except RuntimeError as problem:
-            raise ConfigError(
-                f"this rank cannot listen at {bind} for the barrier before each update: {problem}"
-            ) from None
         self._server.start()
 
     def Come(self, request_iterator: Iterator[pb.Arrival], context: Any) -> pb.BarrierOver:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ttp.adapters.mindspore.constraints import parallel_mode
 from ttp.core.layout import Layout, Rank, Shard
-from ttp.errors import CheckpointError, ConfigError
+from ttp.errors import CheckpointError, ConfigError, ToldAs
 from ttp.mindspore_files.group_info import read_group_info
 from ttp.mindspore_files.redundancy import groups_of_stages, is_saved
 from ttp.mindspore_files.strategy_file import read_stages
@@ -82,10 +82,8 @@ def of_strategy(path: Path, world_size: int) -> Layout:
     Raises:
         ConfigError: a file cannot be read, or belongs to a job of another size.
     """
-    try:
+    with ToldAs(ConfigError, f"strategy={str(path)!r}", CheckpointError):
         stages = read_stages(path)
-    except CheckpointError as problem:
-        raise ConfigError(f"strategy={str(path)!r}: {problem}") from None
     return of_redundancy(groups_of_stages(stages)[1], world_size)
 
 
@@ -98,10 +96,8 @@ def of_group_infos(pattern: str, world_size: int) -> Layout:
     told: dict[int, tuple[int, ...]] = {}
     for rank in range(world_size):
         path = Path(pattern.replace(RANK, str(rank)))
-        try:
+        with ToldAs(ConfigError, f"strategy={pattern!r}", CheckpointError):
             told[rank] = read_group_info(path).replicas
-        except CheckpointError as problem:
-            raise ConfigError(f"strategy={pattern!r}: {problem}") from None
     for rank, replicas in told.items():
         if rank not in replicas or any(told.get(other) != replicas for other in replicas):
             raise ConfigError(

@@ -22,7 +22,7 @@ import numpy as np
 import xxhash
 
 from ttp.adapters.mindspore.memory import Memory
-from ttp.errors import CheckpointError, OtherModelError
+from ttp.errors import GARBLED, CheckpointError, OtherModelError, ToldAs
 from ttp.processor.local_state.host_rng import HostStreams
 from ttp.processor.local_state.pages import Buffer, Kept, PageWriter
 
@@ -155,10 +155,8 @@ class LocalCapture:
             put(self._memory, name, data)
         if not streams:
             return []
-        try:
+        with ToldAs(CheckpointError, "the saved random streams cannot be restored", *GARBLED, struct.error):
             notes = self._host.restore(*state.host)
-        except (ValueError, TypeError, struct.error) as problem:
-            raise CheckpointError(f"the saved random streams cannot be restored: {problem}") from problem
         if state.stream:
             ms.set_rng_state(ms.Tensor(np.frombuffer(state.stream, np.uint8).copy()))
         return notes
@@ -200,10 +198,9 @@ def decode(data: bytes) -> LocalState:
     Raises:
         CheckpointError: ``LocalCapture`` did not write these bytes.
     """
-    try:
+    unreadable = (*GARBLED, struct.error, msgpack.UnpackException)
+    with ToldAs(CheckpointError, f"{len(data)} bytes of rank-local state cannot be read", *unreadable):
         return _decode(data)
-    except (ValueError, TypeError, LookupError, struct.error, msgpack.UnpackException) as problem:
-        raise CheckpointError(f"{len(data)} bytes of rank-local state cannot be read: {problem}") from problem
 
 
 def _decode(data: bytes) -> LocalState:

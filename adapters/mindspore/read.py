@@ -14,7 +14,7 @@ from ttp.adapters.mindspore.local_state import STREAMS, LocalCapture, LocalState
 from ttp.adapters.mindspore.memory import Memory
 from ttp.adapters.mindspore.source import JOB_KIND, SHARD_KIND
 from ttp.core.layout import Shard
-from ttp.errors import CheckpointError, OtherModelError
+from ttp.errors import CheckpointError, OtherModelError, ToldAs
 from ttp.processor.local_state.local_piece import is_provisional, lender, objects_kept, read_local_image, why_lost
 from ttp.store import encoding
 from ttp.store.manifest import Manifest
@@ -66,10 +66,8 @@ def load_into(
         CheckpointError: a part of it cannot be read or restored.
     """
     file = checkpoint / file_for(manifest, rank, world_size)
-    try:
+    with ToldAs(CheckpointError, f"{file} cannot be read by MindSpore", ValueError):
         values = ms.load_checkpoint(str(file), crc_check=True)
-    except ValueError as problem:
-        raise CheckpointError(f"{file} cannot be read by MindSpore: {problem}") from problem
     _check_fits(memory, values, file)
     position = _position(checkpoint, manifest, values)
     same_world = world_size == manifest.world_size

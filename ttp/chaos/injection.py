@@ -19,6 +19,7 @@ from ttp.chaos.hosts import Hosts
 from ttp.chaos.script import Fault, Script
 from ttp.chaos.switchboard import RankProcess
 from ttp.chaos.vocabulary import Target
+from ttp.errors import ToldAs
 
 SIGNALS = {
     "kill": signal.SIGKILL,
@@ -90,7 +91,7 @@ def inject(fault: Fault, job: HurtJob) -> Done:
     Raises:
         MissedError: the target does not exist now, or the operating system refuses.
     """
-    try:
+    with ToldAs(MissedError, fault.what, OSError, psutil.Error):
         match fault.who.kind:
             case "host":
                 return _host(fault, job)
@@ -100,8 +101,6 @@ def inject(fault: Fault, job: HurtJob) -> Done:
                 return _service(fault, job)
             case _:
                 return _ranks(fault, job)
-    except (OSError, psutil.Error) as problem:
-        raise MissedError(f"{fault.what}: {problem}") from None
 
 
 def heal_all(job: HurtJob) -> None:

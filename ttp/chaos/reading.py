@@ -23,7 +23,7 @@ from ttp.chaos.vocabulary import (
     parse_target,
 )
 from ttp.config import Config
-from ttp.errors import ConfigError
+from ttp.errors import ConfigError, ToldAs
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -57,22 +57,16 @@ def read(path: Path) -> Script:
     Raises:
         ConfigError: the file cannot be read, is not TOML, or is not a valid script; the text names the place.
     """
-    try:
+    with ToldAs(ConfigError, f"cannot read the script {path}", OSError, UnicodeDecodeError):
         return parse(path.read_text(encoding="utf-8"), str(path))
-    except (OSError, UnicodeDecodeError) as problem:
-        raise ConfigError(f"cannot read the script {path}: {problem}") from None
 
 
 def parse(text: str, name: str = "script") -> Script:
     """Parse a script; ``name`` is its name in errors. Raises the same errors as ``read``."""
-    try:
+    with ToldAs(ConfigError, f"{name} is not valid TOML", tomllib.TOMLDecodeError):
         content = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as problem:
-        raise ConfigError(f"{name} is not valid TOML: {problem}") from None
-    try:
+    with ToldAs(ConfigError, name, ConfigError):
         return _script(content)
-    except ConfigError as problem:
-        raise ConfigError(f"{name}: {problem}") from None
 
 
 def _script(content: Mapping[str, Any]) -> Script:

@@ -13,7 +13,7 @@ from ttp.chaos.checks import expected
 from ttp.chaos.driver import Judged
 from ttp.chaos.script import Script
 from ttp.chaos.ways import ways
-from ttp.errors import ConfigError
+from ttp.errors import ConfigError, ToldAs
 
 FILE = "results.jsonl"
 
@@ -109,10 +109,8 @@ def read(path: Path) -> list[Result]:
     Raises:
         ConfigError: the file cannot be read, or does not hold results.
     """
-    try:
+    with ToldAs(ConfigError, f"{path} does not hold the results of a campaign", OSError, ValueError, TypeError):
         return list(_results(path.read_text().splitlines()))
-    except (OSError, ValueError, TypeError) as problem:
-        raise ConfigError(f"{path} does not hold the results of a campaign: {problem}") from None
 
 
 def _results(lines: Iterable[str]) -> Iterator[Result]:

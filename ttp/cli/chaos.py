@@ -17,7 +17,7 @@ from rich.text import Text
 
 from ttp.chaos.vocabulary import FEATURES
 from ttp.cli.output import Json, aside, count_text, print_json, say, screen, table
-from ttp.errors import ConfigError, UsageError
+from ttp.errors import ConfigError, ToldAs, UsageError
 
 if TYPE_CHECKING:
     from ttp.chaos.result import Result
@@ -159,12 +159,10 @@ def _features(include: str) -> list[str]:
 def _prepare(folder: Path) -> None:
     from ttp.chaos.result import FILE
 
-    try:
+    with ToldAs(ConfigError, f"cannot write to {folder}", OSError):
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / FILE).exists() or list(folder.glob("job-*")):
             raise ConfigError(f"{folder} holds another campaign: give --out another directory")
-    except OSError as problem:
-        raise ConfigError(f"cannot write to {folder}: {problem}") from None
 
 
 def _write_scripts(folder: Path, scripts: list[Script]) -> None:

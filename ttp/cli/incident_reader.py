@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ttp.core.messages import FaultKind
-from ttp.errors import EXIT_BAD_CONFIG, EXIT_SAVED, CheckpointError
+from ttp.errors import EXIT_BAD_CONFIG, EXIT_SAVED, CheckpointError, ToldAs, strerror_of
 from ttp.store.json_text import parse_json
 from ttp.store.names import INCIDENTS
 from ttp.store.plain_file import open_plain
@@ -205,11 +205,9 @@ def read_incident(path: Path) -> IncidentLog:
     Raises:
         CheckpointError: the file cannot be read at all.
     """
-    try:
+    with ToldAs(CheckpointError, f"cannot read {path}", OSError, reason=strerror_of):
         with open_plain(path) as raw, io.BufferedReader(raw) as file:
             return parse_incident(file, id_of(path), path)
-    except OSError as problem:
-        raise CheckpointError(f"cannot read {path}: {problem.strerror or problem}") from None
 
 
 def readable(files: Iterable[Path], complain: Callable[[str], object]) -> Iterator[IncidentLog]:

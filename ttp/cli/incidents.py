@@ -14,7 +14,7 @@ from ttp.cli.output import Json, complain, count_text, fields_of, print_json, sa
 from ttp.cli.spans import restore_span, send, spans, trace_id
 from ttp.cli.timeline import rows, style_of
 from ttp.cli.trace_events import trace_text
-from ttp.errors import CheckpointError, UsageError
+from ttp.errors import CheckpointError, ToldAs, UsageError, strerror_of
 from ttp.store.history import read_launches
 
 ELSEWHERE = (
@@ -65,10 +65,8 @@ def incidents(
         say(f"{count_text(send(made), 'span')} sent as trace {trace_id(log.id)}")
         return
     if trace is not None:
-        try:
+        with ToldAs(UsageError, f"{trace} cannot be written", OSError, reason=strerror_of):
             trace.write_text(trace_text(log), encoding="utf-8")
-        except OSError as problem:
-            raise UsageError(f"{trace} cannot be written: {problem.strerror or problem}") from None
         return
     if json:
         lines = [fields_of(line, "kind", "at_ms", "unix_s", "monotonic_s", "facts") for line in log.lines]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ttp.cli.connection import Address, Port, Token, connected, find
-from ttp.errors import ConfigError, UsageError
+from ttp.errors import ConfigError, ToldAs, UsageError
 
 if TYPE_CHECKING:
     from ttp.controller.metrics import Snapshot
@@ -43,10 +43,8 @@ def metrics(*, textfile: TextFile = None, address: Address = None, port: Port = 
     if textfile is None:
         sys.stdout.write(generate_latest(registry).decode())
         return
-    try:
+    with ToldAs(ConfigError, f"{textfile} cannot be written", OSError):
         write_to_textfile(str(textfile), registry)
-    except OSError as problem:
-        raise ConfigError(f"{textfile} cannot be written: {problem}") from problem
 
 
 def seen(status: pb.GetStatusResponse) -> Snapshot:

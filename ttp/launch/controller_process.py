@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ttp.errors import EXIT_PORT_TAKEN, ConfigError
+from ttp.errors import EXIT_PORT_TAKEN, ConfigError, ToldAs
 from ttp.launch.own_module import own_module
 from ttp.launch.presence import PROBE_S, Presence, controller_pid, is_local, listens, port_owner, probe
 from ttp.launch.run_dir import make_private
@@ -73,7 +73,7 @@ def start_controller(
         command += ["--owner-pid", str(os.getpid()), "--abandoned-s", str(KEPT_S)]
     if orphan_s is not None:
         command += ["--orphan-s", str(orphan_s)]
-    try:
+    with ToldAs(ConfigError, f"cannot start the controller, run directory {run_dir}", OSError):
         make_private(run_dir)
         log = os.open(run_dir / LOG_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
@@ -87,8 +87,6 @@ def start_controller(
             )
         finally:
             os.close(log)
-    except OSError as problem:
-        raise ConfigError(f"cannot start the controller, run directory {run_dir}: {problem}") from None
 
 
 def stop_controller(child: subprocess.Popen[bytes], patience_s: float = END_S) -> None:

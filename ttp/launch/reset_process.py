@@ -25,7 +25,7 @@ from pathlib import Path
 
 import psutil
 
-from ttp.errors import EXIT_BAD_CONFIG, EXIT_TRAINED, ConfigError
+from ttp.errors import EXIT_BAD_CONFIG, EXIT_TRAINED, ConfigError, ToldAs
 from ttp.inbox import Inbox
 from ttp.launch.node_check import rank_list
 from ttp.launch.preparation import EXIT_FAILED
@@ -66,11 +66,9 @@ class Training:
         Raises:
             ConfigError: it does not run, belongs to another user, or has no ``RANK_ID`` although it should.
         """
-        try:
+        with ToldAs(ConfigError, f"process {pid} cannot be watched", psutil.Error, ValueError, OverflowError):
             process = psutil.Process(pid)
             command, environ, directory = process.cmdline(), process.environ(), process.cwd()
-        except (psutil.Error, ValueError, OverflowError) as problem:
-            raise ConfigError(f"process {pid} cannot be watched: {problem}") from None
         rank = environ.get("RANK_ID", "")
         if with_rank and not (rank.isascii() and rank.isdigit()):
             raise ConfigError(f"process {pid} has no RANK_ID in its environment: -r is for ranks of a rank table")

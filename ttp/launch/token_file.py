@@ -7,7 +7,7 @@ import os
 import stat
 from pathlib import Path
 
-from ttp.errors import ConfigError
+from ttp.errors import ConfigError, ToldAs, strerror_of
 from ttp.store.durable import replace_file
 
 TOKEN_FILE = "token"
@@ -67,20 +67,16 @@ def secret_in(path: Path, named: str) -> str:
     Raises:
         ConfigError: it cannot be read, is empty or no token, or is not private; the text says what to do.
     """
-    try:
+    with ToldAs(ConfigError, f"{named} cannot be read", OSError, reason=strerror_of):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:
             _check_private(os.fstat(descriptor), named)
             data = file.read(TOKEN_MAX + 100)
-    except OSError as problem:
-        raise ConfigError(f"{named} cannot be read: {problem.strerror}") from None
     text = data.decode(errors="replace").strip()
     if not text:
         raise ConfigError(f"{named} is empty: `openssl rand -hex 16` makes a token")
-    try:
+    with ToldAs(ConfigError, f"{named} does not contain a valid token", ValueError):
         return token_text(text)
-    except ValueError as problem:
-        raise ConfigError(f"{named} does not contain a valid token: {problem}") from None
 
 
 def token_text(text: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ttp.errors import CheckpointError, UsageError
+from ttp.errors import CheckpointError, ToldAs, UsageError, strerror_of
 from ttp.mindspore_files.group_info import NAME, read_group_info
 from ttp.mindspore_files.redundancy import ReplicaGroups, groups_of_stages, same
 from ttp.mindspore_files.strategy_file import read_stages
@@ -37,10 +37,8 @@ def rank_folders(directory: Path) -> dict[int, Path]:
     Raises:
         CheckpointError: the directory cannot be listed.
     """
-    try:
+    with ToldAs(CheckpointError, f"cannot list {directory}", OSError, reason=strerror_of):
         entries = [(entry, _FOLDER.fullmatch(entry.name)) for entry in Path(directory).iterdir() if entry.is_dir()]
-    except OSError as problem:
-        raise CheckpointError(f"cannot list {directory}: {problem.strerror or problem}") from None
     return {int(found[1]): entry for entry, found in entries if found}
 
 
@@ -50,10 +48,8 @@ def checkpoint_names(folder: Path) -> list[str]:
     Raises:
         CheckpointError: the folder cannot be listed.
     """
-    try:
+    with ToldAs(CheckpointError, f"cannot list {folder}", OSError, reason=strerror_of):
         return sorted(f.name for f in folder.iterdir() if f.suffix == ".ckpt" and not f.name.startswith("."))
-    except OSError as problem:
-        raise CheckpointError(f"cannot list {folder}: {problem.strerror or problem}") from None
 
 
 Stamp = tuple[int, int, int] | None

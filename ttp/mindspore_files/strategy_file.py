@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ttp.core.layout import WORLD_SIZE_MAX
-from ttp.errors import CheckpointError, UsageError
+from ttp.errors import CheckpointError, ToldAs, UsageError, strerror_of
 from ttp.mindspore_files import group_info
 from ttp.mindspore_files.file_messages import parse, text
 from ttp.mindspore_files.tensor_layout import Shape, TensorLayout, problems
@@ -116,12 +116,10 @@ def parse_strategy(data: bytes) -> list[Stage]:
 
 
 def _files(path: Path) -> list[Path]:
-    try:
+    with ToldAs(CheckpointError, f"{path} cannot be listed", OSError, reason=strerror_of):
         if not path.is_dir():
             return [path]
         inside = [file for file in path.iterdir() if file.suffix in SUFFIXES and file.is_file()]
-    except OSError as problem:
-        raise CheckpointError(f"{path} cannot be listed: {problem.strerror or problem}") from None
     files = sorted(file for file in inside if file.name != group_info.NAME)  # MindSpore may write both to one directory
     if not files:
         raise CheckpointError(f"{path} holds no strategy file ({', '.join(SUFFIXES)})")

@@ -37,7 +37,7 @@ from pathlib import Path
 from ttp.core import stripes
 from ttp.core.layout import Rank, Shard
 from ttp.core.messages import Commit, Piece
-from ttp.errors import CheckpointError
+from ttp.errors import CheckpointError, ToldAs
 from ttp.store import catalog, names, verify
 from ttp.store.disk import OCCUPIED, UNSUPPORTED, Disk
 from ttp.store.manifest import MANIFEST, Manifest, safe_path
@@ -129,12 +129,10 @@ class _Job:
 
     def run(self) -> tuple[Path, int]:
         self._check_order()
-        try:
+        with ToldAs(CheckpointError, f"version {self.order.version} cannot be committed", OSError):
             if self._committed() is None:
                 self._commit()
             self.disk.sync_directory(self.save_dir)  # another rank may have renamed it and died before its sync
-        except OSError as problem:
-            raise CheckpointError(f"version {self.order.version} cannot be committed: {problem}") from problem
         manifest = self._committed()
         if manifest is None:
             raise CheckpointError(f"{self.final} was committed and is damaged now: another program has changed it")

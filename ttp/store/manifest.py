@@ -13,7 +13,7 @@ from typing import Any
 from ttp._version import __version__
 from ttp.core.layout import WORLD_SIZE_MAX, Rank, Shard, Version
 from ttp.core.messages import Piece
-from ttp.errors import CheckpointError
+from ttp.errors import CheckpointError, ToldAs
 from ttp.store.digest import digest_bytes
 from ttp.store.json_text import parse_json
 from ttp.store.plain_file import read_plain
@@ -89,13 +89,13 @@ class Manifest:
         document["groups"] = {shard: list(ranks) for shard, ranks in self.groups.items()}
         document["missing_pages"] = list(self.missing_pages)
         document["extra"] = dict(self.extra)
-        try:
+        with ToldAs(
+            CheckpointError, f"the manifest of version {self.version} cannot be written", TypeError, ValueError
+        ):
             document["pieces"] = [_piece_to_json(piece) for piece in self.pieces]
             document = json.loads(json.dumps(document, allow_nan=False))  # as a reader gets it
             document[_SEAL] = _seal(document)
             return json.dumps(document, indent=1, sort_keys=True) + "\n"
-        except (TypeError, ValueError) as problem:
-            raise CheckpointError(f"the manifest of version {self.version} cannot be written: {problem}") from problem
 
     @classmethod
     def load(cls, directory: Path) -> Manifest:
@@ -147,10 +147,8 @@ def _read(path: Path) -> bytes:
 
 
 def _parse(data: bytes, path: Path) -> Manifest:
-    try:
+    with ToldAs(CheckpointError, f"{path} is damaged", ValueError):
         document = parse_json(data)
-    except ValueError as problem:
-        raise CheckpointError(f"{path} is damaged: {problem}") from None
     if not isinstance(document, dict) or document.get("format") != _FORMAT:
         raise ForeignCheckpointError(f'{path} was not written by ttp: it does not say "format": "{_FORMAT}"')
     found = document.get("format_version")

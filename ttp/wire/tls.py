@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ttp.config import Config
-from ttp.errors import ConfigError
+from ttp.errors import ConfigError, ToldAs, strerror_of
 from ttp.wire.address import connect
 from ttp.wire.revocation import OPENSSL_S, Guard
 
@@ -244,10 +244,8 @@ def speaks_tls(address: str, port: int) -> bool | None:
 
 
 def _changed(setting: str, path: Path) -> int:
-    try:
+    with ToldAs(ConfigError, f"{setting}={path} cannot be read", OSError, reason=strerror_of):
         return path.stat().st_mtime_ns
-    except OSError as problem:
-        raise ConfigError(f"{setting}={path} cannot be read: {problem.strerror}") from None
 
 
 _File = tuple[Path, int]
@@ -274,17 +272,13 @@ def _loaded(certificate: _File, key: _File, authority: _File, password: Path | N
 def _password(path: Path | None) -> str:
     if path is None:
         return ""
-    try:
+    with ToldAs(ConfigError, f"TTP_TLS_KEY_PASSWORD={path} cannot be read", OSError, UnicodeDecodeError):
         return path.read_text().strip("\r\n")
-    except (OSError, UnicodeDecodeError) as problem:
-        raise ConfigError(f"TTP_TLS_KEY_PASSWORD={path} cannot be read: {problem}") from None
 
 
 def _read(path: Path) -> bytes:
-    try:
+    with ToldAs(ConfigError, f"{path} cannot be read", OSError, reason=strerror_of):
         return path.read_bytes()
-    except OSError as problem:
-        raise ConfigError(f"{path} cannot be read: {problem.strerror}") from None
 
 
 def _shake_hands(cert: Path, key: Path, ca: Path, password: str) -> dict[str, Any]:
@@ -297,10 +291,8 @@ def _shake_hands(cert: Path, key: Path, ca: Path, password: str) -> dict[str, An
     client.check_hostname = False
     server.verify_mode = ssl.CERT_REQUIRED
     for context in (server, client):
-        try:
+        with ToldAs(ConfigError, f"TTP_TLS_CA={ca} holds no certificate that can be read", ssl.SSLError, OSError):
             context.load_verify_locations(cafile=str(ca))
-        except (ssl.SSLError, OSError) as problem:
-            raise ConfigError(f"TTP_TLS_CA={ca} holds no certificate that can be read: {problem}") from None
         try:
             context.load_cert_chain(cert, key, password=lambda: password)
         except (ssl.SSLError, OSError, ValueError) as problem:
@@ -339,13 +331,13 @@ def _plain_key(path: Path, password: str) -> bytes:
     data = _read(path)
     if b"ENCRYPTED" not in data[:4096]:
         return data
-    try:
+    with ToldAs(
+        ConfigError, f"TTP_TLS_KEY={path} is encrypted and openssl cannot open it", OSError, subprocess.SubprocessError
+    ):
         done = subprocess.run(
             ["openssl", "pkey", "-in", str(path), "-passin", "stdin"],
             input=password.encode() + b"\n", capture_output=True, timeout=OPENSSL_S, check=True,
         )  # fmt: skip
-    except (OSError, subprocess.SubprocessError) as problem:
-        raise ConfigError(f"TTP_TLS_KEY={path} is encrypted and openssl cannot open it: {problem}") from None
     return done.stdout
 
 

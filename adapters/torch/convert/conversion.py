@@ -25,7 +25,7 @@ from ttp.adapters.torch.convert.to_checkpoint import write_checkpoint
 from ttp.adapters.torch.convert.torch_file import read_torch
 from ttp.adapters.torch.saving.piece_index import left_out_of
 from ttp.core.layout import Version
-from ttp.errors import CheckpointError, UsageError
+from ttp.errors import CheckpointError, ToldAs, UsageError, strerror_of
 from ttp.store import names
 from ttp.store.digest import Watch
 from ttp.store.durable import make_directory, sync_directory
@@ -122,11 +122,8 @@ def _read_checkpoint(source: Path, watch: Watch, verified: bool) -> WholeState:
 
 
 def _read_file(source: Path, optimizer: bool) -> WholeState:
-    try:
-        with open_plain(source) as file:
-            head = file.read(9)
-    except OSError as problem:
-        raise UsageError(f"{source} cannot be read: {problem.strerror or problem}") from problem
+    with ToldAs(UsageError, f"{source} cannot be read", OSError, reason=strerror_of), open_plain(source) as file:
+        head = file.read(9)
     if safetensors_file.looks_like(head):
         return safetensors_file.read_safetensors(source)
     return read_torch(source, optimizer=optimizer)

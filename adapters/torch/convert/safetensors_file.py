@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ttp.adapters.torch.convert.contents import LazyTensor, StateValue, WholeState, bytes_of, digest_of
 from ttp.adapters.torch.saving.flatten_state import put
-from ttp.errors import CheckpointError, ConfigError
+from ttp.errors import GARBLED, CheckpointError, ConfigError, ToldAs
 from ttp.store.digest import HashingFile, Progress
 
 HEADER_MAX = 100_000_000
@@ -116,7 +116,7 @@ def read_back(path: Path, what: FilePlan, digests: Mapping[str, str], progress: 
     Raises:
         CheckpointError: they differ, or the file cannot be read.
     """
-    try:
+    with ToldAs(CheckpointError, f"{path} cannot be read back", OSError, require().SafetensorError):
         with require().safe_open(path, framework="pt") as file:
             if set(file.keys()) != set(digests) or dict(file.metadata() or {}) != dict(what.metadata):
                 raise CheckpointError(f"{path} does not hold the names that were written")
@@ -125,8 +125,6 @@ def read_back(path: Path, what: FilePlan, digests: Mapping[str, str], progress: 
                 if digest_of(tensor) != digest:
                     raise CheckpointError(f"{name} in {path} differs from what was written: check the disk")
                 progress(tensor.nbytes)
-    except (OSError, require().SafetensorError) as problem:
-        raise CheckpointError(f"{path} cannot be read back: {problem}") from problem
 
 
 def _append(file: HashingFile, entry: LazyTensor) -> str:
@@ -222,18 +220,14 @@ def read_safetensors(path: Path) -> WholeState:
         CheckpointError: the file is damaged, or its optimizer state does not have the form that the module describes.
     """
     safetensors = require()
-    try:
+    with ToldAs(CheckpointError, f"{path} cannot be read", OSError, safetensors.SafetensorError):
         with safetensors.safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - file is not a mapping
             metadata = dict(file.metadata() or {})
-    except (OSError, safetensors.SafetensorError) as problem:
-        raise CheckpointError(f"{path} cannot be read: {problem}") from problem
     if not tensors:
         raise CheckpointError(f"{path} holds no weights")
-    try:
+    with ToldAs(CheckpointError, f"the optimizer state of {path} cannot be understood", *GARBLED, reason=repr):
         return _contents(path, tensors, metadata)
-    except (ValueError, TypeError, AttributeError, LookupError) as problem:
-        raise CheckpointError(f"the optimizer state of {path} cannot be understood: {problem!r}") from problem
 
 
 def _contents(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> WholeState:

@@ -15,7 +15,7 @@ from ttp.adapters.torch.saving.job_state import JOB_KIND, JobState
 from ttp.adapters.torch.saving.metadata import finalise
 from ttp.core.layout import REPLICATED, Rank, Version
 from ttp.core.messages import Commit, Piece
-from ttp.errors import CheckpointError
+from ttp.errors import CheckpointError, ToldAs
 from ttp.processor.local_state.local_piece import Pages, write_local_piece
 from ttp.store import names
 from ttp.store.commit import commit
@@ -77,12 +77,10 @@ def _write_pieces(
     state = _state(version, contents, optimizer=optimizer)
     shard = write_shard(draft, "__0_0.distcp", state, shard=REPLICATED, writer=_RANK, progress=progress)
     local = write_local_piece(draft, "rank_local_0_0.msgpack", Pages({}, (), {_RANK: _WHY}), _RANK)
-    try:
+    with ToldAs(CheckpointError, f"the job state of {contents.source} cannot be stored", EncodingError, TypeError):
         job = JobState(version=version, **(dict(contents.job or {}) if optimizer else {}))
         data = job.encode()
         JobState.decode(data)
-    except (EncodingError, TypeError) as problem:
-        raise CheckpointError(f"the job state of {contents.source} cannot be stored: {problem}") from problem
     write_durably(draft / "job_0.msgpack", data)
     return (shard, local, Piece("job_0.msgpack", len(data), digest_bytes(data), JOB_KIND, "", _RANK))
 

@@ -33,7 +33,7 @@ from ttp.adapters.torch.convert.contents import (
 )
 from ttp.adapters.torch.convert.foreign import understood
 from ttp.adapters.torch.saving.flatten_state import dump
-from ttp.errors import CheckpointError
+from ttp.errors import CheckpointError, ToldAs
 from ttp.store.digest import HashingFile, Progress
 
 _ALIGNMENT = 64
@@ -120,11 +120,9 @@ def read_back(path: Path, digests: Mapping[str, str], progress: Progress) -> Non
     Raises:
         CheckpointError: they differ, or the file cannot be read.
     """
-    try:
+    with ToldAs(CheckpointError, f"{path} cannot be read back", Exception):
         state = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
         found = {leaf.key: leaf.value for leaf in leaves_of(state) if isinstance(leaf.value, LazyTensor)}
-    except Exception as problem:
-        raise CheckpointError(f"{path} cannot be read back: {problem}") from problem
     for key, digest in digests.items():
         if key not in found or digest_of(found[key].read()) != digest:
             raise CheckpointError(f"{key} in {path} differs from what was written: check the disk")

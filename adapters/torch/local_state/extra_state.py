@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from ttp.adapters.torch.restoring.compare import hand_to
 from ttp.adapters.versions import TORCHDATA, require
-from ttp.errors import CheckpointError, UsageError
+from ttp.errors import CheckpointError, ToldAs, UsageError
 from ttp.processor.local_state.pages import Buffer, Kept
 from ttp.store.encoding import EncodingError, decode, encode
 from ttp.store.repeated_encoding import RepeatedEncoder
@@ -192,10 +192,8 @@ def _encoded(name: str, value: Any, *, on_host: bool = False) -> bytes:
 
 
 def _decoded(name: str, data: bytes) -> Any:
-    try:
+    with ToldAs(CheckpointError, f"the saved state of {_path(name)} cannot be read", EncodingError):
         return decode(data)
-    except EncodingError as problem:
-        raise CheckpointError(f"the saved state of {_path(name)} cannot be read: {problem}") from problem
 
 
 # --------------------------------------------------------------------------------------------------------- large arrays

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ttp.adapters.torch.local_state.buffers import BufferInfo, decode_buffer
 from ttp.core.messages import Piece
-from ttp.errors import CheckpointError
+from ttp.errors import GARBLED, CheckpointError, ToldAs
 from ttp.processor.local_state.local_piece import read_local_image
 from ttp.store.encoding import EncodingError, encode
 from ttp.store.encoding import decode as decode_values
@@ -29,9 +29,7 @@ _MAGIC_APART = b"TTPL\x02"
 """First bytes of an image that ends with large arrays of extra states."""
 _HEADER = struct.Struct("<5sxHI")  # magic, number of extra states, bytes of the description
 
-_UNREADABLE = (
-    ValueError, TypeError, LookupError, ArithmeticError, struct.error, msgpack.UnpackException, EncodingError
-)  # fmt: skip
+_UNREADABLE = (*GARBLED, struct.error, msgpack.UnpackException, EncodingError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +69,8 @@ def decode(data: bytes) -> LocalState:
     Raises:
         CheckpointError: the bytes are no image.
     """
-    try:
+    with ToldAs(CheckpointError, f"{len(data)} bytes of rank-local state cannot be read", *_UNREADABLE):
         return _decode(data)
-    except _UNREADABLE as problem:
-        raise CheckpointError(f"{len(data)} bytes of rank-local state cannot be read: {problem}") from problem
 
 
 def read_local_state(path: Path, pieces: Sequence[Piece], rank: int) -> LocalState | None:

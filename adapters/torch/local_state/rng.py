@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ttp.errors import CheckpointError
+from ttp.errors import GARBLED, CheckpointError, ToldAs
 from ttp.processor.local_state.host_rng import HostStreams, memory_at
 from ttp.processor.local_state.pages import Buffer
 from ttp.store.encoding import EncodingError
@@ -76,13 +76,12 @@ class RngState:
         """
         python, python_gauss, numpy, numpy_gauss, host, device = _split(data)
         notes: list[str] = []
-        try:
+        unreadable = (*GARBLED, RuntimeError, struct.error, EncodingError)
+        with ToldAs(CheckpointError, "the saved random streams cannot be restored", *unreadable):
             notes += self._host.restore(python, python_gauss, numpy, numpy_gauss)
             self._torch.set_state(_torch_state(host))
             if device:
                 notes += _restore_device(device, self._devices)
-        except (ValueError, TypeError, RuntimeError, struct.error, EncodingError) as problem:
-            raise CheckpointError(f"the saved random streams cannot be restored: {problem}") from problem
         return notes
 
 

@@ -30,7 +30,7 @@ from ttp.adapters.torch.device.accelerator import AHEAD_MAX, Numbers, Runtime, n
 from ttp.adapters.torch.local_state.hyperparameters import Hyperparameters, ParamGroups
 from ttp.adapters.torch.loop.schedule_habit import Habit, Reading
 from ttp.adapters.torch.saving.job_state import JobState, Schedule
-from ttp.errors import CheckpointError, UsageError
+from ttp.errors import CheckpointError, ToldAs, UsageError
 from ttp.store.encoding import EncodingError, encode
 
 _READS_MAX = 20
@@ -299,10 +299,8 @@ class PostStepState:
 
     def _check(self) -> None:
         for habit in self._habits:
-            try:
+            with ToldAs(UsageError, "the state of the scheduler cannot be stored", EncodingError):
                 encode(habit.look().state, "scheduler.state_dict()")
-            except EncodingError as problem:
-                raise UsageError(f"the state of the scheduler cannot be stored: {problem}") from problem
 
 
 def listed(one_or_several: Any) -> list[Any]:

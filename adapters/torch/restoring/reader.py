@@ -25,7 +25,7 @@ from ttp.adapters.torch.saving.flatten_state import put
 from ttp.adapters.torch.saving.metadata import build_metadata
 from ttp.adapters.torch.saving.piece_index import IndexEntry, StatePath, items_of
 from ttp.core.messages import Piece
-from ttp.errors import CheckpointError
+from ttp.errors import CheckpointError, ToldAs
 from ttp.store.manifest import Manifest
 from ttp.store.plain_file import open_plain
 
@@ -200,15 +200,13 @@ def read_value(path: Path, item: IndexEntry) -> Any:
     Raises:
         CheckpointError: the file cannot be read, or does not match its table of contents.
     """
-    try:
+    with ToldAs(CheckpointError, f"{item.key} in {path / item.file} cannot be read", Exception):
         with open_plain(path / item.file) as file:
             size = os.fstat(file.fileno()).st_size
             if item.offset + item.length > size:
                 raise ValueError(f"it would end at byte {item.offset + item.length}, and the file has {size} bytes")
             view: Any = _create_file_view(file, item.offset, item.length)
             value = torch.load(view, weights_only=True, map_location="cpu")
-    except Exception as problem:
-        raise CheckpointError(f"{item.key} in {path / item.file} cannot be read: {problem}") from problem
     told = (item.torch_dtype, tuple(item.sizes)) if item.is_tensor else None
     if told and (not isinstance(value, Tensor) or (value.dtype, tuple(value.shape)) != told):
         raise CheckpointError(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ttp.core.messages import Piece
-from ttp.errors import CheckpointError
+from ttp.errors import CheckpointError, ToldAs, strerror_of
 from ttp.store.encoding import EncodingError, decode, encode
 from ttp.store.plain_file import read_plain
 
@@ -122,10 +122,8 @@ class JobState:
         Raises:
             CheckpointError: the bytes are damaged or are something else.
         """
-        try:
+        with ToldAs(CheckpointError, "the job state cannot be read", EncodingError):
             found = decode(data)
-        except EncodingError as problem:
-            raise CheckpointError(f"the job state cannot be read: {problem}") from problem
         if not isinstance(found, dict) or type(found.get("version")) is not int:
             raise CheckpointError("the job state has no version: this is not a job state of ttp")
         known = {f.name: found[f.name] for f in fields(cls) if f.name in found}
@@ -167,8 +165,6 @@ def read_job_state(path: Path, pieces: Sequence[Piece]) -> JobState:
     files = [piece.file for piece in pieces if piece.kind == JOB_KIND]
     if len(files) != 1:
         raise CheckpointError(f"{path} has {len(files)} job states instead of 1")
-    try:
+    with ToldAs(CheckpointError, f"{path / files[0]} cannot be read", OSError, reason=strerror_of):
         data = read_plain(path / files[0])
-    except OSError as problem:
-        raise CheckpointError(f"{path / files[0]} cannot be read: {problem.strerror or problem}") from problem
     return JobState.decode(data)

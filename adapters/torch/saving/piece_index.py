@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ttp.core.messages import Piece
-from ttp.errors import CheckpointError
+from ttp.errors import GARBLED, CheckpointError, ToldAs
 from ttp.store.json_text import parse_json
 from ttp.store.manifest import safe_path
 
@@ -124,11 +124,9 @@ def _item_to_json(item: IndexEntry) -> dict[str, Any]:
 
 
 def _parse(piece: Piece) -> dict[str, Any]:
-    try:
+    with ToldAs(CheckpointError, f"{piece.file} has no readable table of contents", *GARBLED, reason=repr):
         table = parse_json(piece.table)
         written = int(table["format"])
-    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
-        raise CheckpointError(f"{piece.file} has no readable table of contents: {error!r}") from error
     if written > FORMAT:
         raise CheckpointError(
             f"{piece.file} was written in format {written}, this ttp reads up to {FORMAT}: update ttp"
@@ -140,10 +138,8 @@ def _decode_items(piece: Piece) -> list[IndexEntry]:
     table = _parse(piece)
     if not safe_path(piece.file):
         raise CheckpointError(f"the manifest names a file outside of the checkpoint: {piece.file!r}")
-    try:
+    with ToldAs(CheckpointError, f"the table of contents of {piece.file} is garbled", *GARBLED, reason=repr):
         return [_item_from_json(piece.file, row) for row in table["items"]]
-    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
-        raise CheckpointError(f"the table of contents of {piece.file} is garbled: {error!r}") from error
 
 
 def _item_from_json(file: str, row: dict[str, Any]) -> IndexEntry:

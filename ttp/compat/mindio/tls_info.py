@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ttp.config import Config
-from ttp.errors import ConfigError
+from ttp.errors import ConfigError, ToldAs
 from ttp.launch.run_dir import prepare_run_dir
 from ttp.store.durable import replace_file
 from ttp.wire import tls
@@ -87,17 +87,13 @@ def _password(path: Path, private: Path, decrypt: Decrypt | None) -> Path:
     """Return the path of the file with the password, which is a decrypted copy if there is a decrypt handler."""
     if decrypt is None:
         return path
-    try:
+    with ToldAs(ConfigError, f"the decrypt handler cannot read tlsPkPwd={path}", Exception):
         return _keep(private / "key-password", decrypt(_text(path).strip()))
-    except Exception as problem:
-        raise ConfigError(f"the decrypt handler cannot read tlsPkPwd={path}: {problem}") from problem
 
 
 def _text(path: Path) -> str:
-    try:
+    with ToldAs(ConfigError, f"tls_info: {path} cannot be read", OSError, UnicodeDecodeError):
         return path.read_text()
-    except (OSError, UnicodeDecodeError) as problem:
-        raise ConfigError(f"tls_info: {path} cannot be read: {problem}") from None
 
 
 def _keep(path: Path, text: str) -> Path:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from ttp.errors import ConfigError
+from ttp.errors import ConfigError, ToldAs
 from ttp.launch.controller_process import tail
 from ttp.launch.host import GRACE_S
 from ttp.launch.mindspore.environment import scheduler_environ, worker_environ
@@ -97,7 +97,7 @@ class Processes:
 
     def _spawn(self, environ: dict[str, str], log: Path | None, title: str, is_rank: bool = True) -> Any:
         """Start a process in a process group of its own, so that signals of a terminal go to the launcher only."""
-        try:
+        with ToldAs(ConfigError, f"cannot start {' '.join(self._job.command)[:200]}", OSError):
             output: IO[bytes] | None = None
             if log is not None:
                 log.parent.mkdir(parents=True, exist_ok=True)
@@ -117,8 +117,6 @@ class Processes:
             finally:
                 if output is not None:
                     output.close()
-        except OSError as problem:
-            raise ConfigError(f"cannot start {' '.join(self._job.command)[:200]}: {problem}") from None
 
 
 def _signal(process: subprocess.Popen[Any], how: signal.Signals) -> None:

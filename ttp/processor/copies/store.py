@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ttp.core.layout import Rank, Version
 from ttp.core.messages import KeptCopy, Piece
-from ttp.errors import CheckpointError
+from ttp.errors import GARBLED, CheckpointError, ToldAs
 from ttp.store.digest import Progress
 from ttp.store.encoding import EncodingError, decode, encode
 from ttp.store.piece_file import piece_file
@@ -190,12 +190,10 @@ def pieces_of(path: Path, rank: Rank, version: Version) -> tuple[Piece, ...]:
         CheckpointError: it cannot be read, or describes something else.
     """
     names = {field.name for field in fields(Piece)}
-    try:
+    with ToldAs(CheckpointError, f"the copy {path} cannot be read", *GARBLED, OSError, EncodingError, reason=repr):
         found = decode(read_plain(path / INDEX))
         pieces = tuple(Piece(**{k: v for k, v in row.items() if k in names}) for row in found["pieces"])
         fits = (found["rank"], found["version"]) == (rank, version) and all(plain_name(p.file) for p in pieces)
-    except (OSError, EncodingError, TypeError, KeyError, AttributeError) as problem:
-        raise CheckpointError(f"the copy {path} cannot be read: {problem!r}") from problem
     if not fits:
         raise CheckpointError(f"the index of {path} is not of rank {rank}, version {version}, or has wrong names")
     return pieces

@@ -11,7 +11,7 @@ from typing import Any
 
 from ttp.core.layout import Rank
 from ttp.core.messages import Piece
-from ttp.errors import CheckpointError
+from ttp.errors import CheckpointError, ToldAs
 from ttp.processor.local_state.mirror import read_page_or_kept
 from ttp.processor.local_state.page_reader import read_early
 from ttp.store.encoding import EncodingError, decode, encode
@@ -111,10 +111,8 @@ def read_local_image(path: Path, pieces: Sequence[Piece], rank: int) -> bytes | 
     for piece in pieces:
         if piece.kind != LOCAL_KIND or rank not in _listed(piece, "ranks", list, [rank]):
             continue
-        try:
+        with ToldAs(CheckpointError, f"{path / piece.file} cannot be read", OSError, EncodingError):
             images = decode(read_plain(path / piece.file))
-        except (OSError, EncodingError) as problem:
-            raise CheckpointError(f"{path / piece.file} cannot be read: {problem}") from problem
         if isinstance(images, dict) and isinstance(images.get(rank), bytes):
             return bytes(images[rank])
     return None
