@@ -9,10 +9,10 @@ from tests.core.machines import Machines
 from tests.core.model_state import Broken, State, incident_of, story
 from tests.core.oracle import best
 from ttp.core import messages as m
+from ttp.core.answer import Answer
 from ttp.core.controller.events import Record
 from ttp.core.controller.incident import Incident
 from ttp.core.controller.machine import ControllerMachine
-from ttp.core.decide import Answer
 from ttp.core.layout import Layout, Rank, Shard, Version
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ttp.core.decide import Answer
+from ttp.core.answer import Answer
 from ttp.core.layout import Layout
 
 

@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.core.oracle import best
-from ttp.core.decide import Answer, How, NoPlan, Plan, decide, materialisable
+from ttp.core.answer import Answer
+from ttp.core.decide import How, NoPlan, Plan, decide, materialisable
 from ttp.core.layout import Layout, Rank, Shard, Version
 from ttp.errors import ConfigError
 

@@ -10,8 +10,9 @@ import pytest
 
 from tests.core.talk import Talk
 from ttp.core import messages as m
+from ttp.core.answer import Answer
 from ttp.core.controller import planning
-from ttp.core.decide import Answer, NoPlan, Plan, decide
+from ttp.core.decide import NoPlan, Plan, decide
 from ttp.core.layout import Layout
 from ttp.testing.scenario import grid
 

@@ -11,8 +11,9 @@ import pytest
 from tests.core.model import Model
 from tests.core.model_large import LARGE
 from tests.core.model_state import Broken
+from ttp.core.answer import Answer
 from ttp.core.controller import planning
-from ttp.core.decide import Answer, NoPlan, Plan, decide
+from ttp.core.decide import NoPlan, Plan, decide
 from ttp.core.layout import Layout, Shard, Version
 from ttp.testing.scenario import grid
 

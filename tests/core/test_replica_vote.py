@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ttp.core.decide import Answer, How, NoPlan, Plan, decide
+from ttp.core.answer import Answer
+from ttp.core.decide import How, NoPlan, Plan, decide
 from ttp.core.layout import REPLICATED, Layout, Rank, Shard, Version
 from ttp.core.replica_vote import judge
 from ttp.testing.scenario import grid

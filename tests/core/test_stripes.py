@@ -14,8 +14,9 @@ from tests.core.oracle import best
 from tests.core.talk import Talk
 from ttp.core import messages as m
 from ttp.core import stripes
+from ttp.core.answer import Answer
 from ttp.core.controller import saving
-from ttp.core.decide import Answer, How, NoPlan, Plan, decide
+from ttp.core.decide import How, NoPlan, Plan, decide
 from ttp.core.layout import Layout, Rank, Shard, Version
 from ttp.core.stripes import AUTO, PART_BYTES_MIN, PARTS_MAX, Part
 from ttp.errors import ConfigError

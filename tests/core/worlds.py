@@ -24,7 +24,7 @@ import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ttp.core.decide import Answer
+from ttp.core.answer import Answer
 from ttp.core.layout import Layout, Rank, Version
 from ttp.testing.scenario import grid
 

@@ -12,54 +12,10 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import cycle
-from typing import Protocol
 
 from ttp.core import stripes
+from ttp.core.answer import Answer
 from ttp.core.layout import Rank, Shard, Version
-
-
-class Holder(Protocol):
-    """The fields of ``Answer`` that this module uses."""
-
-    @property
-    def rank(self) -> Rank:
-        """The rank that holds a copy."""
-
-    @property
-    def host(self) -> str:
-        """The host that the rank runs on."""
-
-    @property
-    def main_thread_blocked(self) -> bool:
-        """Whether the rank's main thread hangs. Such a rank can save, but is chosen last."""
-
-    @property
-    def post_step_done(self) -> bool:
-        """Whether the post-step, which follows the update, is done."""
-
-    @property
-    def bad(self) -> bool:
-        """Whether the rank's copy holds NaN or Inf."""
-
-    @property
-    def busy(self) -> bool:
-        """Whether the rank is writing pieces already."""
-
-    @property
-    def can_save(self) -> bool:
-        """Whether no save of the rank has failed."""
-
-    @property
-    def stripes(self) -> int:
-        """The number of parts into which the rank's shards may be cut, from its ``Hello``."""
-
-    @property
-    def digests(self) -> Mapping[Shard, str]:
-        """Digest of each shard that the rank holds."""
-
-    @property
-    def sizes(self) -> Mapping[Shard, int]:
-        """Bytes of each shard that can be cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +59,7 @@ class Work:
         holders: all ranks that have answered.
     """
 
-    def __init__(self, sizes: Mapping[Shard, int], holders: Iterable[Holder]) -> None:
+    def __init__(self, sizes: Mapping[Shard, int], holders: Iterable[Answer]) -> None:
         least = min(filter(None, sizes.values()), default=1)
         self.sizes = {shard: size or least for shard, size in sizes.items()}
         self.total = sum(self.sizes.values())
@@ -112,13 +68,13 @@ class Work:
         able = [holder for holder in holders if holder.can_save and holder.stripes]
         self.ranks, self.hosts = len(able), len({holder.host for holder in able})
 
-    def give(self, holder: Holder, size: float) -> None:
+    def give(self, holder: Answer, size: float) -> None:
         """Add ``size`` bytes to the work of a rank and its host."""
         self.of_rank[holder.rank] += size
         self.of_host[holder.host] += size
 
 
-def savers(shard: Shard, lead: Holder, others: Iterable[Holder], cut: Cut, work: Work) -> Iterator[tuple[Shard, Rank]]:
+def savers(shard: Shard, lead: Answer, others: Iterable[Answer], cut: Cut, work: Work) -> Iterator[tuple[Shard, Rank]]:
     """Yield the parts of ``shard`` to be written, with the rank that writes each.
 
     Args:
@@ -140,7 +96,7 @@ def savers(shard: Shard, lead: Holder, others: Iterable[Holder], cut: Cut, work:
         yield part, holder.rank
 
 
-def _alike(shard: Shard, one: Holder, other: Holder) -> bool:
+def _alike(shard: Shard, one: Answer, other: Answer) -> bool:
     same = one.post_step_done is other.post_step_done and one.bad is other.bad and bool(other.stripes)
     return (
         same
@@ -149,7 +105,7 @@ def _alike(shard: Shard, one: Holder, other: Holder) -> bool:
     )
 
 
-def _cut(shard: Shard, alike: list[Holder], work: Work) -> tuple[Shard, ...]:
+def _cut(shard: Shard, alike: list[Answer], work: Work) -> tuple[Shard, ...]:
     wanted, slots = alike[0].stripes, work.ranks
     at_most = min(len(alike), wanted, stripes.PARTS_ASKED_MAX)
     if wanted == stripes.AUTO:
@@ -160,10 +116,10 @@ def _cut(shard: Shard, alike: list[Holder], work: Work) -> tuple[Shard, ...]:
     return stripes.split(shard, stripes.parts_wanted(work.sizes[shard], work.total, slots, at_most))
 
 
-def _order(alike: list[Holder], work: Work, first: Holder | None) -> list[Holder]:
+def _order(alike: list[Answer], work: Work, first: Answer | None) -> list[Answer]:
     """Sort holders: ``first``, then idle ranks, one per host, hosts with least work first; then further ranks."""
     seen: Counter[str] = Counter()
-    places: list[tuple[tuple[bool, bool, int, float, bool, float, int], Holder]] = []
+    places: list[tuple[tuple[bool, bool, int, float, bool, float, int], Answer]] = []
     for a in sorted(alike, key=lambda a: (a is not first, a.busy, a.main_thread_blocked, work.of_rank[a.rank], a.rank)):
         place = seen[a.host]
         seen[a.host] += 1

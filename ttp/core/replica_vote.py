@@ -10,29 +10,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Protocol
 
+from ttp.core.answer import Answer
 from ttp.core.layout import Layout, Rank, Shard, Version
-
-
-class Witness(Protocol):
-    """The fields of ``Answer`` that this module uses."""
-
-    @property
-    def rank(self) -> Rank:
-        """The rank that holds the copy."""
-
-    @property
-    def version(self) -> Version:
-        """The version of the rank's copy."""
-
-    @property
-    def torn(self) -> bool:
-        """Whether the rank was stopped within an update: such a copy is not compared."""
-
-    @property
-    def digests(self) -> Mapping[Shard, str]:
-        """Digest of each shard that the rank holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +36,15 @@ class Verdict:
 UNANIMOUS = Verdict()
 
 
-def judge(layout: Layout, witnesses: Iterable[Witness]) -> Verdict:
+def judge(layout: Layout, answers: Iterable[Answer]) -> Verdict:
     """Compare the digests of each shard among ranks of the same version. O(number of digests)."""
     seen: dict[tuple[Shard, Version], dict[str, list[Rank]]] = {}
-    for witness in witnesses:
-        if witness.torn:
+    for answer in answers:
+        if answer.torn:
             continue
-        for shard, digest in witness.digests.items():
+        for shard, digest in answer.digests.items():
             if digest and shard in layout.groups:
-                seen.setdefault((shard, witness.version), {}).setdefault(digest, []).append(witness.rank)
+                seen.setdefault((shard, answer.version), {}).setdefault(digest, []).append(answer.rank)
     odd: dict[Shard, set[Rank]] = {}
     disputed: set[Shard] = set()
     for (shard, _), by_digest in seen.items():

@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ttp.core import messages as m
+from ttp.core.answer import NO_DIGESTS, NO_SIZES, Answer
 from ttp.core.controller.events import ControllerTimeouts, in_queue
 from ttp.core.controller.incident import Incident, Stage
 from ttp.core.controller.membership import Membership
 from ttp.core.controller.program_recovery import ProgramRecovery
-from ttp.core.decide import NO_DIGESTS, NO_SIZES, Answer, NoPlan, Plan, decide
+from ttp.core.decide import NoPlan, Plan, decide
 from ttp.core.layout import Rank, Shard, Version
 from ttp.core.replication import keepers
 
