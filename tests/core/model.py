@@ -310,14 +310,14 @@ class Model(Invariants):
             cut = "uneven" if r == self.uneven else ""
             pieces = tuple(m.Piece(f, 1, f"{v}", "shard", s, Rank(r), cut=cut) for f, s, v in sorted(files))
             state = state._replace(durable=state.durable | files)
-            done = ev.PiecesWritten(order.incident, order.generation, pieces)
+            done = ev.Worked(m.Saved(order.rank, order.incident, order.generation, pieces))
             yield f"{r} has saved", self._processor(state, r, done)
-        elif isinstance(order, ev.CommitDone):
+        elif isinstance(order, ev.Worked):
             yield f"{r} is done with the commit", self._processor(state, r, order)
         else:
             self._check_commit(state, order, path)
             state = state._replace(committed=(*state.committed, order.version))
-            committed = ev.CommitDone(order.incident, order.generation, "path", 1)
+            committed = ev.Worked(m.Committed(order.rank, order.incident, order.generation, "path", 1))
             yield f"{r} has renamed", state._replace(jobs=put(state.jobs, r, (committed, *state.jobs[r])))
 
     def _time(self, state: State, path: Any) -> Iterator[tuple[str, State]]:

@@ -53,8 +53,8 @@ class ShadowModel(KeepModel):
         order = state.jobs[r][0] if state.jobs[r] else None
         refused = state._replace(refusals=state.refusals - 1, jobs=put(state.jobs, r, state.jobs[r][1:]))
         if isinstance(order, (m.Save, m.Commit)) and order.directory and state.refusals:
-            kind: Any = ev.WriteFailed if isinstance(order, m.Save) else ev.CommitBroken
-            failed = kind(order.incident, order.generation, "no memory", may_pass=True)
+            kind: Any = m.SaveFailed if isinstance(order, m.Save) else m.CommitFailed
+            failed = ev.Worked(kind(order.rank, order.incident, order.generation, "no memory", may_pass=True))
             yield f"memory refuses {r}", self._processor(refused, r, failed)
         if isinstance(order, m.Commit) and not order.directory and {p.file for p in order.pieces} <= state.in_memory:
             yield from self._awaits(state, refused, r, order)
@@ -73,13 +73,13 @@ class ShadowModel(KeepModel):
     def _awaits(self, state: State, refused: State, r: int, order: m.Commit) -> Iterator[tuple[str, State]]:
         """Yield the moves of a rank that waits until the held checkpoint is durable."""
         if order.version not in state.held:
-            done = ev.CommitDone(order.incident, order.generation, "path", 1)
+            done = ev.Worked(m.Committed(order.rank, order.incident, order.generation, "path", 1))
             left = state._replace(jobs=put(state.jobs, r, state.jobs[r][1:]))
             yield f"{r} sees that it is durable", self._processor(left, r, done)
             return
         yield "the storage is through with what is held", state._replace(held=frozenset())
         if state.refusals:
-            failed = ev.CommitBroken(order.incident, order.generation, "disk full", may_pass=True)
+            failed = ev.Worked(m.CommitFailed(order.rank, order.incident, order.generation, "disk full", may_pass=True))
             yield f"the storage refuses what {r} waits for", self._processor(refused, r, failed)
 
     def _check_decision(self, state: State, place: int, record: Record, path: Any) -> None:

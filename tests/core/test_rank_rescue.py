@@ -168,8 +168,8 @@ def frozen() -> Rank1:
     return rank
 
 
-def written(generation: int = 0, incident: str = "a") -> ev.PiecesWritten:
-    return ev.PiecesWritten(incident, generation, ())
+def written(generation: int = 0, incident: str = "a") -> ev.Worked:
+    return ev.Worked(m.Saved(ME, incident, generation, ()))
 
 
 def test_saving_and_committing() -> None:
@@ -177,7 +177,7 @@ def test_saving_and_committing() -> None:
     assert rank.save() == "StartSave"
     assert rank.event(written()) == ">Saved"
     assert rank.commit() == "StartCommit"
-    assert rank.event(ev.CommitDone("a", 0, "/save/step_7", 9)) == ">Committed"
+    assert rank.event(ev.Worked(m.Committed(ME, "a", 0, "/save/step_7", 9))) == ">Committed"
 
 
 def test_an_order_that_comes_twice_is_carried_out_once() -> None:
@@ -189,7 +189,7 @@ def test_an_order_that_comes_twice_is_carried_out_once() -> None:
     rank.commit()
     assert rank.commit() == ""
     assert rank.save() == ">Saved"
-    rank.event(ev.CommitDone("a", 0, "/save/step_7", 9))
+    rank.event(ev.Worked(m.Committed(ME, "a", 0, "/save/step_7", 9)))
     assert rank.commit() == ">Committed"
 
 
@@ -222,10 +222,10 @@ def test_a_commit_does_not_wait_for_an_obsolete_save() -> None:
 def test_failures_are_reported() -> None:
     rank = frozen()
     rank.save()
-    assert rank.event(ev.WriteFailed("a", 0, "disk full")) == ">SaveFailed"
-    assert rank.event(ev.WriteFailed("a", 0, "disk full")) == ""
+    assert rank.event(ev.Worked(m.SaveFailed(ME, "a", 0, "disk full"))) == ">SaveFailed"
+    assert rank.event(ev.Worked(m.SaveFailed(ME, "a", 0, "disk full"))) == ""
     rank.commit()
-    assert rank.event(ev.CommitBroken("a", 0, "no rename")) == ">CommitFailed"
+    assert rank.event(ev.Worked(m.CommitFailed(ME, "a", 0, "no rename"))) == ">CommitFailed"
 
 
 @pytest.mark.parametrize(("version", "phase"), [(8, m.Phase.IDLE), (7, m.Phase.TORN)])

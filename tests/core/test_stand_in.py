@@ -275,7 +275,7 @@ def test_a_save_goes_on_while_the_controller_that_stands_in_takes_over() -> None
     rank = saving()
     said = taken_over(rank, "b:1") + rank.order(m.Standbys(ME, 2, ("b:1", "c:1"))) + rank.event(ev.Looked(0.0))
     assert not {"OpenGate", "CloseAside", "CancelSave"} & set(said.split())
-    assert rank.event(ev.PiecesWritten("s", 0, ())) == "SendAside"
+    assert rank.event(ev.Worked(m.Saved(ME, "s", 0, ()))) == "SendAside"
     said = rank.freeze("b1", term=2)
     assert said.index("CloseAside") < said.index("OpenGate") < said.index("CloseGate")
 

@@ -337,14 +337,15 @@ def test_an_incident_cannot_name_a_file_elsewhere(incident: str) -> None:
 
 # ------------------------------------------------------------------------------------------------------- the processor
 
+INCIDENTS = st.sampled_from(["i1", ""])
 PROCESSOR_EVENTS = st.one_of(
     ORDERS,
     st.just(ev.StreamUp()),
     st.just(ev.StreamDown("gone")),
     st.builds(ev.Observed, st.integers(0, 9).map(Version), st.sampled_from(m.Phase)),
     st.builds(ev.Quiet, st.integers(0, 9).map(Version), st.sampled_from(m.Phase), st.booleans(), st.booleans()),
-    st.builds(ev.PiecesWritten, st.sampled_from(["i1", ""]), st.integers(0, 3), st.just((PIECE,))),
-    st.builds(ev.WriteFailed, st.sampled_from(["i1", ""]), st.integers(0, 3), st.just("no")),
+    st.builds(m.Saved, st.just(Rank(0)), INCIDENTS, st.integers(0, 3), st.just((PIECE,))).map(ev.Worked),
+    st.builds(m.SaveFailed, st.just(Rank(0)), INCIDENTS, st.integers(0, 3), st.just("no")).map(ev.Worked),
     st.sampled_from([0.0, 0.5, 2.0, 40.0]),
 )
 

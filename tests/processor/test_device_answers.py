@@ -17,7 +17,7 @@ from ttp.core import messages as m
 from ttp.core.decide import How
 from ttp.core.layout import Layout, Rank, Version
 from ttp.core.messages import Piece, Save, SaverOrder
-from ttp.core.rank.events import NotRedone, PiecesWritten, Quiet, WriteFailed
+from ttp.core.rank.events import NotRedone, Quiet
 from ttp.processor import state_inspector
 from ttp.processor.processor import Processor
 from ttp.processor.source import MovedError
@@ -204,7 +204,8 @@ def test_a_save_that_the_device_has_left_fails_when_it_is_known_where_it_is(
     it.processor._saver.save(Save(Rank(0), 1, "i", 1, Version(2), ".draft", order))
     quiet, failed = it.said(), it.said()
     assert quiet.version == 3
-    assert isinstance(failed, WriteFailed) and failed.may_pass and "finished version 3" in failed.text
+    assert isinstance(failed.result, m.SaveFailed) and failed.result.may_pass
+    assert "finished version 3" in failed.result.text
 
 
 def test_a_save_of_what_the_device_holds_succeeds(rig: Callable[[int], Rig]) -> None:
@@ -213,7 +214,7 @@ def test_a_save_of_what_the_device_holds_succeeds(rig: Callable[[int], Rig]) -> 
     assert it.said().version == 2
     order = SaverOrder(Rank(0), it.processor.layout.shards_of(Rank(0)), How.AS_IS, (), False)
     it.processor._saver.save(Save(Rank(0), 1, "i", 1, Version(2), ".draft", order))
-    assert isinstance(it.said(), PiecesWritten)
+    assert isinstance(it.said().result, m.Saved)
 
 
 def test_other_weights_in_the_model_count_as_torn_until_they_are_gone(rig: Callable[[int], Rig]) -> None:

@@ -250,10 +250,11 @@ def test_without_a_thread_to_save_in_it_is_said_that_nothing_was_saved(
     monkeypatch.setattr(threading.Thread, "start", no_thread)
     processor._try(act.StartSave(save))
     told = processor._inbox.get_nowait()
-    assert isinstance(told, ev.WriteFailed) and told.generation == 3 and "new thread" in told.text
+    assert isinstance(told, ev.Worked) and isinstance(told.result, m.SaveFailed) and told.result.generation == 3
+    assert "new thread" in told.result.text
     monkeypatch.setattr(threading.Thread, "start", start)
     processor._try(act.StartSave(save))
-    assert isinstance(processor._inbox.get(timeout=PATIENCE_S), (ev.PiecesWritten, ev.WriteFailed)), "it is tried again"
+    assert isinstance(processor._inbox.get(timeout=PATIENCE_S), ev.Worked), "it is tried again"
 
 
 def test_where_no_thread_can_be_started_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

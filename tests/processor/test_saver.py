@@ -15,8 +15,8 @@ from tests.processor.fake_source import FakeSource, no_thread
 from ttp.config import Config, RankEnv
 from ttp.core.decide import How
 from ttp.core.layout import Layout, Rank, Shard, Version
-from ttp.core.messages import Save, SaverOrder
-from ttp.core.rank.events import Event, PiecesWritten, WriteFailed
+from ttp.core.messages import Save, Saved, SaveFailed, SaverOrder
+from ttp.core.rank.events import Event, Worked
 from ttp.processor.holding import Holding
 from ttp.processor.saver import Saver
 
@@ -37,7 +37,7 @@ def order_of(generation: int) -> Save:
     return Save(Rank(0), 1, "i", generation, Version(2), ".draft", order)
 
 
-def save(source: FakeSource, save_dir: Path) -> Event | None:
+def save(source: FakeSource, save_dir: Path) -> Saved | SaveFailed | None:
     """Save version 2, and return the saver's report."""
     return saver_of(source, save_dir)._save(order_of(1), threading.Event())
 
@@ -60,7 +60,7 @@ class Refusing(FakeSource):
 def test_a_traceback_is_logged_for_an_error_of_the_code_and_not_for_a_full_disk(
     problem: Exception, traceback: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert isinstance(save(Refusing(problem), tmp_path), WriteFailed)
+    assert isinstance(save(Refusing(problem), tmp_path), SaveFailed)
     record = caplog.records[-1]
     assert "version 2 was not saved: " in record.message and problem.args[-1] in record.message
     assert bool(record.exc_info) == traceback
@@ -75,7 +75,7 @@ def test_a_directory_that_is_made_at_the_failure_has_its_name_for_good(
         save_dir.mkdir(parents=True)
     synced: list[Path] = []
     monkeypatch.setattr("ttp.store.durable.sync_directory", lambda path: synced.append(Path(path)))
-    assert isinstance(save(FakeSource(), save_dir), PiecesWritten)
+    assert isinstance(save(FakeSource(), save_dir), Saved)
     assert sorted(synced) == ([] if there else [tmp_path, tmp_path / "job"])
 
 
@@ -111,7 +111,7 @@ def test_a_save_that_hangs_does_not_keep_the_next_one_which_was_ordered_before_i
     report = said.get(timeout=PATIENCE_S / 2)
     source.ends.set()
     saver.close()
-    assert isinstance(report, PiecesWritten) and report.generation == 2
+    assert isinstance(report, Worked) and isinstance(report.result, Saved) and report.result.generation == 2
 
 
 def test_a_restore_does_not_fail_because_no_thread_can_remove_old_checkpoints(

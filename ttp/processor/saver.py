@@ -134,9 +134,10 @@ class Saver:
 
     def _save_and_report(self, order: m.Save, cancel: threading.Event) -> None:
         if (done := self._save(order, cancel)) is not None:
-            self._put(done)
+            self._put(ev.Worked(done))
 
-    def _save(self, order: m.Save, cancel: threading.Event) -> ev.Event | None:
+    def _save(self, order: m.Save, cancel: threading.Event) -> m.Saved | m.SaveFailed | None:
+        work = order.rank, order.incident, order.generation
         try:
             if self._holding.holds(order):
                 self._holding.begin(order, self._keep)
@@ -145,16 +146,16 @@ class Saver:
             draft.mkdir(exist_ok=True)
             self._wait_pages(KEEP_S)  # pages of dead ranks may have come a moment ago
             pieces = self.pieces(order, draft, cancel.is_set)
-            return ev.PiecesWritten(order.incident, order.generation, tuple(pieces))
+            return m.Saved(*work, tuple(pieces))
         except Cancelled:
             return None
         except MovedError as problem:
             log.warning("version %s was not saved: %s", order.version, problem)
             self._look_again()  # so that the controller knows the state before it hears that the save failed
-            return ev.WriteFailed(order.incident, order.generation, _words(problem), may_pass=True)
+            return m.SaveFailed(*work, _words(problem), may_pass=True)
         except BaseException as problem:
             _log_failure(f"version {order.version} was not saved", problem)
-            return ev.WriteFailed(order.incident, order.generation, _words(problem), _of_storage(problem))
+            return m.SaveFailed(*work, _words(problem), _of_storage(problem))
 
     def pieces(self, order: m.Save, draft: Path, cancelled: Callable[[], bool]) -> list[m.Piece]:
         """Write the pieces of an order, from the live state and from kept copies."""
@@ -174,22 +175,23 @@ class Saver:
     def _commit_and_tidy(self, order: m.Commit) -> None:
         """Commit and report the result; then let ``tidy`` remove old checkpoints, as far as the new one allows it."""
         done = self._commit(order)
-        self._put(done)
-        path = Path(done.path) if isinstance(done, ev.CommitDone) else None
+        self._put(ev.Worked(done))
+        path = Path(done.path) if isinstance(done, m.Committed) else None
         if path is not None and path.is_dir() and not self._holding.holds(order):
             self.tidy(path.parent, order.keep, path.name, verified=False)
 
-    def _commit(self, order: m.Commit) -> ev.Event:
+    def _commit(self, order: m.Commit) -> m.Committed | m.CommitFailed:
+        work = order.rank, order.incident, order.generation
         try:
             if self._source.saved_elsewhere:
                 where, size = f"version {order.version}, {self._source.saved_elsewhere}", 0
             else:
                 path, size = self._make(order)
                 where = str(path)
-            return ev.CommitDone(order.incident, order.generation, where, size)
+            return m.Committed(*work, where, size)
         except BaseException as problem:
             _log_failure(f"the checkpoint of version {order.version} was not committed", problem)
-            return ev.CommitBroken(order.incident, order.generation, _words(problem), _of_storage(problem))
+            return m.CommitFailed(*work, _words(problem), _of_storage(problem))
 
     def _make(self, order: m.Commit) -> tuple[Path, int]:
         if self._holding.is_on_its_way(order):

@@ -60,7 +60,7 @@ class Saver:
     # ------------------------------------------------------------------------------------------------------------ jobs
 
     def _save(self, order: m.Save, cancelled: list[bool]) -> Job:
-        world, rank = self._world, self._rank
+        world, rank, work = self._world, self._rank, (order.rank, order.incident, order.generation)
         pieces: list[m.Piece] = []
         world.reached("before save", rank)
         for shard in order.order.shards:
@@ -73,9 +73,7 @@ class Saver:
             if cancelled[0]:
                 return
             if not order.directory and world.faults.refuses("write", rank):
-                rank.put(
-                    ev.WriteFailed(order.incident, order.generation, "OSError: no space left on device", may_pass=True)
-                )
+                rank.put(ev.Worked(m.SaveFailed(*work, "OSError: no space left on device", may_pass=True)))
                 return
             second = rank.trainer.saved_state(order.version)[part.shard][1]
             content = dealt((first, second), part, uneven=uneven)
@@ -89,7 +87,7 @@ class Saver:
                 return
             copy = rank.copies.shard(shard, order.version)
             if copy is None:
-                rank.put(ev.WriteFailed(order.incident, order.generation, f"the copy of {shard} is not there any more"))
+                rank.put(ev.Worked(m.SaveFailed(*work, f"the copy of {shard} is not there any more")))
                 return
             content = dealt(copy, stripes.parse(shard))
             pieces.append(self._durable(order, file, "shard", shard, content))
@@ -100,7 +98,7 @@ class Saver:
             pieces.append(self._durable(order, file, "rank_local", "", self._pages(order)))
         world.reached("after save", rank)
         if not cancelled[0]:
-            rank.put(ev.PiecesWritten(order.incident, order.generation, tuple(pieces)))
+            rank.put(ev.Worked(m.Saved(*work, tuple(pieces))))
 
     def _pages(self, order: m.Save) -> tuple[object, ...]:
         pages = self._world.pages(self._rank.host)
@@ -120,24 +118,24 @@ class Saver:
         return m.Piece(file, 8, digest(content), kind, shard, self._rank.rank, cut=cut)
 
     def _commit(self, order: m.Commit) -> Job:
-        world, rank = self._world, self._rank
+        world, rank, work = self._world, self._rank, (order.rank, order.incident, order.generation)
         world.reached("before commit", rank)
         if world.memory is not None and world.memory.brings(order):
             while order.version in world.memory.held:
                 self.written += 1
                 yield WAIT_S
-            rank.put(ev.CommitDone(order.incident, order.generation, f"step_{order.version}", 8))
+            rank.put(ev.Worked(m.Committed(*work, f"step_{order.version}", 8)))
             return
         yield rank.takes(0.001) + world.faults.extra_s("slow", rank)
         world.reached("in commit", rank)
         if not order.directory and world.faults.refuses("commit", rank):
-            rank.put(ev.CommitBroken(order.incident, order.generation, "OSError: input/output error", may_pass=True))
+            rank.put(ev.Worked(m.CommitFailed(*work, "OSError: input/output error", may_pass=True)))
             return
         world.commit(order)
         world.trace(rank.name, f"renamed step {order.version}")
         world.reached("after rename", rank)
         yield rank.takes(0.001)
-        rank.put(ev.CommitDone(order.incident, order.generation, f"step_{order.version}", 8))
+        rank.put(ev.Worked(m.Committed(*work, f"step_{order.version}", 8)))
 
 
 def _draft(order: m.Save) -> str:

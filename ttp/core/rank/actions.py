@@ -231,11 +231,11 @@ def not_done(action: Action, text: str) -> ev.Event | None:
         case LookAtController():
             event = ev.Looked(None)
         case StartSave(order):
-            event = ev.WriteFailed(order.incident, order.generation, text)
+            event = ev.Worked(m.SaveFailed(order.rank, order.incident, order.generation, text))
         case Redo():
             event = ev.NotRedone(f"the update cannot be made: {text}")
         case StartCommit(order):
-            event = ev.CommitBroken(order.incident, order.generation, text)
+            event = ev.Worked(m.CommitFailed(order.rank, order.incident, order.generation, text))
         case Serve(m.StandBy()):
             event = ev.StandbyStarted("")
         case Serve(m.Probe() as order):

@@ -89,42 +89,10 @@ class NotRedone(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class PiecesWritten(Event):
-    """A save has succeeded: all pieces are durable."""
+class Worked(Event):
+    """A save or a commit is over: all pieces are durable, the checkpoint exists, or it has failed."""
 
-    incident: str
-    generation: int
-    pieces: tuple[m.Piece, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class WriteFailed(Event):
-    """A save has failed; ``may_pass``: because of the storage, so a retry may succeed."""
-
-    incident: str
-    generation: int
-    text: str
-    may_pass: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class CommitDone(Event):
-    """A commit has succeeded: the checkpoint exists."""
-
-    incident: str
-    generation: int
-    path: str
-    size: int
-
-
-@dataclass(frozen=True, slots=True)
-class CommitBroken(Event):
-    """A commit has failed; ``may_pass`` as for ``WriteFailed``."""
-
-    incident: str
-    generation: int
-    text: str
-    may_pass: bool = False
+    result: m.Saved | m.SaveFailed | m.Committed | m.CommitFailed
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,8 +127,8 @@ class ProcessorMachine:
                 self._rescue.quiet(event, now)
             case ev.NotRedone(text):
                 self._rescue.not_redone(text)
-            case ev.PiecesWritten() | ev.WriteFailed() | ev.CommitDone() | ev.CommitBroken():
-                self._rescue.worked(event)
+            case ev.Worked(result):
+                self._rescue.worked(result)
             case ev.Raised():
                 self._raised(event)
             case ev.Returned():

@@ -255,22 +255,12 @@ class RankRescue:
 
     # -------------------------------------------------------------------------------------------------------- results
 
-    def worked(self, event: ev.PiecesWritten | ev.WriteFailed | ev.CommitDone | ev.CommitBroken) -> None:
+    def worked(self, result: m.Saved | m.SaveFailed | m.Committed | m.CommitFailed) -> None:
         """Report the result of a save or commit, if its order still holds."""
-        kind = m.Save if isinstance(event, (ev.PiecesWritten, ev.WriteFailed)) else m.Commit
+        kind = m.Save if isinstance(result, (m.Saved, m.SaveFailed)) else m.Commit
         order = self._order
-        if not isinstance(order, kind) or (event.incident, event.generation) != (order.incident, order.generation):
-            return
-        rank, incident, generation = self._state.rank, event.incident, event.generation
-        match event:
-            case ev.PiecesWritten(_, _, pieces):
-                self._finish(order, m.Saved(rank, incident, generation, pieces))
-            case ev.WriteFailed(_, _, text, may_pass):
-                self._finish(order, m.SaveFailed(rank, incident, generation, text, may_pass))
-            case ev.CommitDone(_, _, path, size):
-                self._finish(order, m.Committed(rank, incident, generation, path, size))
-            case ev.CommitBroken(_, _, text, may_pass):
-                self._finish(order, m.CommitFailed(rank, incident, generation, text, may_pass))
+        if isinstance(order, kind) and (result.incident, result.generation) == (order.incident, order.generation):
+            self._finish(order, result)
 
     def _finish(self, order: m.Save | m.Commit, result: m.Report) -> None:
         self._order, self._results[type(order), order.generation] = None, result
