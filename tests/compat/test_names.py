@@ -47,7 +47,7 @@ class Told:
         self.left: list[bool] = []
         self.device_index: int | None = None
         self.rebooted = self.moves = self.was_guest = False
-        monkeypatch.setattr(rank.THIS, "_participant", self)
+        monkeypatch.setattr(rank.THIS, "participant", self)
 
     def report_error(self, ailment: Ailment, code: str, text: str) -> None:
         self.reports.append(ailment)

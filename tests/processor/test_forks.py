@@ -203,7 +203,7 @@ MINDIO = """
 import os
 from ttp.compat.mindio.rank import THIS
 
-THIS._participant = THIS
+THIS.participant = THIS
 child = os.fork()
 if not child:
     os._exit(THIS.running)

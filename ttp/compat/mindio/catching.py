@@ -152,7 +152,7 @@ def _train(func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) ->
 
 def _mend(problem: RuntimeError) -> None:
     """Report an error and wait for the repair. Return if the function may be called again; else raise or exit."""
-    if not THIS.running:
+    if THIS.participant is None:
         _report_unknown(problem)
         raise problem
     text = str(problem)
@@ -196,7 +196,7 @@ def _report_unknown(problem: BaseException) -> None:
     """
     log.error("the training function raised %s", describe(problem), exc_info=problem)
     write_error_file(problem)
-    if THIS.running:
+    if THIS.participant is not None:
         THIS.report(ReportState.RS_UNKNOWN.value, text=f"raised {describe(problem)}")
 
 

@@ -114,7 +114,7 @@ def notify(what: str, ask: Callable[[Manager], int]) -> int:
 
 def dump() -> int:
     """Have a checkpoint written now, also without a manager. Return 0 when it is written, 1 if it is not."""
-    if THIS.in_handler:
+    if THIS.participant is not None and THIS.participant.in_handler:
         log.error("tft_notify_controller_dump: called in a handler, which would block the checkpoint")
         return RET_ERROR
     if HERE.place is None:

@@ -41,7 +41,8 @@ class ThisRank:
         self.handlers = Handlers()
         self.enable_uce = True
         self.enable_arf = self.enable_zit = False
-        self._participant: Participant | None = None
+        self.participant: Participant | None = None
+        """This rank in the job; None: it has not joined the job, or has left it."""
         self._place: tuple[int, int] | None = None
         self._tls: tuple[bool, str] = (False, "")
         self._sets: list[ReplicaSet] = []
@@ -95,13 +96,13 @@ class ThisRank:
         if self._sets:
             participant.set_replicas(self._sets)
         participant.start()
-        self._participant = participant
+        self.participant = participant
 
     def register(self, kind: HandlerKind, func: Handler, ctx: Any) -> None:
         """Register a handler, before or after the job was joined."""
         self.handlers.add(kind, func, ctx)
-        if self._participant is not None and kind in self.handlers.kinds():
-            self._participant.register(kind, self.handlers.call)
+        if self.participant is not None and kind in self.handlers.kinds():
+            self.participant.register(kind, self.handlers.call)
 
     def set_replicas(self, rank: int, infos: Sequence[Mapping[str, Any]]) -> None:
         """Set the replica sets; see ``tft_set_optimizer_replica``.
@@ -112,14 +113,14 @@ class ThisRank:
         sets = [replica_set(rank, info) for info in infos]
         if not sets:
             raise ConfigError("tft_set_optimizer_replica() needs an entry for each kind of optimizer, but got none")
-        if self._participant is not None:
-            self._participant.set_replicas(sets)
+        if self.participant is not None:
+            self.participant.set_replicas(sets)
         self._sets = sets
 
     def halt_before_dump(self) -> None:
         """Have devices stopped and cleaned before a save, because this program needs it."""
-        if self._participant is not None:
-            self._participant.set_halt_before_dump(True)
+        if self.participant is not None:
+            self.participant.set_halt_before_dump(True)
 
     @property
     def joined(self) -> Participant:
@@ -128,24 +129,9 @@ class ThisRank:
         Raises:
             UsageError: this rank has not joined the job, or has left it.
         """
-        if self._participant is None:
+        if self.participant is None:
             raise UsageError("no processor was started: call tft_init_processor() and tft_start_processor() first")
-        return self._participant
-
-    @property
-    def device_index(self) -> int | None:
-        """Index of the accelerator that the training thread uses; None if it uses none yet."""
-        return self._participant.device_index if self._participant is not None else None
-
-    @property
-    def in_handler(self) -> bool:
-        """Whether the calling thread runs a handler."""
-        return self._participant is not None and self._participant.in_handler
-
-    @property
-    def running(self) -> bool:
-        """Whether this rank has joined the job and not left it."""
-        return self._participant is not None
+        return self.participant
 
     # ------------------------------------------------------------------------------------------------------ the updates
 
@@ -205,17 +191,17 @@ class ThisRank:
 
     def leave(self, interrupt: KeyboardInterrupt | None = None) -> None:
         """Leave the job. Without ``interrupt``, wait for all ranks; handlers may be called until then."""
-        if self._participant is not None and not self._leaving:
+        if self.participant is not None and not self._leaving:
             self._leaving = True
             try:
-                self._participant.leave(interrupt)
+                self.participant.leave(interrupt)
             finally:
                 self._leaving = False
-            self._participant = None
+            self.participant = None
 
     def forget(self) -> None:
         """Forget the job in a forked child, which is not the rank."""
-        self._participant = None
+        self.participant = None
 
 
 THIS = ThisRank()

@@ -310,7 +310,7 @@ def get_device() -> int | None:
     if for_mindspore():
         mindspore: Any = sys.modules.get("mindspore")
         return None if mindspore is None else int(mindspore.context.get_context("device_id"))
-    return THIS.device_index
+    return None if THIS.participant is None else THIS.participant.device_index
 
 
 # --------------------------------------------------------------------------------------------------------- the handlers
