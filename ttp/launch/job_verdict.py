@@ -77,14 +77,7 @@ def _standing(answer: Any) -> tuple[bool, bool, int, bool, int]:
 
 
 def _ask(address: str, port: int, token: str, host: str, code: int, starts: bool) -> Any:
-    import grpc
-
     from ttp.wire.v1.controller_pb2 import GetVerdictRequest
 
-    try:
-        return presence.ask(
-            address, port, token, "GetVerdict", GetVerdictRequest(host=host, starts=starts, code=code), ASK_S
-        )
-    except grpc.RpcError as problem:
-        logger.debug("%s:%s does not answer with a verdict: %s", address, port, problem)
-        return None
+    request = GetVerdictRequest(host=host, starts=starts, code=code)
+    return presence.ask(address, port, token, "GetVerdict", request, ASK_S)
