@@ -10,13 +10,11 @@ from then on.
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_
-from typing import Any
 
 import torch
 import xxhash
@@ -27,6 +25,7 @@ from ttp.adapters.torch.device.accelerator import copied_bytes, flat_bytes
 from ttp.adapters.torch.sharding.names import _walk as walk
 from ttp.adapters.torch.sharding.names import takes_any_shape
 from ttp.errors import CheckpointError
+from ttp.processor.local_state.host_rng import memory_at
 from ttp.processor.local_state.pages import Buffer, Kept
 
 LARGE_BYTES = 64 << 10
@@ -190,8 +189,10 @@ class BufferSet:
         table = self.table
         table.refresh()
         if self._viewed != table.layout:
-            self._views = [_live(e.tensor) if e.is_dense else None for e in table.small]
-            self._large_views = [_live(e.tensor) for e in table.large]
+            self._views = [
+                memory_at(e.tensor.data_ptr(), e.tensor.nbytes, e.tensor) if e.is_dense else None for e in table.small
+            ]
+            self._large_views = [memory_at(e.tensor.data_ptr(), e.tensor.nbytes, e.tensor) for e in table.large]
             self._plain = [view for view in self._views if view is not None]
             self._viewed, self._kept = table.layout, []
         parts = self._plain
@@ -228,16 +229,6 @@ class BufferSet:
             if entry.digest_of == stamp and entry.digest != digest:
                 self.table.distrust(entry)
             entry.digest_of, entry.digest = stamp, digest
-
-
-def _live(tensor: Tensor) -> memoryview:
-    """Return a view of the memory of a dense CPU tensor. The view keeps the tensor alive."""
-    size = tensor.numel() * tensor.element_size()
-    if size == 0:
-        return memoryview(b"")
-    memory: Any = (ctypes.c_char * size).from_address(tensor.data_ptr())
-    memory._tensor = tensor  # keeps the tensor alive, which may be a copy with no other reference to it
-    return memoryview(memory).cast("B")
 
 
 def restore_buffers(module: nn.Module, saved: Mapping[str, Tensor]) -> list[str]:

@@ -10,7 +10,6 @@ There are three kinds of objects:
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
@@ -25,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from ttp.adapters.torch.restoring.compare import hand_to
 from ttp.adapters.versions import TORCHDATA, require
 from ttp.errors import CheckpointError, ToldAs, UsageError
+from ttp.processor.local_state.host_rng import memory_at
 from ttp.processor.local_state.pages import Buffer, Kept
 from ttp.store.encoding import EncodingError, decode, encode
 from ttp.store.repeated_encoding import RepeatedEncoder
@@ -270,7 +270,7 @@ def _differs(place: _Place, kept: Kept) -> bool:
 
 def _placed(array: Any) -> _Place:
     address, version, size = _facts(array)
-    view = _memory(array, address, size)
+    view = memory_at(address, size, array)
     return _Place(array, address, version, view, next(_serials), xxhash.xxh3_64_intdigest(view))
 
 
@@ -283,7 +283,7 @@ def _has_changed(place: _Place, array: Any) -> bool:
         place.array, place.version, place.digest = array, version, None if moved else place.digest
         return moved
     if not same:
-        place.view = _memory(array, address, size)
+        place.view = memory_at(address, size, array)
     digest = xxhash.xxh3_64_intdigest(place.view)
     changed = digest != place.digest
     if same and moved:
@@ -300,9 +300,3 @@ def _facts(array: Any) -> tuple[int, int, int]:
         version = -1 if array.is_inference() else array._version  # inference tensors have no counter
         return array.data_ptr(), version, array.numel() * array.element_size()
     return array.ctypes.data, -1, array.nbytes
-
-
-def _memory(array: Any, address: int, size: int) -> Buffer:
-    memory: Any = (ctypes.c_char * size).from_address(address)
-    memory._array = array  # keeps the array alive as long as a view of its memory
-    return memoryview(memory).cast("B")

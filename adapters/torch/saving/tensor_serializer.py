@@ -9,13 +9,14 @@ of that layout.
 
 from __future__ import annotations
 
-import ctypes
 import io
 import zipfile
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
+
+from ttp.processor.local_state.host_rng import memory_at
 
 _TEMPLATE_BYTES_MAX = 1 << 16
 """The largest tensor, in bytes, for which a template is used. A larger tensor takes longer to write than the rest."""
@@ -90,7 +91,7 @@ def _position(data: bytes) -> int:
 
 def _memory(tensor: Tensor) -> memoryview:
     storage = tensor.untyped_storage()
-    return memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
+    return memory_at(storage.data_ptr(), storage.nbytes())
 
 
 def _flip(tensor: Tensor) -> None:

@@ -73,9 +73,13 @@ class HostStreams:
 # --------------------------------------------------------------------------------------------------------------- memory
 
 
-def memory_at(address: int, size: int) -> memoryview:
-    """Return a view of memory by its address. The caller keeps the owner of the memory alive."""
-    return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
+def memory_at(address: int, size: int, owner: object = None) -> memoryview:
+    """Return a view of memory by its address. It keeps ``owner`` alive; without one, the caller keeps the memory."""
+    if size == 0:
+        return memoryview(b"")
+    memory: Any = (ctypes.c_char * size).from_address(address)
+    memory._owner = owner
+    return memoryview(memory).cast("B")
 
 
 # --------------------------------------------------------------------------------------------------------------- python
