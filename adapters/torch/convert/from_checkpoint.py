@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -69,15 +70,8 @@ def _leaf(path: Path, chunks: Sequence[IndexEntry]) -> StateValue:
 
 
 def _scalars(job: JobState) -> dict[str, object]:
-    kept: dict[str, object] = {
-        "scheduler": job.scheduler,
-        "scaler": job.scaler,
-        "scheduler_pending": job.scheduler_pending,
-        "scaler_pending": job.scaler_pending,
-        "scaler_skipped": job.scaler_skipped,
-        "extra": job.extra,
-    }
-    return kept if job.several is None else kept | {"several": job.several}
+    left_out = ("version", "ddp_buckets", *(() if job.several is not None else ("several",)))
+    return {field.name: getattr(job, field.name) for field in fields(job) if field.name not in left_out}
 
 
 def _notes(manifest: Manifest, job: JobState | None) -> tuple[str, ...]:
