@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 from ttp.core.layout import WORLD_SIZE_MAX, Rank
 from ttp.mindio.protocol.manager_messages import CallKind, FaultOf, ManagerCall, Notice, NoticeKind, RankFault
 from ttp.wire import limits
 from ttp.wire.limits import WireError
 from ttp.wire.v1 import rounds_pb2 as pb
+
+_Kind = TypeVar("_Kind")
 
 ATTACHED = ("ttp-attached", "1")
 """Metadata that a controller sends first to a manager that it accepts: gRPC gives a call that fails empty metadata."""
@@ -33,12 +36,8 @@ def notice_from_wire(message: pb.Notice) -> Notice:
     Raises:
         WireError: the message is not valid.
     """
-    try:
-        kind = NoticeKind(message.what)
-    except ValueError:
-        raise WireError(f"{message.what!r:.80} is not a kind of notice from a manager") from None
     return Notice(
-        kind,
+        _known(NoticeKind, message.what, "notice from a manager"),
         _faults_from_wire(message.faults),
         seconds(message.seconds),
         limits.text("strategy", message.strategy),
@@ -64,12 +63,16 @@ def call_from_wire(message: pb.ManagerCall) -> ManagerCall:
     Raises:
         WireError: the message is not valid.
     """
-    try:
-        kind = CallKind(message.what)
-    except ValueError:
-        raise WireError(f"{message.what!r:.80} is not a kind of call to a manager") from None
+    kind = _known(CallKind, message.what, "call to a manager")
     faults = _faults_from_wire(message.faults)
     return ManagerCall(kind, faults, message.code, message.text, tuple(message.strategies), message.strategy)
+
+
+def _known(kinds: Callable[[Any], _Kind], value: Any, what: str) -> _Kind:
+    try:
+        return kinds(value)
+    except ValueError:
+        raise WireError(f"{value!r:.80} is not a kind of {what}") from None
 
 
 def seconds(value: float) -> float:
@@ -92,9 +95,6 @@ def _faults_from_wire(messages: Iterable[pb.RankFault]) -> tuple[RankFault, ...]
     for message in messages:
         if not 0 <= message.rank < WORLD_SIZE_MAX:
             raise WireError(f"{message.rank} is not a rank")
-        try:
-            kind = FaultOf(message.kind)
-        except ValueError:
-            raise WireError(f"{message.kind} is not a kind of fault: 0 memory, 1 process, 2 network") from None
+        kind = _known(FaultOf, message.kind, "fault: 0 memory, 1 process, 2 network")
         faults.append(RankFault(Rank(message.rank), kind, limits.text("code", message.code)))
     return tuple(faults)
