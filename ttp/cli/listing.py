@@ -60,10 +60,7 @@ def describe(entry: CatalogEntry) -> dict[str, Any]:
     return {
         "name": entry.path.name,
         "path": str(entry.path),
-        "kind": entry.kind,
-        "version": entry.version,
-        "whole": entry.whole,
-        "problem": entry.problem,
+        **fields_of(entry, "kind", "version", "whole", "problem"),
         "size": m.size if m else None,
         **(fields_of(m, *names) if m else dict.fromkeys(names)),
     }

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from ttp.cli.output import Json, bars, count_text, print_json, say, say_notes, size_text
+from ttp.cli.output import Json, bars, count_text, fields_of, print_json, say, say_notes, size_text
 from ttp.errors import ConfigError, UsageError
 from ttp.store.digest import Watch
 
@@ -113,11 +113,7 @@ def describe(done: Resharded) -> dict[str, Any]:
     return {
         "source": str(done.source),
         "target": str(done.target),
-        "version": done.version,
-        "ranks": list(done.ranks),
-        "world_size": done.world_size,
-        "tensors": done.tensors,
-        "size": done.size,
+        **fields_of(done, "version", "ranks", "world_size", "tensors", "size"),
         "own": {},  # formerly the tensors that ttp converted instead of MindSpore; kept for programs that read this key
         "notes": list(done.notes),
     }

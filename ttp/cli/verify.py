@@ -11,7 +11,7 @@ import typer
 from rich.text import Text
 
 from ttp.cli.directories import CheckpointOrDir, bears_name, existing, fallback_of, is_checkpoint
-from ttp.cli.output import Json, bars, complain, print_json, say, size_text
+from ttp.cli.output import Json, bars, complain, fields_of, print_json, say, size_text
 from ttp.core.layout import Version
 from ttp.errors import CheckpointError
 from ttp.store import names
@@ -149,10 +149,7 @@ def describe(finding: Finding) -> dict[str, Any]:
     return {
         "name": finding.path.name,
         "path": str(finding.path),
-        "version": finding.version,
-        "size": finding.size,
-        "whole": finding.whole,
-        "problems": list(finding.problems),
+        **fields_of(finding, "version", "size", "whole", "problems"),
         "notes": [f"{name} is not in the manifest" for name in finding.notes],
     }
 

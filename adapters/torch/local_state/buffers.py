@@ -231,6 +231,11 @@ class BufferSet:
             entry.digest_of, entry.digest = stamp, digest
 
 
+def _live(tensor: Tensor) -> memoryview:
+    """Return a view of the memory of a dense CPU tensor. The view keeps the tensor alive."""
+    return memory_at(tensor.data_ptr(), tensor.nbytes, tensor)
+
+
 def restore_buffers(module: nn.Module, saved: Mapping[str, Tensor]) -> list[str]:
     """Copy saved buffers into those of ``module``.
 
