@@ -118,7 +118,8 @@ class KeepModel(Model):
         for r in range(self.world) if slander else ():
             other = (r + 1) % self.world
             if state.ranks[r] and state.ranks[other] and state.streams[r] and state.exits[other] is None:
-                event = ev.NeighbourDied(Rank(other), self._nonce(state, other), "it seems so")
+                nonce = self._nonce(state, other)
+                event = ev.Tell(m.Fault(Rank(r), Rank(other), m.FaultKind.EXITED, "it seems so", nonce=nonce))
                 fewer = state._replace(quits=(quits, launchers, slander - 1))
                 yield f"{r} takes {other} for dead", self._processor(fewer, r, event)
 

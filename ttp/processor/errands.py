@@ -53,11 +53,11 @@ class Errands:
 
     def _probe(self, order: m.Probe) -> None:
         found, text = reachable(order.address, self._config.port or 0)
-        self._put(ev.HostProbed(order.subject, found, text))
+        self._put(ev.Tell(m.Probed(order.rank, order.subject, found, text)))
 
     def _take_stack(self, order: m.TakeStack) -> None:
         text = stacks.take(order.pid, self._run_dir, STACK_S)
-        self._put(ev.StackSeen(order.incident, order.subject, text))
+        self._put(ev.Tell(m.StackTaken(order.rank, order.incident, order.subject, text)))
 
     def _start_standby(self) -> None:
         try:

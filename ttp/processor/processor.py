@@ -225,7 +225,8 @@ class Processor:
 
     def neighbour_died(self, rank: int, nonce: str, text: str) -> None:
         """Report that another process of this host has ended. May be called from any thread."""
-        self._inbox.put(ev.NeighbourDied(Rank(rank), nonce, text))
+        fault = m.Fault(Rank(self.env.rank), Rank(rank), m.FaultKind.EXITED, text, nonce=nonce)
+        self._inbox.put(ev.Tell(fault))
         self.on_death()
 
     def report_preemption(self, text: str) -> None:

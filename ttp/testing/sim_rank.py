@@ -238,11 +238,13 @@ class SimRank:
         match order:
             case m.Probe():
                 reachable = world.roads.reaches(self, order.address)
-                world.after(soon, self.run, self.put, ev.HostProbed(order.subject, reachable, "looked"))
+                probed = m.Probed(self.rank, order.subject, reachable, "looked")
+                world.after(soon, self.run, self.put, ev.Tell(probed))
             case m.StandBy():
                 world.after(soon, self.run, self._start_standby)
             case m.TakeStack():
-                world.after(soon, self.run, self.put, ev.StackSeen(order.incident, order.subject, "a stack"))
+                taken = m.StackTaken(self.rank, order.incident, order.subject, "a stack")
+                world.after(soon, self.run, self.put, ev.Tell(taken))
             case Keep():
                 page = (order.version, int.from_bytes(order.data, "big"))
                 world.pages(self.host)[order.of, order.version % SLOTS] = page

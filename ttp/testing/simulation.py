@@ -290,8 +290,9 @@ class Simulation(Clock):
             for r in range(dead.rank + 1, dead.rank + 8):
                 other = self.ranks[Rank(r % self.layout.world_size)]
                 if other.alive and other.host == dead.host:
-                    seen = ev.NeighbourDied(dead.rank, dead.hello.nonce, f"rank {dead.rank} has ended")
-                    self.after(self.rng.random() * 0.002, other.run, other.put, seen)
+                    text, nonce = f"rank {dead.rank} has ended", dead.hello.nonce
+                    seen = m.Fault(other.rank, dead.rank, m.FaultKind.EXITED, text, nonce=nonce)
+                    self.after(self.rng.random() * 0.002, other.run, other.put, ev.Tell(seen))
                     return
 
     def _kill_what_is_left(self, ranks: dict[Rank, SimRank]) -> None:

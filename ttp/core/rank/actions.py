@@ -239,5 +239,5 @@ def not_done(action: Action, text: str) -> ev.Event | None:
         case Serve(m.StandBy()):
             event = ev.StandbyStarted("")
         case Serve(m.Probe() as order):
-            event = ev.HostProbed(order.subject, False, text)
+            event = ev.Tell(m.Probed(order.rank, order.subject, False, text))
     return event

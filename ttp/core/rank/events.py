@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ttp.core import messages as m
-from ttp.core.layout import Rank, Version
+from ttp.core.layout import Version
 from ttp.core.restore_messages import Candidate, Reading
 
 
@@ -147,30 +147,10 @@ class ProgramEvent(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class NeighbourDied(Event):
-    """Another rank's process on this host has ended; this rank learns it before the controller."""
+class Tell(Event):
+    """A fact for the controller: the answer to ``TakeStack`` or ``Probe``, or the end of another process here."""
 
-    rank: Rank
-    nonce: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class StackSeen(Event):
-    """The answer to ``TakeStack``."""
-
-    incident: str
-    subject: Rank
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class HostProbed(Event):
-    """The answer to ``Probe``."""
-
-    subject: Rank
-    reachable: bool
-    text: str
+    report: m.Report
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,12 +143,8 @@ class ProcessorMachine:
                     self._outbox.report(self._restored)
             case ev.Observed():
                 self._observe(event, now)
-            case ev.NeighbourDied(rank, nonce, text):
-                self._outbox.report(m.Fault(self._state.rank, rank, m.FaultKind.EXITED, text, nonce=nonce))
-            case ev.StackSeen(incident, subject, text):
-                self._outbox.report(m.StackTaken(self._state.rank, incident, subject, text))
-            case ev.HostProbed(subject, reachable, text):
-                self._outbox.report(m.Probed(self._state.rank, subject, reachable, text))
+            case ev.Tell(report):
+                self._outbox.report(report)
             case ev.StandbyStarted(address):
                 self._note_ring(address)  # the controller's announcement may be lost
                 self._standby = m.StandbyUp(self._state.rank, address)
