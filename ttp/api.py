@@ -214,12 +214,12 @@ def wrap_optimizer(
         return wrap(optimizer, model, save_dir, layout, undo, buddy, others)
     if (goes_on := continuing.current()) is not None:
         goes_on.wraps()
-    adapter = _adapter_for(optimizer, model, scheduler, extra_state, scaler, undo, layout, shard_of, buddy)
-    register(adapter, save_dir, layout, buddy=buddy)
+    given: dict[str, Any] = {"scheduler": scheduler, "extra_state": extra_state, "scaler": scaler, "undo": undo}
+    given |= {"layout": layout, "shard_of": shard_of, "buddy": buddy}
+    register(_adapter_for(optimizer, model, given), save_dir, layout, buddy=buddy)
     if goes_on is not None:
-        again: dict[str, Any] = {"scheduler": scheduler, "save_dir": save_dir, "extra_state": extra_state}
-        again |= {"scaler": scaler, "layout": layout, "shard_of": shard_of, "undo": undo, "buddy": buddy}
-        session.current().wrap_again = functools.partial(wrap_optimizer, optimizer, model=model, **again)
+        again = functools.partial(wrap_optimizer, optimizer, model=model, save_dir=save_dir, **given)
+        session.current().wrap_again = again
     return optimizer
 
 
@@ -266,17 +266,8 @@ def _refused_everywhere(tell: Callable[[ConfigError | UsageError, int], None]) -
         raise
 
 
-def _adapter_for(
-    optimizer: Any,
-    model: Any,
-    scheduler: Any,
-    extra_state: Any,
-    scaler: Any,
-    undo: str | None,
-    layout: Layout | None,
-    shard_of: Callable[[str], str] | None,
-    buddy: bool,
-) -> session.Adapter:
+def _adapter_for(optimizer: Any, model: Any, given: Mapping[str, Any]) -> session.Adapter:
+    """Make the adapter for the optimizer's framework; ``given``: the other arguments of ``wrap_optimizer``."""
     families = _families(optimizer)
     if "torch" in families:
         from ttp.adapters.torch.adapter import TorchAdapter
@@ -286,28 +277,17 @@ def _adapter_for(
         check_torch()
         if model is None:
             raise UsageError("wrap_optimizer() needs model=: the module whose parameters this optimizer updates")
-        extra: Mapping[str, Any] | Any = extra_state
         with _refused_everywhere(refuse_everywhere):
-            return TorchAdapter(
-                optimizer,
-                model=model,
-                scheduler=scheduler,
-                extra_state=extra,
-                scaler=scaler,
-                undo=undo,
-                layout=layout,
-                shard_of=shard_of,
-                buddy=buddy,
-            )
+            return TorchAdapter(optimizer, model=model, **given)
     if "megatron" in families and not isinstance(optimizer, (list, tuple)):
         from ttp.adapters.megatron.adapter import MegatronAdapter
 
         if model is None:
             raise UsageError("wrap_optimizer() needs model=: the chunks that this optimizer was made for")
-        given = {"scaler": scaler, "layout": layout, "shard_of": shard_of}
-        if needless := [f"{name}=" for name, value in given.items() if value is not None]:
+        if needless := [f"{name}=" for name in ("scaler", "layout", "shard_of") if given[name] is not None]:
             raise UsageError(f"wrap_optimizer() takes no {', '.join(needless)} with Megatron: ttp finds it itself")
-        return MegatronAdapter(optimizer, model=model, scheduler=scheduler, extra_state=extra_state, undo=undo)
+        taken = {name: given[name] for name in ("scheduler", "extra_state", "undo")}
+        return MegatronAdapter(optimizer, model=model, **taken)
     kinds = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     said = ", ".join(f"{type(each).__module__}.{type(each).__qualname__}" for each in kinds) or "an empty list"
     raise UsageError(
