@@ -148,13 +148,13 @@ class Hello(Report):
     local_rank: int
     save_dir: str
     framework: str
-    version: Version
-    phase: Phase
-    base_version: Version  # the version that this incarnation started from
-    term_seen: int  # the newest term that the rank has seen
-    incident: str  # the incident that the rank is frozen for; empty: it is not frozen
-    released: bool
-    resume: bool  # a reconnect of a process that a controller has welcomed before
+    version: Version = Version(0)  # noqa: RUF009 - a number
+    phase: Phase = Phase.IDLE
+    base_version: Version = Version(0)  # noqa: RUF009 - a number: the version that this incarnation started from
+    term_seen: int = 0  # the newest term that the rank has seen
+    incident: str = ""  # the incident that the rank is frozen for; empty: it is not frozen
+    released: bool = False
+    resume: bool = False  # a reconnect of a process that a controller has welcomed before
     keep: int = 3  # checkpoints to keep
     broken: str = ""  # why the rank cannot train on, for a new controller; empty: it can
     address: str = ""  # of the rank's host, as other hosts reach it
@@ -209,9 +209,7 @@ class Frozen(Report):
     digests: tuple[ShardDigest, ...] = ()
     bad: tuple[str, ...] = ()  # names of some tensors that hold NaN or Inf
     kept: tuple[KeptCopy, ...] = ()
-    hold_dir: str = (
-        ""  # the storage is slow: a checkpoint may be held there, in the memory of this host; empty: none may
-    )
+    hold_dir: str = ""  # the storage is slow: a checkpoint may be held there, in this host's memory; empty: none may
     held: Version = Version(0)  # noqa: RUF009 - a number. The version held here that is not durable yet; 0: none
 
 

@@ -33,8 +33,7 @@ def hello(rank: int, layout: Layout, **more: Any) -> m.Hello:
         "protocol_major": m.PROTOCOL_MAJOR, "protocol_minor": m.PROTOCOL_MINOR, "ttp_version": "0", "run_id": "job",
         "launch": 0, "incarnation": 0, "nonce": f"n{rank}", "world_size": layout.world_size,
         "layout_digest": layout.digest, "host": "h", "pid": 100 + rank, "local_rank": rank, "save_dir": "/save",
-        "framework": "toy", "version": Version(0), "phase": m.Phase.IDLE, "base_version": Version(0), "term_seen": 0,
-        "incident": "", "released": False, "resume": False,
+        "framework": "toy",
     }  # fmt: skip
     return m.Hello(rank=Rank(rank), **{**facts, **more})
 

@@ -9,7 +9,7 @@ import uuid
 from ttp._version import __version__
 from ttp.config import Config, RankEnv
 from ttp.core import messages as m
-from ttp.core.layout import Layout, Rank, Version
+from ttp.core.layout import Layout, Rank
 from ttp.core.rank.machine import RankTimeouts
 from ttp.core.stripes import WHOLE
 from ttp.launch.standby import own_address
@@ -54,13 +54,6 @@ def hello(
         local_rank=env.local_rank,
         save_dir=str(save_dir),
         framework=source.framework,
-        version=Version(0),
-        phase=m.Phase.IDLE,
-        base_version=Version(0),
-        term_seen=0,
-        incident="",
-        released=False,
-        resume=False,
         keep=config.keep,
         address=own_address(config, env.master_addr),
         fallback_dir=config.fallback_dir or "",
