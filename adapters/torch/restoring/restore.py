@@ -25,7 +25,7 @@ from ttp.adapters.torch.saving.job_state import FROZEN, JobState, read_job_state
 from ttp.adapters.torch.saving.piece_index import IndexEntry, StatePath, items_of, left_out_of
 from ttp.adapters.torch.saving.state import frozen
 from ttp.adapters.torch.sharding.data_parallel import apply_layouts, ddps_of
-from ttp.adapters.torch.sharding.dtensor_chunks import Cutter, local
+from ttp.adapters.torch.sharding.dtensor_chunks import Cutter, is_distributed, local
 from ttp.adapters.torch.sharding.names import ModelNames
 from ttp.errors import CheckpointError, OtherModelError
 from ttp.store.manifest import Manifest
@@ -235,12 +235,12 @@ def _shares_memory(one: Tensor, two: Tensor) -> bool:
 def _load_optimizer(saved: _Saved, names: ModelNames, optimizer: Optimizer, cutter: Cutter) -> None:
     pairs = list(zip(optimizer.param_groups, saved.groups, strict=True))
     owners = {names.of(parameter): (parameter, other) for group, other in pairs for parameter in group["params"]}
-    devices = {str(item.path[1]): item.device for item in saved.model}
+    parameters = {str(item.path[1]): item for item in saved.model}
     kept = unwrap_optimizer(optimizer)
     here = {names.of(parameter) for group in kept.param_groups for parameter in group["params"]}
     items = [item for item in saved.optimizer if item.path[2] in here or item.path[2] not in owners]
     items = [item for item in items if not (item.path[2] in owners and cutter.absent(str(item.path[2])))]
-    values = {item.path: _empty(item, owners, devices, cutter) if item.is_tensor else None for item in items}
+    values = {item.path: _empty(item, owners, parameters, cutter) if item.is_tensor else None for item in items}
     _fill(saved, values, cutter)
     loaded: dict[str, Any] = {}
     for item in items:
@@ -274,18 +274,23 @@ def _fill(saved: _Saved, values: dict[StatePath, Any], cutter: Cutter) -> None:
 
 
 def _empty(
-    item: IndexEntry, owners: Mapping[str, tuple[Tensor, Mapping[str, Any]]], devices: Mapping[str, str], cutter: Cutter
+    item: IndexEntry,
+    owners: Mapping[str, tuple[Tensor, Mapping[str, Any]]],
+    parameters: Mapping[str, IndexEntry],
+    cutter: Cutter,
 ) -> Tensor:
     """Make a tensor for one value of the optimizer's state, on the device on which the optimizer would put it."""
-    owner = str(item.path[2])
-    if owner not in owners:
-        return torch.empty(item.shape, dtype=item.torch_dtype, device="cpu")
-    parameter, group = owners[owner]
-    if not _belongs_to_device(item, devices.get(owner, "cpu"), parameter, group):
-        return torch.empty(item.shape, dtype=item.torch_dtype, device="cpu")
-    if item.shape == cutter.shape(owner, parameter):
-        return torch.empty_like(parameter.detach(), dtype=item.torch_dtype)  # sharded as the parameter is
-    return torch.empty(item.shape, dtype=item.torch_dtype, device=parameter.device)
+    owner, device = str(item.path[2]), torch.device("cpu")
+    if owner in owners:
+        parameter, group = owners[owner]
+        saved = parameters.get(owner)
+        if _belongs_to_device(item, saved.device if saved else "cpu", parameter, group):
+            device = parameter.device
+            alike = is_distributed(parameter) or saved is None or item.order == saved.order
+            if alike and item.shape == cutter.shape(owner, parameter):
+                return torch.empty_like(parameter.detach(), dtype=item.torch_dtype)  # sharded as the parameter is
+    order = item.order or tuple(range(len(item.shape)))
+    return torch.empty_permuted(item.shape, order, dtype=item.torch_dtype, device=device)
 
 
 def _belongs_to_device(item: IndexEntry, saved_parameter: str, parameter: Tensor, group: Mapping[str, Any]) -> bool:

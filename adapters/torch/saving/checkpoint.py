@@ -165,6 +165,7 @@ class _ShardWriter:
             offsets=tuple(chunk.offsets),
             sizes=tuple(tensor.shape),
             device=tensor.device.type,
+            order=_order(tensor),
         )
         self._tensors[same] = item
         return item
@@ -189,6 +190,14 @@ def chunks_of(value: Any) -> Sequence[Chunk] | None:
     if not of_tensor:
         return None
     return [chunk for chunk in value if chunk.tensor.numel() or not prod(chunk.shape)]
+
+
+def _order(tensor: Tensor) -> tuple[int, ...]:
+    """Return the dimensions as they lie in memory, see ``IndexEntry``. Elements that share memory have no order."""
+    strides = tensor.stride()
+    if tensor.is_contiguous() or 0 in strides:
+        return ()
+    return tuple(sorted(range(len(strides)), key=lambda dimension: -strides[dimension]))
 
 
 def _give_back(copy: Tensor, of: Tensor) -> None:

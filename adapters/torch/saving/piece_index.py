@@ -42,6 +42,8 @@ class IndexEntry:
         sizes: shape of this chunk, one number per dimension.
         device: type of the device on which the tensor was: ``cpu``, ``cuda``.
         int_keys: positions in ``path`` at which the mapping's key was an ``int`` and became a string.
+        order: the tensor's dimensions as they lie in memory, the outermost first; empty: row by row. The results of
+            matrix products depend on it.
     """
 
     path: StatePath
@@ -54,6 +56,7 @@ class IndexEntry:
     sizes: tuple[int, ...] = ()
     device: str = "cpu"
     int_keys: tuple[int, ...] = ()
+    order: tuple[int, ...] = ()
 
     @property
     def key(self) -> str:
@@ -118,6 +121,8 @@ def _item_to_json(item: IndexEntry) -> dict[str, Any]:
             row["chunk"] = (item.offsets, item.sizes)
         if item.device != "cpu":
             row["device"] = item.device
+        if item.order:
+            row["order"] = item.order
     if item.int_keys:
         row["int_keys"] = item.int_keys
     return row
@@ -153,7 +158,10 @@ def _item_from_json(file: str, row: dict[str, Any]) -> IndexEntry:
     shape = _numbers(row["shape"])
     offsets, sizes = map(_numbers, row.get("chunk", ([0] * len(shape), shape)))
     device = str(row.get("device", "cpu"))
-    item = IndexEntry(path, file, offset, length, str(row["dtype"]), shape, offsets, sizes, device, int_keys)
+    order = _numbers(row.get("order", []))
+    if order and sorted(order) != list(range(len(shape))):
+        raise ValueError(f"{order} is no order of {len(shape)} dimensions")
+    item = IndexEntry(path, file, offset, length, str(row["dtype"]), shape, offsets, sizes, device, int_keys, order)
     dtype = getattr(torch, item.dtype, None)
     if isinstance(dtype, torch.dtype) and prod(sizes) * dtype.itemsize > length:
         raise ValueError(f"{item.key} of {dtype} {sizes} does not fit into {length} bytes")

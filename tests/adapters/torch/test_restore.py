@@ -21,7 +21,10 @@ Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 class Rotating(torch.optim.Optimizer):
-    """An optimizer with odd state: numbers, mappings with integer keys, lists of tensors, other dtypes and shapes."""
+    """An optimizer with odd state: numbers, mappings with integer keys, lists of tensors, other dtypes and shapes.
+
+    Some tensors lie column by column in memory, as the results of ``torch.linalg.qr`` and ``svd`` do.
+    """
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": torch.tensor(0.1), "note": ["a", 1]})
@@ -38,6 +41,8 @@ class Rotating(torch.optim.Optimizer):
                     state["past"] = [torch.zeros(2), None]
                     state["blocks"] = {0: {"mean": parameter.double().mean()}, 1: {"mean": torch.zeros(())}}
                     state["half"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+                    columns = parameter.detach().t().clone(memory_format=torch.contiguous_format).t()
+                    state["axes"] = [columns, torch.arange(12.0).view(3, 4).t()[:, :2]]
                 state["count"] += 1
                 state["past"][0] = state["past"][0] + 1
                 state["half"] += parameter.grad.bfloat16()
