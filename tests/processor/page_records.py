@@ -7,4 +7,4 @@ from ttp.processor.local_state.pages import PageWriter
 
 def record_of(writer: PageWriter, version: int) -> int:
     """Return the offset of the record of the slot that ``version`` was written to last."""
-    return writer._older[version % 3].other.record_at
+    return writer._older[version % 3].after.after.record_at

@@ -101,6 +101,19 @@ def test_a_rank_that_died_behind_its_gate_is_compared_with_the_gate_of_others(tm
     assert restored(path, 1) == 3
 
 
+@pytest.mark.parametrize("gate", [None, 2])
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_what_changes_before_and_after_the_update_is_compared_where_the_rank_died(
+    tmp_path: Path, size: int, gate: float | None
+) -> None:
+    job = Job(tmp_path, size)
+    job.rank(1, 3, gate=2)
+    job.rank(1, None, gate=gate)
+    job.rank(1, 3, gate=2)
+    path = job.save()
+    assert [restored(path, rank, size) for rank in range(3)] == [3, 3, 3]
+
+
 def test_it_stays_behind_where_others_disagree(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     job = Job(tmp_path)
     job.rank(1, 2)

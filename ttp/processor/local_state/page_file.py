@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 MAGIC = b"TTPPAGE\x01"
-SLOTS = 6
+SLOTS = 9
 HEADER_BYTES = 4096
 
 HEADER = struct.Struct("<8sIIQQQ")  # magic, slots, rank, pid, incarnation, start of the process (see ``start_of``)

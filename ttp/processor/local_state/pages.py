@@ -7,10 +7,11 @@ Theory of operation
 -------------------
 The writer maps the file and never makes a system call to write. The reader uses ``pread`` and trusts nothing.
 
-* Six slots: three versions (a rank may already write n+1 while a peer can still only save n-1), two slots each, written
-  in turn. The second slot makes a kill harmless: a page is written *provisionally* before the gradients of its version
-  leave the rank and, where something has changed since, *finally* after the update. A rank killed while it writes the
-  final page must not destroy the provisional one, because its peers will reach that version.
+* Nine slots: three versions (a rank may already write n+1 while a peer can still only save n-1), three slots each,
+  written in turn. A page is written *provisionally* before the gradients of its version leave the rank and, where
+  something has changed since, at the gate and *finally* after the update. A rank killed while it writes the final page
+  must not destroy the provisional one, because its peers will reach that version. And what a rank had at all three
+  moments is left, to be compared with what a rank had that died between two of them (see ``local_piece``).
 * A slot is a sequence word (odd while it is written) and a digest over everything that a reader believes: version,
   incarnation, rank, lengths and bytes. After a death all stores of the dead process are visible, so on any machine the
   digest alone tells a torn page from a whole one; the sequence word makes the usual case cheap.
@@ -78,13 +79,13 @@ class _Region:
 
 
 class _Slot:
-    """One of the two slots of a version; ``other`` is the other slot."""
+    """One of the three slots of a version; ``after`` is the one that is written after this one."""
 
-    __slots__ = ("body", "data", "length", "other", "record_at", "refs", "region", "sequence")
+    __slots__ = ("after", "body", "data", "length", "record_at", "refs", "region", "sequence", "version")
 
     def __init__(self, record: int, arena: _Arena, capacity: int) -> None:
         self.record_at, self.region = record, arena.allocate(capacity + _PREFIX_SIZE)
-        self.sequence, self.refs, self.other = 0, list[_Region](), self
+        self.sequence, self.version, self.refs, self.after = 0, -1, list[_Region](), self
         self.fit(arena, 0)
 
     def fit(self, arena: _Arena, length: int) -> None:
@@ -157,7 +158,7 @@ class PageWriter:
     Args:
         page_dir: directory of the job on this host; made with mode 0700 if it is missing.
         rank: the rank whose page this is.
-        capacity: bytes to set aside for each of the six slots; grows by itself.
+        capacity: bytes to set aside for each of the nine slots; grows by itself.
         incarnation: launch of the job; readers refuse pages of another one.
     """
 
@@ -169,7 +170,7 @@ class PageWriter:
         self._incarnation = incarnation
         self._pid = os.getpid()
         self._writes = 0
-        self._older: list[_Slot] = []  # for each version the slot of its two that is written next
+        self._older: list[_Slot] = []  # for each version the slot of its three that is written next
         self._kept: list[_KeptPart] = []
         self._orphans: list[_Region] = []  # regions of kept parts that changed their length
         self._placed: Sequence[Kept] | None = None  # the last list of kept parts, whose places follow
@@ -192,9 +193,9 @@ class PageWriter:
             try:
                 arena = _Arena(fd)
                 slots = [_Slot(record_at(index), arena, capacity) for index in range(SLOTS)]
-                for one, two in zip(slots[::2], slots[1::2], strict=True):
-                    one.other, two.other = two, one
-                self._older = slots[1::2]
+                self._older = slots[::3]
+                for one, two, three in zip(self._older, slots[1::3], slots[2::3], strict=True):
+                    one.after, two.after, three.after = two, three, one
                 self._arena = arena
                 self._write_header()
                 os.rename(draft, self.path.name, src_dir_fd=directory, dst_dir_fd=directory)
@@ -227,7 +228,10 @@ class PageWriter:
             return False
         try:
             slot = self._older[version % 3]
-            slot.sequence = sequence = slot.sequence + 2
+            if slot.after.after.version != version:  # the first of its version: nobody asks for the one before
+                _let_go(slot.after)
+                _let_go(slot.after.after)
+            slot.version, slot.sequence = version, (sequence := slot.sequence + 2)
             _store_sequence(arena.map, slot.record_at, sequence - 1)  # odd: being written
             table = self._place(arena, slot, kept) if kept or slot.refs else b""
             data = parts[0] if len(parts) == 1 and not table else b"".join((table, *parts))
@@ -243,7 +247,7 @@ class PageWriter:
             digest = xxhash.xxh3_64_intdigest(slot.body)
             _store_record(target, slot.record_at + 8, start, _PREFIX_SIZE + length, digest)
             _store_sequence(target, slot.record_at, sequence)
-            self._older[version % 3] = slot.other
+            self._older[version % 3] = slot.after
         except Exception as problem:  # whatever it is, training goes on
             self._disable(problem)
             return False
@@ -258,7 +262,7 @@ class PageWriter:
         arena = self._arena
         if arena is None:
             return False
-        slot = self._older[version % 3].other
+        slot = self._older[version % 3].after.after
         _store_sequence(arena.map, slot.record_at, slot.sequence | FINISHED)
         return True
 
@@ -266,9 +270,7 @@ class PageWriter:
         """Make sure that every kept part is in the file; returns the slot's table of references to them."""
         if kept is self._placed and slot.refs is self._regions:
             return self._table
-        for region in slot.refs:
-            region.users -= 1
-        slot.refs = []
+        _let_go(slot)
         if kept is not self._placed:
             self._placed = None  # no list is placed until all of its parts are
             self._match_lengths(arena, kept)
@@ -332,6 +334,13 @@ class PageWriter:
             if unlink and self._pid == os.getpid() and self.in_place():
                 self.path.unlink()
         self._release()
+
+
+def _let_go(slot: _Slot) -> None:
+    """Make a slot refer to no kept parts. What its record on file says of them is found to be torn later."""
+    for region in slot.refs:
+        region.users -= 1
+    slot.refs = []
 
 
 def _copy(arena: _Arena, part: _KeptPart, stamp: Hashable, data: Buffer) -> _Region:
