@@ -35,6 +35,7 @@ _log = logging.getLogger("ttp.adapters.torch")
 _LISTED_MAX = 4
 _STATE = ("optim", "state")
 _GROUPS = ("optim", "param_groups")
+_Owners = Mapping[str, tuple[Tensor, Mapping[str, Any]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,9 +249,7 @@ def _load_optimizer(saved: _Saved, names: ModelNames, optimizer: Optimizer, cutt
         put(loaded, item.path[len(_STATE) :], values[item.path], int_keys)
     state: dict[Any, Any] = kept.state  # torch allows keys that are not tensors
     state.clear()
-    order = {
-        name: number for number, name in enumerate(owners)
-    }  # the order in which the optimizer would make its state
+    order = {name: number for number, name in enumerate(owners)}  # in which the optimizer would make its state
     for name in sorted(loaded, key=lambda name: order.get(name, len(order))):
         state[owners[name][0] if name in owners else name] = loaded[name]
     _load_groups(saved, optimizer)
@@ -273,12 +272,7 @@ def _fill(saved: _Saved, values: dict[StatePath, Any], cutter: Cutter) -> None:
             values[steps] = get(target, steps)
 
 
-def _empty(
-    item: IndexEntry,
-    owners: Mapping[str, tuple[Tensor, Mapping[str, Any]]],
-    parameters: Mapping[str, IndexEntry],
-    cutter: Cutter,
-) -> Tensor:
+def _empty(item: IndexEntry, owners: _Owners, parameters: Mapping[str, IndexEntry], cutter: Cutter) -> Tensor:
     """Make a tensor for one value of the optimizer's state, on the device on which the optimizer would put it."""
     owner, device = str(item.path[2]), torch.device("cpu")
     if owner in owners:
