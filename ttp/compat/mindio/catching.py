@@ -61,10 +61,12 @@ class Table:
         """Add a pattern; see ``tft_register_exception_handler``.
 
         Raises:
-            ConfigError: ``fault_type`` is not the name of a ``ReportState``.
+            ConfigError: ``pattern`` is not text, or ``fault_type`` is not the name of a ``ReportState``.
             TypeError: ``handle`` cannot be called.
         """
-        if fault_type not in ReportState.__members__:
+        if not isinstance(pattern, str):
+            raise ConfigError(f"pattern {pattern!r} is not text")
+        if fault_type not in list(ReportState.__members__):
             raise ConfigError(f"fault_type {fault_type!r} is not one of {', '.join(ReportState.__members__)}")
         if not callable(handle):
             raise TypeError(f"the handler of {pattern!r} cannot be called")

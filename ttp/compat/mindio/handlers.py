@@ -11,6 +11,16 @@ from ttp.mindio.handlers import Call, HandlerKind
 Handler = Callable[..., Any]
 
 
+def check_callable(what: str, func: Handler) -> None:
+    """Check the handler for ``what``.
+
+    Raises:
+        TypeError: ``func`` cannot be called.
+    """
+    if not callable(func):
+        raise TypeError(f"the handler for {what} is not callable: {func!r}")
+
+
 class Handlers:
     """The handlers of a program, and the arguments that the program sets for them."""
 
@@ -20,8 +30,6 @@ class Handlers:
         self.version = ""
         """The value given to ``set_mindio_export_version``."""
         self.decrypt: Callable[[str], str] | None = None
-        self.zit: dict[str, tuple[Handler, Any]] = {}
-        """Handlers for elastic training, which are never called."""
         self._known: dict[HandlerKind, tuple[Handler, Any]] = {}
 
     def add(self, kind: HandlerKind, func: Handler, ctx: Any) -> None:
@@ -30,8 +38,7 @@ class Handlers:
         Raises:
             TypeError: ``func`` cannot be called.
         """
-        if not callable(func):
-            raise TypeError(f"the handler for {kind.name.lower()} is not callable: {func!r}")
+        check_callable(kind.name.lower(), func)
         self._known[kind] = func, ctx
 
     def kinds(self) -> list[HandlerKind]:

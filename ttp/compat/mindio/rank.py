@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 import os
 import socket
 import time
@@ -59,8 +60,7 @@ class ThisRank:
         Raises:
             ConfigError: ``rank`` is out of range.
         """
-        check_rank(rank, world_size, lowest=0)
-        self._place, self._tls = (rank, world_size), (enable_tls, tls_info)
+        self._place, self._tls = check_rank(rank, world_size, lowest=0), (enable_tls, tls_info)
         self.enable_uce, self.enable_arf, self.enable_zit = uce, arf, zit
 
     def start(self, address: str, port: int) -> None:
@@ -110,9 +110,11 @@ class ThisRank:
         Raises:
             ConfigError: an entry is not valid.
         """
+        if not isinstance(infos, Sequence) or not infos:
+            raise ConfigError(
+                f"tft_set_optimizer_replica() needs a list with an entry for each kind of optimizer, but got {infos!r}"
+            )
         sets = [replica_set(rank, info) for info in infos]
-        if not sets:
-            raise ConfigError("tft_set_optimizer_replica() needs an entry for each kind of optimizer, but got none")
         if self.participant is not None:
             self.participant.set_replicas(sets)
         self._sets = sets
@@ -145,7 +147,7 @@ class ThisRank:
         Raises:
             ConfigError: ``step`` is not a number from 1.
         """
-        _check_step("tft_end_updating_os", step, lowest=1)
+        step = check_step("tft_end_updating_os", step, lowest=1)
         if not self._updating and for_mindspore():
             self.start_updating()  # MindSpore's kernel would mark the start through a library of the original
         if self._updating:
@@ -158,7 +160,7 @@ class ThisRank:
         Raises:
             ConfigError: ``step`` is not a number from 0.
         """
-        _check_step("tft_pause_train", step, lowest=0)
+        step = check_step("tft_pause_train", step)
         self.joined.pause_train(step)
 
     def report(self, state: int, code: str = "", text: str = "") -> None:
@@ -179,8 +181,8 @@ class ThisRank:
             raise ConfigError(f"tft_report_error({state!r}): give the value of a ReportState") from None
         except KeyError:
             raise UsageError(f"{ReportState(state).name} has no meaning here: remove the call") from None
-        if len(code) > ERROR_CODE_MAX:
-            raise ConfigError(f"error_code {code!r} has more than {ERROR_CODE_MAX} characters")
+        if not isinstance(code, str) or len(code) > ERROR_CODE_MAX:
+            raise ConfigError(f"error_code {code!r} is not text of at most {ERROR_CODE_MAX} characters")
         self._updating = False
         self.joined.report_error(ailment, code, text)
 
@@ -230,16 +232,29 @@ def replica_set(rank: int, info: Mapping[str, Any]) -> ReplicaSet:
     return ReplicaSet(tuple(Rank(r) for r in sorted(ranks)), copies, shift if shifted else 0)
 
 
-def check_rank(rank: int, world_size: int, lowest: int) -> None:
-    """Check that ``world_size`` is valid, and that ``rank`` is from ``lowest`` to ``world_size - 1``.
+def check_rank(rank: int, world_size: int, lowest: int) -> tuple[int, int]:
+    """Return rank and number of ranks.
 
     Raises:
-        ConfigError: one of them is not.
+        ConfigError: ``world_size`` is not valid, or ``rank`` is not from ``lowest`` to ``world_size - 1``.
     """
-    if not 1 <= world_size <= WORLD_MAX:
-        raise ConfigError(f"world_size {world_size} is not from 1 to {WORLD_MAX}")
-    if not lowest <= rank < world_size:
-        raise ConfigError(f"rank {rank} is not from {lowest} to {world_size - 1}")
+    world_size = _whole("world_size", world_size, 1, WORLD_MAX)
+    return _whole("rank", rank, lowest, world_size - 1), world_size
+
+
+def _whole(what: str, value: int, lowest: int, highest: int) -> int:
+    """Return a number that a program passes, which may be one of numpy's.
+
+    Raises:
+        ConfigError: it is not a whole number from ``lowest`` to ``highest``.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = lowest - 1
+    if isinstance(value, bool) or not lowest <= number <= highest:
+        raise ConfigError(f"{what} {value!r} is not a whole number from {lowest} to {highest}")
+    return number
 
 
 def job_port(port: int) -> int:
@@ -248,17 +263,20 @@ def job_port(port: int) -> int:
     Raises:
         ConfigError: ``port`` is out of range.
     """
-    if isinstance(port, bool) or not isinstance(port, int) or not PORT_MIN <= port <= 65535:
-        raise ConfigError(f"port {port!r} is not from {PORT_MIN} to 65535")
+    port = _whole("port", port, PORT_MIN, 65535)
     told = Config.from_env().port
     if told not in (None, port):
         log.info("the program passes port %s, but TTP_PORT=%s is used", port, told)
     return told or port
 
 
-def _check_step(call: str, step: int, *, lowest: int) -> None:
-    if isinstance(step, bool) or not isinstance(step, int) or not lowest <= step <= STEP_MAX:
-        raise ConfigError(f"{call}({step!r}): the step has to be a whole number from {lowest}")
+def check_step(call: str, step: int, *, lowest: int = 0) -> int:
+    """Return the step that a program passes to the function ``call``.
+
+    Raises:
+        ConfigError: it is not a whole number from ``lowest``.
+    """
+    return _whole(f"{call}: step", step, lowest, STEP_MAX)
 
 
 def resolve(address: str) -> str:
@@ -267,10 +285,12 @@ def resolve(address: str) -> str:
     Raises:
         ConfigError: the address cannot be resolved, or stands for all addresses.
     """
+    if not isinstance(address, str):
+        raise ConfigError(f"{address!r} is not an address")
     for attempt in range(RESOLVE_TRIES):
         try:
             found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0]
-        except (OSError, TypeError, UnicodeError) as problem:
+        except (OSError, UnicodeError) as problem:
             if attempt + 1 == RESOLVE_TRIES or not isinstance(problem, OSError):
                 raise ConfigError(f"{address!r} is not an address: {problem}") from None
             time.sleep(RESOLVE_PAUSE_S)

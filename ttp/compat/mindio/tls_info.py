@@ -36,6 +36,8 @@ def use(enable_tls: bool, tls_info: str, run_dir: Path, decrypt: Decrypt | None)
     """
     if not enable_tls:
         return
+    if not isinstance(tls_info, str):
+        raise ConfigError(f"tls_info {tls_info!r} is not text")
     if tls_info.strip():
         os.environ.update(_settings(parse(tls_info), run_dir, decrypt))
     if tls.identity() is None:

@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 
 from ttp.compat.mindio import managing
 from ttp.compat.mindio.catching import TABLE, Classify, tft_exception_handler
-from ttp.compat.mindio.handlers import Handler
-from ttp.compat.mindio.rank import THIS
+from ttp.compat.mindio.handlers import Handler, check_callable
+from ttp.compat.mindio.rank import THIS, check_step
 from ttp.compat.mindio.update_times import tft_can_do_uce_repair, tft_set_update_end_time, tft_set_update_start_time
 from ttp.compat.mindio.values import (
     RET_EXIT,
@@ -203,8 +203,8 @@ def tft_set_dp_group_info(rank: int, dp_rank_list: Sequence[int]) -> None:
     Raises:
         ConfigError: the rank is not in the group.
     """
-    if rank not in dp_rank_list:
-        raise ConfigError(f"dp_rank_list {list(dp_rank_list)} must hold rank {rank}")
+    if not isinstance(dp_rank_list, Sequence) or rank not in list(dp_rank_list):
+        raise ConfigError(f"dp_rank_list {dp_rank_list!r} must be a list that holds rank {rank}")
 
 
 def tft_set_step_args(args: Any) -> None:
@@ -263,6 +263,7 @@ def tft_get_repair_type() -> str:
 
 def tft_report_load_ckpt_step(step: int) -> None:
     """Report, from a repair handler, that it has loaded the checkpoint of ``step``."""
+    step = check_step("tft_report_load_ckpt_step", step)
     THIS.joined.report_loaded_step(step)
 
 
@@ -339,7 +340,7 @@ def _elastic(name: str) -> Callable[..., None]:
     def register(func: Handler, ctx: Any = None) -> None:
         if for_mindspore():
             raise UsageError("MindSpore does not support elastic training")
-        THIS.handlers.zit[name] = func, ctx
+        check_callable(name, func)
 
     register.__doc__ = (
         "Accept a handler for elastic training. It is never called: the job restarts with the ranks that are left."
@@ -355,4 +356,5 @@ tft_register_zit_upgrade_rollback_handler = _elastic("upgrade_rollback")
 
 def tft_register_decrypt_handler(decryptor: Callable[[str], str]) -> None:
     """Register a function that decrypts the content of ``tlsPkPwd`` to the password of the TLS key."""
+    check_callable("decrypt", decryptor)
     THIS.handlers.decrypt = decryptor
