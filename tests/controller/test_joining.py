@@ -20,6 +20,7 @@ from ttp.core import messages as m
 from ttp.core.layout import Layout, Rank, Version
 from ttp.errors import RestoreError, TtpError
 from ttp.mindio.handlers.participant import HandlerSource
+from ttp.mindio.protocol.messages import ReplicaSet
 from ttp.processor import joining as module
 from ttp.processor.processor import Processor
 
@@ -60,11 +61,29 @@ def test_restore_without_a_controller_names_the_cause(alone: Processor) -> None:
         alone.agree_on_restore((), (), ())
 
 
+SHARD = "protected: 1 rank, 1 shard on one rank only; "
+ALONE = "when a rank fails whose shards other ranks hold too, or when a rank is told to end or raises an error"
+
+
+def handlers(*sets: ReplicaSet) -> HandlerSource:
+    source = HandlerSource()
+    source.sets = sets
+    return source
+
+
 @pytest.mark.parametrize(
-    ("source", "how"), [(FakeSource(), "saved in /saves"), (HandlerSource(), "saved by the program's handlers")]
-)
+    ("source", "copies", "when", "how"),
+    [
+        (FakeSource(), SHARD, ALONE, "saved in /saves"),
+        (
+            handlers(ReplicaSet((Rank(0),), 1)), "protected: the state of rank 0 on 1 of 1 ranks; ", ALONE,
+            "saved by the program's handlers",
+        ),
+        (handlers(), "NOT PROTECTED: no replica sets were declared", "", ": no step can be saved"),
+    ],
+)  # fmt: skip
 def test_it_says_once_that_it_is_protected(
-    source: Any, how: str, tmp_path: Path, start: Any, caplog: pytest.LogCaptureFixture
+    source: Any, copies: str, when: str, how: str, tmp_path: Path, start: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "ttp.processor")
     controller = start(token="right")
@@ -79,9 +98,9 @@ def test_it_says_once_that_it_is_protected(
             processor.begin_update()
             processor.end_update()
             until(lambda: controller.status().ranks[0].version == version)  # noqa: B023 - called here
-        told = [record.getMessage() for record in caplog.records if "protected" in record.getMessage()]
-        text = "protected: 1 rank, 1 shard on one rank only; when a rank fails whose shards other ranks hold too, or "
-        assert [line.startswith(text) and line.endswith(f"version is {how}") for line in told] == [True], told
+        until(lambda: "protected" in caplog.text.lower())
+        (told,) = [said for said in map(logging.LogRecord.getMessage, caplog.records) if "protected" in said.lower()]
+        assert told.startswith(copies + when) and told.endswith(how)
     finally:
         processor.close()
 

@@ -8,16 +8,13 @@ import threading
 from collections.abc import Callable
 
 from ttp.config import Config, RankEnv
-from ttp.core.layout import Layout, Version, describe_copies
+from ttp.core.layout import Version
 from ttp.core.messages import RefusalCode
 from ttp.core.restore_messages import RestoreDecision
 from ttp.errors import ConfigError, RefusedError, RestoreError, SeatTakenError, TtpError
 from ttp.inbox import Inbox
 
 log = logging.getLogger("ttp.processor")
-
-ALONE = "when a rank fails whose shards other ranks hold too, or when a rank is told to end or raises an error"
-"""In which case a job is saved that has shards on one rank only."""
 
 JOIN_PATIENCE_S = 60.0
 """Seconds that a rank waits for the controller before it lets the training begin unprotected."""
@@ -110,23 +107,18 @@ class Joining:
 
     # --------------------------------------------------------------------------------------------- for other threads
 
-    def finished(self, version: Version, layout: Layout, how: str) -> None:
+    def finished(self, version: Version, promise: Callable[[], str]) -> None:
         """Log once on rank 0 that training is protected: a version after the first shows that all ranks are there.
 
         Args:
             version: the last finished version.
-            layout: the replica groups.
-            how: how a checkpoint is saved, in words.
+            promise: returns what is saved, and when; empty while that is not known.
         """
         if self._untold:
             self._first = version if self._first is None else self._first
-            if version > self._first and self._known.is_set() and self.problem is None:
+            if version > self._first and self._known.is_set() and self.problem is None and (text := promise()):
                 self._untold = False
-                when = ALONE if layout.unreplicated() else "when a rank fails"
-                log.info(
-                    "protected: %s; %s, the last finished version is %s",
-                    describe_copies(layout), when, how,
-                )  # fmt: skip
+                log.info("protected: %s", text)
 
     def pending(self) -> bool:
         """Return whether it is still unknown if this rank belongs to the job."""

@@ -298,8 +298,7 @@ class Processor:
         except queue.Empty:
             if self._imports.due(self.gate.version):
                 self._lease.writer.submit(self._imports.write)
-            how = self.source.saved_elsewhere or f"saved in {self.save_dir}"
-            self._joining.finished(self.gate.version, self.layout, how)
+            self._joining.finished(self.gate.version, lambda: self.source.promise(self.layout, self.save_dir))
             return self._observed()
 
     def _observed(self) -> ev.Observed:

@@ -6,9 +6,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from ttp.core.layout import Rank, Version
+from ttp.core.layout import Layout, Rank, Version, describe_copies
 from ttp.core.messages import Commit, Piece, SaverOrder, ShardDigest
 from ttp.errors import CheckpointError
+
+ALONE = "when a rank fails whose shards other ranks hold too, or when a rank is told to end or raises an error"
+"""In which case a job is saved that has shards on one rank only."""
 
 
 class Cancelled(Exception):  # noqa: N818 - it is not an error
@@ -17,6 +20,17 @@ class Cancelled(Exception):  # noqa: N818 - it is not an error
 
 class MovedError(CheckpointError):
     """The state changed while it was written: what was written belongs to no version."""
+
+
+def promise(copies: str, alone: bool, how: str) -> str:
+    """Return what is saved when, in words.
+
+    Args:
+        copies: how many ranks hold each shard, in words.
+        alone: whether only one rank holds some shard.
+        how: how a checkpoint is saved, in words.
+    """
+    return f"{copies}; {ALONE if alone else 'when a rank fails'}, the last finished version is {how}"
 
 
 class StateSource:
@@ -123,6 +137,12 @@ class StateSource:
         Empty: the pieces are in the draft, and ttp commits them.
         """
         return ""
+
+    def promise(self, layout: Layout, save_dir: str) -> str:
+        """Return how many ranks hold each shard, and what is saved when, in words; empty while that is not known."""
+        return promise(
+            describe_copies(layout), bool(layout.unreplicated()), self.saved_elsewhere or f"saved in {save_dir}"
+        )
 
     def finalise(self, directory: Path, order: Commit) -> Sequence[Piece]:
         """Add files that the framework's own tools need to a checkpoint that is being committed. May be called again.

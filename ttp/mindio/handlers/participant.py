@@ -27,7 +27,7 @@ from ttp.mindio.protocol.rank_side import RankRounds, Said, StartAct
 from ttp.mindio.protocol.replica_lists import check_set
 from ttp.processor.gate import gate
 from ttp.processor.processor import Processor
-from ttp.processor.source import StateSource
+from ttp.processor.source import StateSource, promise
 
 log = logging.getLogger("ttp.handlers")
 
@@ -36,6 +36,8 @@ RECOVERING = (HandlerKind.REBUILD, HandlerKind.REPAIR)
 LIMIT_MS_MAX = 2**31 - 1
 ANOTHER_S = 60.0
 """Seconds of ``TTP_OT`` that are kept for another rank to save if a save handler hangs; at most half of ``TTP_OT``."""
+UNTOLD_LOOKS = 5
+"""A program that has trained a step declares its replica sets before it is asked so often, once a heartbeat."""
 HALTED = "FORCE STOP. By mindio-ttp BeginUpdating"
 """Text of an exception that programs written for MindIO look for."""
 
@@ -88,6 +90,7 @@ class Participant:
         self._seat = Seat(config.resolved_run_dir())
         self._handlers: dict[HandlerKind, Handler] = {}
         self._loop, self._pause = Loop(), PausePoint()
+        self._source = HandlerSource()
         self._session: session.Session | None = None
         self._processor: Processor | None = None
         self._actor: Actor | None = None
@@ -115,7 +118,7 @@ class Participant:
         current = session.begin(self._config)
         save_dir = Path(self._config.save_dir or ".").absolute()
         layout = Layout.data_parallel(self._env.world_size)  # a placeholder: the replica sets describe the real layout
-        self._processor = current.start_processor(self._env, layout, HandlerSource(), save_dir, self._prepare)
+        self._processor = current.start_processor(self._env, layout, self._source, save_dir, self._prepare)
         self._session = current
         if self.rebooted and not self.was_guest:
             self._seat.take(self._env, self._config.rescue_patience_s / 2)
@@ -161,7 +164,8 @@ class Participant:
             ConfigError: the sets are not valid; the text says why.
         """
         rank = Rank(self._env.rank)
-        self._say(sets=tuple(check_set(group, rank, self._env.world_size) for group in sets))
+        self._source.sets = tuple(check_set(group, rank, self._env.world_size) for group in sets)
+        self._say(sets=self._source.sets)
 
     def set_halt_before_dump(self, halt: bool) -> None:
         """Change ``halt_before_dump``, for programs that know it only after they have joined."""
@@ -365,6 +369,22 @@ class HandlerSource(StateSource):
 
     framework = HANDLERS
     saved_elsewhere = "saved by the program's handlers"
+    sets: tuple[ReplicaSet, ...] = ()
+    """The replica sets of this rank."""
+    _asked = 0
+
+    def promise(self, layout: Layout, save_dir: str) -> str:
+        """Return a promise from the sets of this rank, as the layout is a placeholder. Without sets there is none."""
+        if self.sets:
+            copies = min(group.copies for group in self.sets)
+            on = f"the state of rank 0 on {copies} of {layout.world_size} ranks"
+            return promise(on, copies == 1, self.saved_elsewhere)
+        self._asked += 1
+        if self._asked == UNTOLD_LOOKS:
+            log.warning(
+                "NOT PROTECTED: no replica sets were declared (tft_set_optimizer_replica): no step can be saved"
+            )
+        return ""
 
     def gradient_ready(self) -> bool:
         """Return True: a program that reports the start of an update has its gradient."""
