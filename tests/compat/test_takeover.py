@@ -25,6 +25,21 @@ def _status(port: int, settings: dict[str, str]) -> subprocess.CompletedProcess[
 
 
 @pytest.mark.slow
+def test_rank_zero_dies_in_the_same_moment(job: Make) -> None:
+    """The next controller has never been told its replica sets: those of the others hold them."""
+    options = {"step_s": 0.05}
+    this = job(steps=100_000, options=options, env={"TTP_ADDRESS": "127.0.0.1"}, hosts="abab").start()
+    this.until(lambda: this.live_ranks() == 4 and bool(this.status().standbys))
+    for process in (*this.controllers(), this.processes[0]):
+        process.kill()
+    assert this.wait() == [KILLED, SAVED, SAVED, SAVED], this.story()
+    (version,) = {notes[-1]["step"] for notes in this.of("save").values()}
+    assert {rank: this.part(version, rank)["value"] for rank in this.of("save")} == dict.fromkeys(
+        (1, 2), after(version)
+    )
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("revoking", [False, True])
 def test_a_standby_takes_over_over_tls(
     job: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, revoking: bool

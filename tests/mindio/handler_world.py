@@ -229,6 +229,8 @@ class HandlerWorld(Talk):
         self.acts.clear()
         self.machine = ControllerMachine(PATIENCE, lambda n: f"j{n}", self.now, host="h", program=HandlerRecovery)
         for rank, one in enumerate(self.ranks):
+            if one.dead:
+                continue
             self.streams[rank] += 1000
             known = {"nonce": old.members[Rank(rank)].hello.nonce, "term_seen": old.term, "incident": incident}
             ailment = ailments.get(rank)

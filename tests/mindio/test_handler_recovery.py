@@ -270,6 +270,18 @@ def test_a_new_controller_does_not_thaw_ranks_that_were_stopped() -> None:
     assert world.kinds() == ["stop", "clean", "rollback", "resume"] and world.machine.stage == "training"
 
 
+@pytest.mark.parametrize("dead", [[0], [1], [0, 1]], ids=str)
+def test_ranks_that_died_with_the_controller_are_in_the_sets_of_the_others(dead: list[int]) -> None:
+    """They do not come back to the new controller, which has never been told their sets."""
+    world = HandlerWorld(FOUR)
+    for rank in dead:
+        world.ranks[rank].dead = True
+    world.taken_over({})
+    world.after(PATIENCE.gather_s + 1)
+    world.settle()
+    assert world.kinds() == ["save", "rename"] and world.released == {EXIT_SAVED}
+
+
 # -------------------------------------------------------------------------------------------------- every failure point
 
 

@@ -63,7 +63,7 @@ class RepairState:
         self._context = context
         self._sets: dict[ReplicaSet, ReplicaSet] = {}
         """One object for equal sets, because all ranks of a set send the same list."""
-        self._gathered: Replicas | str | None = UNTOLD
+        self._gathered: Replicas | str | None = None
         self._layout: Layout | None = None
 
     def reset(self) -> None:
@@ -71,7 +71,7 @@ class RepairState:
         self.said, self.paused = {}, False
         self.saved, self.until, self.tried = None, None, set()
         self.recovered()
-        self._sets, self._gathered, self._layout = {}, UNTOLD, None
+        self._sets, self._gathered, self._layout = {}, None, None
 
     def ails(self, report: Ailing) -> None:
         """Record that the training thread of a rank has left its loop."""
@@ -102,22 +102,19 @@ class RepairState:
         if known is None or known.sets != sets:
             self._gathered = None
 
-    def _gather(self) -> Replicas | str:
-        if self.job.layout is None:
-            return "no job is known"
-        if len(self.said) < self.job.layout.world_size and not self.job.ended:
-            missing = sum(1 for r in range(self.job.layout.world_size) if Rank(r) not in self.said)
-            return f"{missing} ranks have not declared their replica sets"
-        try:
-            return gather(self.job.layout.world_size, {rank: report.sets for rank, report in self.said.items()})
-        except ConfigError as problem:
-            return str(problem)
-
     @property
     def replicas(self) -> Replicas | str:
         """The replica sets of the job, or the reason why they are not known."""
+        if self.job.layout is None or not self.said:
+            return UNTOLD
+        missing = self.job.layout.world_size - len(self.said)
+        if missing and not self.job.training:  # else they are lost, and in the sets of others
+            return f"{missing} ranks have not declared their replica sets"
         if self._gathered is None:
-            self._gathered = self._gather()
+            try:
+                self._gathered = gather(self.job.layout.world_size, {r: report.sets for r, report in self.said.items()})
+            except ConfigError as problem:
+                self._gathered = str(problem)
             self._layout = self._gathered.layout() if isinstance(self._gathered, Replicas) else None
         return self._gathered
 
