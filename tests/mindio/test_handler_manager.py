@@ -191,6 +191,17 @@ def test_a_pause_is_at_the_end_of_the_step_that_the_furthest_is_in() -> None:
     assert world.machine.stage == "training"
 
 
+@pytest.mark.parametrize("strategy", ["retry", "migration", "nonsense", ""])
+def test_a_strategy_that_a_pause_does_not_have_is_refused_and_the_next_one_counts(strategy: str) -> None:
+    world = HandlerWorld(FOUR)
+    world.attend()
+    world.say(NoticeKind.PAUSE_TRAIN)
+    world.say(NoticeKind.STRATEGY, strategy=strategy)
+    assert world.heard()[1:] == [("result", 406, strategy)] and world.kinds()[-1] == "sync"
+    world.say(NoticeKind.STRATEGY, strategy="continue")
+    assert world.heard()[2:] == [("result", 0, "continue")] and world.kinds()[-1] == "continue"
+
+
 def test_a_pause_that_not_all_can_make_is_none() -> None:
     world = HandlerWorld(FOUR, {(Kind.PAUSE, 1): "fail"})
     world.attend()

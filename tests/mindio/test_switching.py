@@ -145,7 +145,7 @@ def test_during_an_incident_or_a_pause_it_is_refused() -> None:
     this.attend()
     this.say(NoticeKind.PAUSE_TRAIN)
     this.say(NoticeKind.HOT_SWITCH, {1: 1})
-    assert "a rescue is going on" in this.answer
+    assert "training is paused" in this.answer
     this.say(NoticeKind.STRATEGY, strategy="continue")
     this.dies(2)
     this.say(NoticeKind.HOT_SWITCH, {1: 1})

@@ -53,6 +53,9 @@ class Pausing:
             notice = self._mailbox.take(NoticeKind.STRATEGY)
             if notice is not None and notice.strategy in ("dump", "exit"):
                 self._end_job(notice)
+            elif notice is not None and notice.strategy != "continue":
+                text = f"{notice.strategy or 'nothing'} is not possible in a pause"
+                self._mailbox.tell(CallKind.RESULT, (), Code.MAY_DUMP, text, strategy=notice.strategy)
             at_once = notice is not None and notice.strategy == "continue"
             if not at_once:
                 yield Pause(self._until)

@@ -102,7 +102,8 @@ class Switching:
         ranks = {fault.rank for fault in notice.faults}
         if ranks and ranks == self.moving:
             return ""
-        problem = "a rescue is going on" if incident or self._state.paused else self._why_not(ranks)
+        problem = "training is paused" if self._state.paused else self._why_not(ranks)
+        problem = "a rescue is going on" if incident else problem
         if not problem:
             self._faults = tuple(sorted(notice.faults, key=lambda fault: fault.rank))
             self.moving.update(ranks)
