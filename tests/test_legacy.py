@@ -84,6 +84,19 @@ def test_functions_return_one_when_they_cannot() -> None:
     assert done.stdout.split() == ["1"] * 5
 
 
+@pytest.mark.parametrize("wrong", [None, "0", 1.5])
+def test_arguments_of_a_wrong_type_are_named(wrong: Any, caplog: pytest.LogCaptureFixture) -> None:
+    assert legacy.ttp_init_controller(wrong, 2) == legacy.ttp_init_controller(0, wrong) == 1
+    assert legacy.ttp_init_processor(wrong, [0, 1], 2, 2) == legacy.ttp_init_processor(0, [0, 1], 2, wrong) == 1
+    assert caplog.text.count(f"not whole numbers: {{'rank': {wrong!r}") == 2
+    assert caplog.text.count(f"'world_size': {wrong!r}") == 2
+    assert legacy.ttp_init_processor(0, wrong, 2, 2) == 1
+    assert "dp_ranks" in caplog.messages[-1]
+    for register in (legacy.ttp_register_save_ckpt_handler, legacy.ttp_register_rename_handler):
+        with pytest.raises(TypeError, match="is a function"):
+            register(wrong)
+
+
 @pytest.mark.parametrize(
     ("told", "local_rank"),
     [

@@ -13,6 +13,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from ttp import session
@@ -95,7 +96,20 @@ def ttp_init_controller(rank: int, world_size: int, replica: int = 0, enable_loc
 
     ``replica`` and ``enable_local_copy`` are accepted for compatibility and have no effect.
     """
-    return RET_OK if 0 <= rank < world_size else RET_ERROR
+    if not _whole("ttp_init_controller", rank=rank, world_size=world_size):
+        return RET_ERROR
+    if not 0 <= rank < world_size:
+        log.error("ttp_init_controller: rank %s is not from 0 to %s", rank, world_size - 1)
+        return RET_ERROR
+    return RET_OK
+
+
+def _whole(function: str, **given: object) -> bool:
+    """Return whether all arguments are whole numbers; if one is not, log it."""
+    wrong = {name: value for name, value in given.items() if not isinstance(value, Integral)}
+    if wrong:
+        log.error("%s: not whole numbers: %s", function, wrong)
+    return not wrong
 
 
 def ttp_start_controller(bind_ip: str | None, port: int) -> int:
@@ -130,7 +144,13 @@ def ttp_init_processor(
             as with the original's ReplicatedOptimizer.
         enable_local_copy: has no effect.
     """
-    ranks = [int(r) for r in dp_ranks]
+    try:
+        ranks = [int(r) for r in dp_ranks]
+    except (TypeError, ValueError):
+        log.error("ttp_init_processor: dp_ranks %r is not a list of ranks", dp_ranks)
+        return RET_ERROR
+    if not _whole("ttp_init_processor", rank=rank, world_size=world_size):
+        return RET_ERROR
     if len(ranks) != dp_size or rank not in ranks:
         log.error("ttp_init_processor: rank %s, dp_ranks %s and dp_size %s do not fit", rank, ranks, dp_size)
         return RET_ERROR
@@ -177,13 +197,26 @@ def ttp_register_save_ckpt_handler(handler: SaveHandler) -> None:
 
     A handler that takes four arguments gets ``(save_rank, step, rank_list, args)``. A method ``note_args`` of the
     handler is called with whatever ``ttp_set_ckpt_args`` is given.
+
+    Raises:
+        TypeError: ``handler`` cannot be called.
     """
-    _program.save = handler
+    _program.save = _callable(handler)
 
 
 def ttp_register_rename_handler(handler: RenameHandler) -> None:
-    """Register ``handler(args)``, which gives the finished checkpoint its name."""
-    _program.rename = handler
+    """Register ``handler(args)``, which gives the finished checkpoint its name.
+
+    Raises:
+        TypeError: ``handler`` cannot be called.
+    """
+    _program.rename = _callable(handler)
+
+
+def _callable(handler: Callable[..., Any]) -> Callable[..., Any]:
+    if not callable(handler):
+        raise TypeError(f"a save or rename handler is a function, not {handler!r}")
+    return handler
 
 
 def ttp_set_ckpt_args(args: Any) -> None:
