@@ -138,7 +138,7 @@ class StateSource:
         """
         return ""
 
-    def promise(self, layout: Layout, save_dir: str) -> str:
+    def promise(self, layout: Layout, save_dir: Path) -> str:
         """Return how many ranks hold each shard, and what is saved when, in words; empty while that is not known."""
         return promise(
             describe_copies(layout), bool(layout.unreplicated()), self.saved_elsewhere or f"saved in {save_dir}"

@@ -373,7 +373,7 @@ class HandlerSource(StateSource):
     """The replica sets of this rank."""
     _asked = 0
 
-    def promise(self, layout: Layout, save_dir: str) -> str:
+    def promise(self, layout: Layout, save_dir: Path) -> str:
         """Return a promise from the sets of this rank, as the layout is a placeholder. Without sets there is none."""
         if self.sets:
             copies = min(group.copies for group in self.sets)
