@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -339,55 +339,6 @@ def test_what_cannot_start_ends_the_process(
             start(address, port)  # with TLS, but without tls_info
         assert leaving.value.code == 2
         assert (said or "enable_tls is set but tls_info is empty") in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("wrong", ["0", None, 0.0, True, b"0"])
-def test_numbers_of_another_type_are_refused_like_numbers_that_are_out_of_range(
-    capsys: pytest.CaptureFixture[str], wrong: Any
-) -> None:
-    """As ``os.environ["RANK"]`` without ``int()``."""
-    for rank_of, world in ((wrong, 2), (0, wrong)):
-        with pytest.raises(ConfigError, match=r"is not a whole number from"):
-            tft.tft_init_controller(rank_of, world, False)
-        with pytest.raises(SystemExit) as leaving:
-            tft.tft_init_processor(rank_of, world, False)
-        assert leaving.value.code == 2 and f"{wrong!r} is not a whole number from" in capsys.readouterr().err
-    for takes_a_step in (tft.tft_end_updating_os, tft.tft_pause_train, tft.tft_report_load_ckpt_step):
-        with pytest.raises(ConfigError, match=f"{takes_a_step.__name__}: step .* is not a whole number from"):
-            takes_a_step(wrong)
-
-
-def test_numbers_of_numpy_are_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    numpy = pytest.importorskip("numpy")
-    told, steps = Told(monkeypatch), list[int]()
-    for name, answer in {"begin_update": lambda: True, "end_update": steps.append, "pause_train": steps.append}.items():
-        monkeypatch.setattr(told, name, answer, raising=False)
-    tft.tft_init_controller(numpy.int64(0), numpy.int32(2), False)
-    tft.tft_start_updating_os()
-    tft.tft_end_updating_os(numpy.int64(3))
-    tft.tft_pause_train(numpy.int64(3))
-    assert steps == [3, 3] and {type(step) for step in steps} == {int}
-
-
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (lambda nothing: tft.tft_set_optimizer_replica(0, nothing), "needs a list .*got"),
-        (lambda nothing: tft.tft_set_dp_group_info(0, nothing), "must be a list that holds rank 0"),
-        (lambda nothing: tft.tft_report_error(2, nothing), "error_code .* is not text of at most 15 characters"),
-        (lambda nothing: tft.tft_register_exception_handler(nothing, "RS_UCE", str), "pattern .* is not text"),
-        (lambda nothing: tft.tft_register_exception_handler("A", nothing, str), "is not one of RS_NORMAL"),
-        (tft.tft_register_save_ckpt_handler, "save is not callable"),
-        (tft.tft_register_zit_upgrade_repair_handler, "upgrade_repair is not callable"),
-        (tft.tft_register_decrypt_handler, "decrypt is not callable"),
-        (lambda nothing: tls_info.use(True, nothing, Path(), None), "tls_info .* is not text"),
-        (rank.resolve, "is not an address"),
-    ],
-)
-def test_arguments_of_another_type_are_refused_with_their_name(call: Any, said: str) -> None:
-    for wrong in cast("list[Any]", [None, 507054, []]):
-        with pytest.raises((ConfigError, TypeError), match=said):
-            call(wrong)
 
 
 @pytest.mark.parametrize("node", [None, "0"])

@@ -30,8 +30,9 @@ def test_rank_zero_dies_in_the_same_moment(job: Make) -> None:
     options = {"step_s": 0.05}
     this = job(steps=100_000, options=options, env={"TTP_ADDRESS": "127.0.0.1"}, hosts="abab").start()
     this.until(lambda: this.live_ranks() == 4 and bool(this.status().standbys))
-    for process in (*this.controllers(), this.processes[0]):
-        process.kill()
+    for controller in this.controllers():
+        controller.kill()
+    this.processes[0].kill()
     assert this.wait() == [KILLED, SAVED, SAVED, SAVED], this.story()
     (version,) = {notes[-1]["step"] for notes in this.of("save").values()}
     assert {rank: this.part(version, rank)["value"] for rank in this.of("save")} == dict.fromkeys(

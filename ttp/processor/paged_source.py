@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ttp.processor.processor import Processor
 
 POST_STEP_S = 2.0
-"""Seconds that a save waits for the work that follows the update. A training thread that needs longer hangs."""
+"""Seconds that a save waits for a schedule or a scaler after the update. A training thread that needs longer hangs."""
 _POLL_S = 0.002
 
 
@@ -60,15 +60,20 @@ class PagedSource(StateSource):
         """See ``StateSource.close``."""
         self._pages_of.close(unlink=True)
 
+    @property
+    def post_step_s(self) -> float:
+        """Seconds that a save waits for the work that follows the update."""
+        return POST_STEP_S
+
     def wait_post_step(self, cancelled: Callable[[], bool]) -> None:
         """Wait until the work after the update (scheduler) is done: a rank may be frozen just before that work.
 
-        Gives up after ``POST_STEP_S`` seconds.
+        Gives up after ``post_step_s`` seconds.
 
         Raises:
             Cancelled: ``cancelled()`` became true.
         """
-        deadline = time.monotonic() + POST_STEP_S
+        deadline = time.monotonic() + self.post_step_s
         while not self.post_step_done() and time.monotonic() < deadline:
             if cancelled():
                 raise Cancelled

@@ -28,6 +28,7 @@ from ttp.core.layout import Rank, Shard, Version
 from ttp.core.messages import Phase, Piece
 from ttp.errors import CheckpointError, ConfigError, OtherModelError, UsageError
 from ttp.mindspore_files.reshard import Wish, reshard
+from ttp.processor import paged_source
 from ttp.store.digest import digest_file
 from ttp.store.manifest import Manifest
 
@@ -66,6 +67,26 @@ class Training:
         rows.set_init_step(first)
         self.model.train(EPOCHS, rows, [callback], dataset_sink_mode=False, initial_epoch=first // STEPS_PER_EPOCH)
         return whole_state_of(self.model.train_network)
+
+
+def test_a_save_waits_for_the_evaluation_in_a_callback_of_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the state from before the callbacks is saved, although an average, for example, was made before it."""
+    training = Training(tmp_path)
+    source, clock = training.adapter.source, [0.0]
+    training.processor.config = SimpleNamespace(rescue_patience_s=90.0)
+    source.in_step = True
+
+    def sleep(seconds: float) -> None:
+        clock[0] += 0.5
+        source.in_step = clock[0] < evaluates_s
+
+    monkeypatch.setattr(paged_source, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    for evaluates_s, done in ((10.0, True), (1000.0, False)):  # noqa: B007 - sleep() reads it
+        clock[0], source.in_step = 0.0, True
+        source.wait_post_step(lambda: False)
+        assert source.post_step_done() is done and clock[0] < 90.0 / 2
 
 
 class Driver(Callback):
