@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -57,6 +57,7 @@ def test_numbers_of_numpy_are_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_arguments_of_another_type_are_refused_with_their_name(call: Any, said: str) -> None:
-    for wrong in cast("list[Any]", [None, 507054, []]):
+    odd: list[Any] = [None, 507054, []]
+    for wrong in odd:
         with pytest.raises((ConfigError, TypeError), match=said):
             call(wrong)
