@@ -8,12 +8,14 @@ import os
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry as registry
 from torch.distributed.launcher import api as launcher_api
 
@@ -123,6 +125,18 @@ def test_another_torch_is_left_alone_with_one_warning(
 def test_a_torch_without_elastic_agent_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(api, "launch_agent")
     assert "launch_agent" in torch_compat.differences()[0]
+
+
+def test_an_event_of_the_rendezvous_is_named_without_a_look_at_all_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = MagicMock()
+    monkeypatch.setattr(dynamic_rendezvous, "construct_and_record_rdzv_event", record)
+    monkeypatch.setattr(dynamic_rendezvous, "get_method_name", dynamic_rendezvous.get_method_name)
+    monkeypatch.setattr(inspect, "stack", lambda *_: pytest.fail("every module is looked at"))
+    torch_compat.name_methods_quickly()
+    executor = dynamic_rendezvous._DistributedRendezvousOpExecutor(MagicMock(), MagicMock(), MagicMock())
+    executor._state = MagicMock()
+    executor._keep_alive()
+    assert record.call_args.kwargs["name"] == "_DistributedRendezvousOpExecutor._keep_alive"
 
 
 def test_expectations_cover_what_the_agent_uses() -> None:

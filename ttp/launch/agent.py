@@ -28,7 +28,7 @@ from ttp.launch.rendezvous import give_fresh_stores
 from ttp.launch.seats import Seats
 from ttp.launch.shared_token import SharedToken
 from ttp.launch.stand_by import Rescheduling, StandBy, is_dynamic, pass_barrier
-from ttp.launch.torch_compat import forgive_replies
+from ttp.launch.torch_compat import forgive_replies, name_methods_quickly
 from ttp.launch.warm.torch_workers import forking
 
 logger = logging.getLogger("ttp.launch")
@@ -53,6 +53,7 @@ class TtpAgent(LocalElasticAgent):
     def __init__(self, *args: Any, host: Host, token: SharedToken, stand_by: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._fail_open(forgive_replies)
+        self._fail_open(name_methods_quickly)
         self._host, self._token = host, token
         self._seats = Seats(self, host, host.config)
         self._said_in: Any = None
