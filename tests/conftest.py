@@ -1,7 +1,9 @@
-"""For all tests: settings of hypothesis for busy machines, and tests that share a run stay on one worker."""
+"""For all tests: settings of hypothesis for busy machines, and what the workers of one run share."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 from pathlib import Path
 
@@ -19,6 +21,31 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(Path(__file__).parent / "site"), os.environ.get("PYTHONPATH")])
 )
 """Every Python that a test starts imports tests/site/sitecustomize.py."""
+
+
+ALL = Path(__file__).parent.name
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let the workers of a run of all tests share one process that has imported torch, instead of one each."""
+    if config.args == [ALL] and getattr(config.option, "numprocesses", None):
+        from tests import forking
+
+        forking.share()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Import a part of the test files first: in a fresh clone every worker would compile all, for half of its time.
+
+    Each worker begins with another part, and finds the other parts' code on disk when it collects.
+    """
+    worker, workers = os.environ.get("PYTEST_XDIST_WORKER"), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if worker is None or session.config.args != [ALL]:
+        return
+    for path in sorted(Path(__file__).parent.rglob("test_*.py"))[int(worker.removeprefix("gw")) :: workers]:
+        with contextlib.suppress(Exception, pytest.skip.Exception):  # the collection tells
+            importlib.import_module(".".join(path.relative_to(session.config.rootpath).with_suffix("").parts))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

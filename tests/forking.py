@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -46,10 +47,22 @@ PRELOAD = [
 ]
 
 _server = multiprocessing.get_context("forkserver")
+SERVER = "FORK_SERVER_ADDRESS"
+
+
+def share() -> None:
+    """Start the process that is forked, for this process and those that it starts: the workers of a test run."""
+    _server.set_forkserver_preload(PRELOAD)
+    forkserver.ensure_running()
+    os.environ[SERVER] = forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
 
 
 def fork(target: Callable[..., None], arguments: tuple[object, ...], *, daemon: bool = True) -> BaseProcess:
     """Start a process that calls ``target`` with torch already imported. It runs when this returns."""
+    shared: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    if shared._forkserver_address is None and SERVER in os.environ:
+        shared._forkserver_address, shared._forkserver_alive_fd = os.environ[SERVER], os.pipe()[1]
+        shared.ensure_running = resource_tracker.ensure_running
     _server.set_forkserver_preload(PRELOAD)
     process = _server.Process(target=target, args=arguments, daemon=daemon)
     process.start()
