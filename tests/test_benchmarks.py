@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO, Any
 
 import pytest
 
@@ -41,15 +42,19 @@ def test_groups_that_import_torch_run(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(900)
 def test_groups_that_start_ranks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their ranks are forked."""
+    """Their launchers and ranks are forked, but for the ranks of plain torchrun."""
     names = [name for name in benchmarks.GROUPS if name not in WITH_TORCH]
     monkeypatch.setenv(peers.PYTHON, sys.executable)  # plain torchrun is always there
 
     def start(module: str, arguments: Sequence[str], env: dict[str, str], log: Path | None = None) -> ForkedPython:
         return ForkedPython(module, arguments, env, log or tmp_path / "log")
 
+    def launch(command: list[str], *, env: dict[str, str], cwd: Path, stdout: IO[str], **_: Any) -> ForkedPython:
+        return ForkedPython(command[2], command[3:], env, Path(stdout.name), cwd=cwd)  # of python -m MODULE
+
     monkeypatch.setattr(world, "start", start)
     monkeypatch.setattr(resume, "start", start)
+    monkeypatch.setattr(peers, "Popen", launch)
     monkeypatch.setattr(sys, "argv", ["benchmarks", *names, "--quick", "--json", str(tmp_path / "results.json")])
     assert benchmarks.main() == 0
     check(tmp_path / "results.json", names)
