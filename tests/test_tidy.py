@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
 import shutil
@@ -13,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+pytestmark = pytest.mark.xdist_group("tidy")  # each file is parsed once
 
 ROOT = Path(__file__).parent.parent
 HOMES = {"ttp": ROOT / "ttp", "ttp.controller": ROOT / "controller", "ttp.adapters": ROOT / "adapters"}
@@ -39,9 +42,14 @@ MODULES = modules()
 OWN = {name: path for name, path in MODULES.items() if not name.startswith("ttp.wire.v1")}
 
 
-def imported(path: Path) -> set[str]:
+@functools.cache
+def tree_of(name: str) -> ast.Module:
+    return ast.parse(OWN[name].read_text())
+
+
+def imported(name: str) -> set[str]:
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(name)):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -49,18 +57,11 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("name", [n for n in OWN if n.startswith("ttp.core")])
-def test_the_core_imports_data_modules_and_itself_only(name: str) -> None:
-    for target in imported(MODULES[name]):
-        inside = target.startswith("ttp.core") or target == "ttp.errors"
-        assert inside or target.partition(".")[0] in CORE_MAY_IMPORT, f"{name} imports {target}"
-
-
-@pytest.mark.parametrize("name", [n for n in OWN if n.startswith("ttp.mindio.protocol")])
-def test_what_extends_the_core_is_as_pure(name: str) -> None:
-    for target in imported(MODULES[name]):
-        inside = target.startswith(("ttp.core", "ttp.mindio.protocol")) or target == "ttp.errors"
-        assert inside or target.partition(".")[0] in CORE_MAY_IMPORT, f"{name} imports {target}"
+def test_the_core_and_what_extends_it_import_data_modules_and_themselves_only() -> None:
+    for name in (name for name in OWN if name.startswith(("ttp.core", "ttp.mindio.protocol"))):
+        own = ("ttp.core", "ttp.errors", *([] if name.startswith("ttp.core") else ["ttp.mindio.protocol"]))
+        for target in imported(name):
+            assert target.startswith(own) or target.partition(".")[0] in CORE_MAY_IMPORT, f"{name} imports {target}"
 
 
 def test_the_core_does_not_know_who_extends_it() -> None:
@@ -110,28 +111,27 @@ def imported_at_once(body: list[ast.stmt]) -> Iterator[str]:
             yield from imported_at_once(node.body)
 
 
-@pytest.mark.parametrize("name", OWN)
-def test_nothing_is_imported_from_a_floor_above(name: str) -> None:
-    floor, room = floor_of(name)
-    for target in imported_at_once(ast.parse(OWN[name].read_text()).body):
-        if (target.split(".")[0] == "ttp" and target in MODULES) or target.rpartition(".")[0] in MODULES:
-            above, other = floor_of(target if target in MODULES else target.rpartition(".")[0])
-            assert above <= floor or (room, other) in UPWARDS, f"{name} imports {target}"
+def test_nothing_is_imported_from_a_floor_above() -> None:
+    for name in OWN:
+        floor, room = floor_of(name)
+        for target in imported_at_once(tree_of(name).body):
+            if (target.split(".")[0] == "ttp" and target in MODULES) or target.rpartition(".")[0] in MODULES:
+                above, other = floor_of(target if target in MODULES else target.rpartition(".")[0])
+                assert above <= floor or (room, other) in UPWARDS, f"{name} imports {target}"
 
 
-@pytest.mark.parametrize("name", OWN)
-def test_a_wait_with_a_limit_ends(name: str) -> None:
+def test_a_wait_with_a_limit_ends() -> None:
     """See ``ttp.inbox``."""
-    source = OWN[name].read_text()
-    assert not ("SimpleQueue(" in source and ".get(timeout" in source), f"{name} needs an Inbox"
+    for name, path in OWN.items():
+        source = path.read_text()
+        assert not ("SimpleQueue(" in source and ".get(timeout" in source), f"{name} needs an Inbox"
 
 
 def test_frameworks_are_imported_in_adapters_and_the_launcher_only() -> None:
-    for name, path in OWN.items():
+    for name in OWN:
         if name.startswith(("ttp.adapters", "ttp.launch", "ttp.mindspore_files", "ttp.store.arrays", "ttp.chaos.job")):
             continue
-        tree = ast.parse(path.read_text())
-        top = [n for n in tree.body if isinstance(n, (ast.Import, ast.ImportFrom))]
+        top = [n for n in tree_of(name).body if isinstance(n, (ast.Import, ast.ImportFrom))]
         for node in top:
             targets = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
             assert not any(t.partition(".")[0] in ("torch", "mindspore", "numpy") for t in targets), name
@@ -154,8 +154,8 @@ def test_every_public_name_can_be_had() -> None:
 
 def test_functions_fit_a_screen() -> None:
     long = []
-    for name, path in OWN.items():
-        for node in ast.walk(ast.parse(path.read_text())):
+    for name in OWN:
+        for node in ast.walk(tree_of(name)):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.end_lineno is not None:
                 docstring = ast.get_docstring(node, clean=False)
                 lines = node.end_lineno - node.lineno + 1 - (docstring.count("\n") + 1 if docstring else 0)
@@ -174,8 +174,8 @@ def test_files_have_one_subject() -> None:
 
 
 def test_nothing_unpickles_on_load() -> None:
-    for name, path in OWN.items():
-        for node in ast.walk(ast.parse(path.read_text())):
+    for name in OWN:
+        for node in ast.walk(tree_of(name)):
             if not isinstance(node, ast.Call):
                 continue
             called = ast.unparse(node.func)
