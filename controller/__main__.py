@@ -22,7 +22,6 @@ from ttp.config import Config, seconds
 from ttp.controller.driver import Driver
 from ttp.controller.journal import Journal
 from ttp.controller.log_output import written_aside
-from ttp.controller.metrics import serve_metrics
 from ttp.controller.service import start_server, stop_server
 from ttp.controller.spans import SpanSender, wanted
 from ttp.core.controller.events import ControllerTimeouts
@@ -175,6 +174,8 @@ async def serve(config: Config, args: argparse.Namespace, port: int) -> int:
     if args.owner_pid:
         tasks.append(asyncio.create_task(_watch_owner(driver, args.owner_pid, args.orphan_s)))
     if config.metrics_port:
+        from ttp.controller.metrics import serve_metrics
+
         tasks.append(asyncio.create_task(serve_metrics(driver, config)))
     spans = SpanSender(driver.history) if wanted(os.environ) else None
     if spans is not None:
