@@ -139,7 +139,7 @@ class Canon:
             return lambda v: v
         if isinstance(value, Layout):
             return lambda v: v.digest
-        if isinstance(value, (m.Hello, enum.Enum)):
+        if isinstance(value, (m.Hello, enum.Enum, type)):
             return _words
         if isinstance(value, (set, frozenset)):
             return lambda v: tuple(sorted(map(repr, map(self._of, v)))) if v else ()
