@@ -3,7 +3,6 @@ from __future__ import annotations
 import itertools
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from tests.e2e.forked import Forked, ForkedJob
 from tests.e2e.harness import Job, jobs
 from tests.ports import free_port
 
-SOLO = Path(__file__).with_name("solo.py")
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
@@ -28,8 +26,7 @@ def solo_env(tmp_path: Path, *, on: bool = True) -> dict[str, str]:
     return base
 
 
-@pytest.fixture
-def solo(tmp_path: Path) -> Run:
+def runs(tmp_path: Path) -> Run:
     """Return a function that runs ``solo.py`` to its end in a forked process."""
     number = itertools.count()
 
@@ -42,15 +39,8 @@ def solo(tmp_path: Path) -> Run:
 
 
 @pytest.fixture
-def fresh(tmp_path: Path) -> Run:
-    """Return a function that runs ``solo.py`` to its end in a new interpreter."""
-
-    def run(*args: object, **env: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, str(SOLO), *map(str, args)]
-        env = solo_env(tmp_path) | env
-        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
-
-    return run
+def solo(tmp_path: Path) -> Run:
+    return runs(tmp_path)
 
 
 @pytest.fixture

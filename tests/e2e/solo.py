@@ -2,7 +2,7 @@
 
 ``python solo.py SAVE_DIR STEPS [WIDTH]``: prints ``start N``, trains, prints ``weights DIGEST``. ``SOLO_SAVE``: the
 step after which it asks for a checkpoint; ``SOLO_FSIZE``: from then on no file may be larger, as on a full disk;
-``SOLO_AFTER``: it fails after training; ``SOLO_TELL``: prints ``trained`` after its first step; ``SOLO_MISUSE``: the
+``SOLO_TELL``: prints ``trained`` after its first step; ``SOLO_MISUSE``: the
 step after which it makes a forbidden call; ``SOLO_ODD``: its optimizer has state that cannot be saved;
 ``SOLO_STRANGER``: it gets a parameter that the model does not have.
 """
@@ -73,8 +73,6 @@ def main() -> None:
     """Run the job that the command line describes."""
     torch.set_num_threads(1)
     train(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 16)
-    if os.environ.get("SOLO_AFTER"):
-        raise ValueError("after training")
 
 
 if __name__ == "__main__":

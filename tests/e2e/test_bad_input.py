@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.damage import flip
-from tests.e2e.conftest import Run, solo_env
+from tests.e2e.conftest import Run, runs, solo_env
 from tests.e2e.forked import Forked, ForkedJob
 from tests.waiting import until
 from ttp.cli.main import main
@@ -20,11 +21,18 @@ from ttp.store.manifest import Manifest
 from ttp.store.share import Share
 
 
-@pytest.fixture
-def checkpoint(solo: Run, tmp_path: Path) -> Path:
-    """A whole checkpoint of version 4."""
-    done = solo(tmp_path / "ck", 4, SOLO_SAVE="4")
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("saved")
+    done = runs(directory)(directory / "ck", 4, SOLO_SAVE="4")
     assert done.returncode == 0 and "\nsaved 4" in done.stdout, done.stdout + done.stderr
+    return directory / "ck"
+
+
+@pytest.fixture
+def checkpoint(saved: Path, tmp_path: Path) -> Path:
+    """A whole checkpoint of version 4."""
+    shutil.copytree(saved, tmp_path / "ck")
     return tmp_path / "ck" / "tft_saved_checkpoints-step_4"
 
 
@@ -180,13 +188,15 @@ def test_a_checkpoint_of_another_model_lists_names_and_shapes(solo: Run, checkpo
     assert solo(checkpoint.parent, 8, 32).returncode == 64, "a restart would meet it again"
 
 
-def test_a_program_that_has_ended_says_so_and_one_that_fails_then_does_not(fresh: Run, tmp_path: Path) -> None:
+def test_a_program_that_has_ended_says_so_and_one_that_fails_then_does_not(tmp_path: Path) -> None:
     """``ttp run --mindspore`` ignores a crash after a program's end, because libraries crash when they are unloaded."""
-    ended = tmp_path / "run" / "ended"
-    assert fresh(tmp_path / "ck", 2, SOLO_AFTER="1").returncode == 1
-    assert not ended.exists()
-    assert fresh(tmp_path / "ck", 2).returncode == 0
-    assert len(list(ended.iterdir())) == 1
+    ended, script, own = tmp_path / "run" / "ended", tmp_path / "train.py", Path(__file__).parents[2] / "examples"
+    script.write_text(WITHOUT_TORCH)
+    for code in (1, 0):
+        command = [sys.executable, str(script), str(own / "own_adapter"), str(tmp_path / "ck"), str(code)]
+        done = subprocess.run(command, env=solo_env(tmp_path), capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == code and "trained" in done.stdout, done.stderr
+        assert len(list(ended.glob("*"))) == 1 - code
 
 
 def test_a_full_disk_costs_the_checkpoint_and_not_the_training(solo: Run, checkpoint: Path) -> None:
@@ -258,6 +268,25 @@ def test_a_launcher_that_says_one_local_rank_to_all_hides_no_damage(
     assert all(code == 0 and "start 4" in out for code, out, _ in said), said
     assert all("LOCAL_RANK or LOCAL_WORLD_SIZE is wrong" in err for _, _, err in said), said
 
+
+WITHOUT_TORCH = """
+import sys
+sys.path.append(sys.argv[1])
+import numpy
+from numpy_adapter import Sgd, protect
+import ttp
+
+@ttp.ttp_to_persist
+def train():
+    optimizer = protect(Sgd({"w": numpy.zeros(2)}, rate=0.5), sys.argv[2])
+    ttp.restore()
+    optimizer.step({"w": numpy.ones(2)})
+    print("trained")
+
+train()
+if sys.argv[3] == "1":
+    raise ValueError("after training")
+"""
 
 UNDECORATED = """
 import sys
