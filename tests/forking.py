@@ -54,12 +54,13 @@ def share() -> None:
     """Start the process that is forked, for this process and those that it starts: the workers of a test run."""
     _server.set_forkserver_preload(PRELOAD)
     forkserver.ensure_running()
-    os.environ[SERVER] = forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
+    shared: Any = forkserver._forkserver
+    os.environ[SERVER] = shared._forkserver_address
 
 
 def fork(target: Callable[..., None], arguments: tuple[object, ...], *, daemon: bool = True) -> BaseProcess:
     """Start a process that calls ``target`` with torch already imported. It runs when this returns."""
-    shared: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    shared: Any = forkserver._forkserver
     if shared._forkserver_address is None and SERVER in os.environ:
         shared._forkserver_address, shared._forkserver_alive_fd = os.environ[SERVER], os.pipe()[1]
         shared.ensure_running = resource_tracker.ensure_running
