@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.processor.page_records import record_of
-from ttp.processor.local_state import page_file
+from ttp.processor.local_state import page_file, pages
 from ttp.processor.local_state.pages import Page, PageWriter, page_name, read_page
 
 ROOT = Path(__file__).parents[2]
@@ -162,6 +162,24 @@ class TestKeptParts:
         for version in range(1, 20):
             writer.write(version, True, [b"s"], [("mask", b"m" * 1_000_000)])
         assert (directory / page_name(RANK)).stat().st_size < 2_000_000
+
+    def test_the_same_list_again_costs_nothing(self, writer: PageWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+        kept = [("mask", b"m" * 100)]
+        for version in range(1, 20):
+            if version == 10:
+                monkeypatch.setattr(pages, "_let_go", lambda _: pytest.fail("the places of kept parts are looked up"))
+            assert writer.write(version, True, [b"s"], kept)
+
+    def test_a_part_that_changes_with_each_update_takes_the_space_of_few_copies(
+        self, directory: Path, writer: PageWriter
+    ) -> None:
+        """The list of the last update is given again in the backward pass, and another one after the update."""
+        kept = [((0,), b"m" * 1_000_000)]
+        for version in range(1, 40):
+            assert writer.write(version, False, [b"s"], kept)
+            kept = [((version,), bytes([version]) * 1_000_000)]
+            assert writer.write(version, True, [b"s"], kept)
+        assert (directory / page_name(RANK)).stat().st_size < 5_000_000
 
     def test_they_may_come_and_go(self, directory: Path, writer: PageWriter) -> None:
         for version in range(1, 60):

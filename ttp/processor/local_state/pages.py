@@ -229,8 +229,9 @@ class PageWriter:
         try:
             slot = self._older[version % 3]
             if slot.after.after.version != version:  # the first of its version: nobody asks for the one before
-                _let_go(slot.after)
-                _let_go(slot.after.after)
+                for old in (slot.after, slot.after.after):
+                    if old.refs and old.refs is not self._regions:
+                        _let_go(old)
             slot.version, slot.sequence = version, (sequence := slot.sequence + 2)
             _store_sequence(arena.map, slot.record_at, sequence - 1)  # odd: being written
             table = self._place(arena, slot, kept) if kept or slot.refs else b""
