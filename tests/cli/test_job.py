@@ -22,6 +22,7 @@ from ttp.cli.connection import UnreachableError, Where, connected
 from ttp.cli.status import picture
 from ttp.config import Config
 from ttp.errors import ConfigError
+from ttp.launch import ring
 from ttp.launch.job_verdict import ask_verdict
 from ttp.launch.ring import Ring, write_ring
 from ttp.launch.run_dir import prepare_run_dir
@@ -257,6 +258,19 @@ def test_a_controller_that_stands_by_does_not_speak_for_the_job(
         assert f"only a standby controller answers, at 127.0.0.1:{standby.port}" in said.err
     standby.ranks(4, version=7)
     assert ttp("status", "--json").json["world_size"] == 4
+
+
+def test_a_job_that_forms_is_spoken_for_by_its_first_controller(
+    ttp: Ttp, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A standby controller is left from an earlier launch, and its answer comes first."""
+    first, standby = start(), start()
+    monkeypatch.setenv("TTP_RUN_DIR", str(tmp_path))
+    home, other = (f"127.0.0.1:{controller.port}" for controller in (first, standby))
+    write_ring(tmp_path, Ring("digits", 1, 1, home, home, (other,)))
+    everybody = ring.ask_everybody
+    monkeypatch.setattr(ring, "ask_everybody", lambda *a: iter(sorted(everybody(*a), key=lambda one: one[0] != other)))
+    assert ttp("status", "--json").json["world_size"] == 0
 
 
 def test_the_token_comes_from_the_environment_or_the_run_dir(

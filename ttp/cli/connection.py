@@ -289,7 +289,10 @@ def _reigning(where: Where) -> Where:
             f"no controller of this job answers, neither the first one nor a standby: "
             f"{', '.join(where.around)}. Is the job running, and is this its token (TTP_TOKEN)?"
         )
-    if not found[1].world_size and found[0] != target(where.address, where.port):
+    first = target(where.address, where.port)
+    if not found[1].world_size and found[0] != first:
+        if reigning((first,), where.token, ANSWER_S) is not None:
+            return where  # the ranks of a new launch have not joined yet
         raise UnreachableError(
             f"only a standby controller answers, at {found[0]}, and no rank has connected to it: the job has ended, or "
             f"its controller was lost a moment ago. Ask again in {TAKEOVER_S} s"
