@@ -190,7 +190,7 @@ class PreImage:
             return live.clone()
         self._used.add(place)
         memory = self._memory.get(place)
-        if memory is None or (memory.shape, memory.dtype, memory.device) != (live.shape, live.dtype, live.device):
+        if memory is None or not _alike(memory, live):
             self._memory.pop(place, None)  # free the old memory before the new one is allocated
             memory = self._memory[place] = torch.empty_like(live)
         copies.append((local(memory), local(live)))
@@ -243,6 +243,14 @@ class PreImage:
                 + ("there is no pre-image" if kept is None else f"the pre-image is of version {kept.version}")
             )
         return kept
+
+
+def _alike(memory: Tensor, live: Tensor) -> bool:
+    """Return whether ``memory`` is what ``torch.empty_like(live)`` would make, with the same order in memory."""
+    if (memory.shape, memory.dtype, memory.device) != (live.shape, live.dtype, live.device):
+        return False
+    strides = local(memory).stride()
+    return strides == local(live).stride() or strides == torch.empty_like(local(live), device="meta").stride()
 
 
 def _carry_out(copies: _Copies) -> None:

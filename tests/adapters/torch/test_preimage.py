@@ -12,6 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from torch import nn
+from torch.optim import SGD
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import ttp
@@ -19,10 +20,12 @@ from tests.adapters.torch.checkpoints import Net, digest
 from tests.adapters.torch.fake_runtime import FakeRuntime
 from tests.adapters.torch.stub_processor import Loop, starting
 from tests.adapters.torch.test_restore import OPTIMIZERS
+from ttp.adapters.torch.saving.piece_index import items_of
 from ttp.adapters.torch.saving.preimage import PreImage
 from ttp.core.decide import How
 from ttp.core.messages import Phase
 from ttp.errors import CheckpointError, ConfigError
+from ttp.store.manifest import Manifest
 
 Make = Callable[[nn.Module], Any]
 
@@ -108,6 +111,26 @@ def test_a_torn_update_is_undone(started: Callable[..., Job], kind: str) -> None
     assert job.gate.state().phase is Phase.TORN and job.source.has_preimage
     path = job.save(2, How.UNDO)
     assert restored(path, OPTIMIZERS[kind], 2) == job.seen[2]
+
+
+class Turning(SGD):
+    """Its state lies row by row after the first update and column by column after others (eigh and then QR: SOAP)."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                rows = torch.arange(6.0).view(2, 3)
+                axes = rows.t() if self.state[parameter] else rows.t().contiguous()
+                self.state[parameter] = {"axes": axes, "part": torch.arange(12.0).view(3, 4)[:, :2]}
+
+
+def test_the_order_in_memory_is_that_before_the_update(started: Callable[..., Job]) -> None:
+    job = started(lambda model: Turning(model.parameters()))
+    job.train(3)
+    path = job.save(2, How.UNDO)
+    saved = {item.path[-1]: item.order for item in items_of(Manifest.load(path).pieces) if item.path[0] == "optim"}
+    assert saved["axes"] == (1, 0) and saved["part"] in ((), (0, 1))
 
 
 def test_the_first_update_leaves_no_moments_behind(started: Callable[..., Job]) -> None:
