@@ -206,8 +206,8 @@ from ttp.compat.mindio.rank import THIS
 THIS.participant = THIS
 child = os.fork()
 if not child:
-    os._exit(THIS.running)
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), THIS.running)
+    os._exit(THIS.participant is not None)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), THIS.participant is not None)
 """
 
 

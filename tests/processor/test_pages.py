@@ -170,9 +170,7 @@ class TestKeptParts:
                 monkeypatch.setattr(pages, "_let_go", lambda _: pytest.fail("the places of kept parts are looked up"))
             assert writer.write(version, True, [b"s"], kept)
 
-    def test_a_part_that_changes_with_each_update_takes_the_space_of_few_copies(
-        self, directory: Path, writer: PageWriter
-    ) -> None:
+    def test_a_part_that_changes_takes_the_space_of_few_copies(self, directory: Path, writer: PageWriter) -> None:
         """The list of the last update is given again in the backward pass, and another one after the update."""
         kept = [((0,), b"m" * 1_000_000)]
         for version in range(1, 40):
