@@ -59,6 +59,7 @@ def test_seeds() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_many_seeds() -> None:
     broken = [o for o in (play(Wish(relays=True), seed) for seed in range(SEEDS, 40 * SEEDS)) if o.problem]
     assert not broken, broken[0].problem

@@ -88,6 +88,7 @@ def test_flaps_and_processes_that_stop_cost_no_job() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_many_flaps_cost_no_job() -> None:
     seen = soak(range(1000, 6000))
     print(dict(seen))

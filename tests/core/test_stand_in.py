@@ -76,6 +76,7 @@ def test_a_controller_that_is_heard_again_leads_on_and_nobody_is_restarted() -> 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_many_controllers_that_are_heard_again() -> None:
     seen = soak(range(1000, 6000))
     print(dict(seen))
@@ -178,6 +179,7 @@ def test_whatever_else_goes_wrong_while_the_controller_is_lost_and_saves_take_lo
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.usefixtures("patient")
 def test_many_controllers_that_are_lost_while_saves_take_long() -> None:
     seen = lost(range(1000, 5000))

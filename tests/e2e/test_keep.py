@@ -24,6 +24,9 @@ Unbroken = Callable[[Job], list[dict[str, Any]]]
 TIMEOUT_S = 300
 KEEP = ["--standalone", "--continuity", "keep"]
 KILL = {"id": "kill", "rank": 1, "step": 5, "phase": "backward", "action": "kill"}
+SAVED = "checkpoints/tft_saved_checkpoints-step_6"
+HELD = {"id": "held", "rank": 0, "step": 6, "phase": "data", "action": "hold", "when": SAVED}
+"""The job is not over before a command has saved it."""
 
 
 def again(job: Job) -> list[bool]:
@@ -209,8 +212,8 @@ def test_where_the_others_leave_nothing_stays_that_was_started_beside_their_save
 @pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.xdist_group("ttp")
 def test_a_program_is_tried_beforehand_without_any_death(make_job: MakeJob, unbroken: Unbroken) -> None:
-    job = make_job(ranks=2, steps=60, max_restarts=0, flags=KEEP, env={"JOB_STEP_S": "0.1"}).start()
-    job.wait_for_version(5)
+    job = make_job(ranks=2, steps=12, max_restarts=0, flags=KEEP, faults=[HELD]).start()
+    job.wait_for_version(6)
     tried = job.ttp("save", "--again", "--token", job.token())
     assert tried.returncode == 0 and "all ranks go on from it" in tried.stdout, tried.stdout + tried.stderr
     assert job.wait(TIMEOUT_S - 60) == 0, job.story()

@@ -13,7 +13,7 @@ import pytest
 
 from tests.e2e.harness import Job
 from tests.e2e.test_faults import PHASES, kills
-from tests.e2e.test_keep import KEEP, KILL, TIMEOUT_S, again
+from tests.e2e.test_keep import HELD, KEEP, KILL, TIMEOUT_S, again
 
 MakeJob = Callable[..., Job]
 Unbroken = Callable[[Job], list[dict[str, Any]]]
@@ -111,8 +111,8 @@ def test_who_is_behind_has_all_leave_train(make_job: MakeJob, unbroken: Unbroken
 
 @pytest.mark.slow
 def test_a_program_is_tried_without_any_death(make_job: MakeJob, unbroken: Unbroken) -> None:
-    job = one_step(make_job, {"JOB_STEP_S": "0.05"}, ranks=2, steps=60, max_restarts=0).start()
-    job.wait_for_version(5)
+    job = one_step(make_job, ranks=2, steps=12, max_restarts=0, faults=[HELD]).start()
+    job.wait_for_version(6)
     tried = job.ttp("save", "--again", "--token", job.token())
     assert tried.returncode == 0 and "all ranks go on from it" in tried.stdout, tried.stdout + tried.stderr
     assert job.wait(TIMEOUT_S - 60) == 0, job.story()

@@ -180,7 +180,7 @@ def guarded(own: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> It
     with pytest.MonkeyPatch.context() as patch:
         for name, value in own.items():
             patch.setenv(name, value)
-        settings: dict[str, Any] = dict(own)
+        settings: dict[str, Any] = own | {"TTP_ABANDONED_S": "3600"}  # it has no rank, and serves all tests of the file
         controller = Controller(tmp_path_factory.mktemp("guarded"), **settings)
     yield controller
     controller.close()
