@@ -54,6 +54,7 @@ class MindSporeSource(PagedSource):
     """
 
     framework = "mindspore"
+    post_step_s = 10.0  # a callback may evaluate the network; the grace period of a cluster has to suffice for it
 
     def __init__(self, memory: Memory, capture: LocalCapture, replicated: Sequence[str]) -> None:
         super().__init__(capture)
@@ -102,11 +103,15 @@ class MindSporeSource(PagedSource):
         size = sum(h.memory.nbytes for h in held)
         return tuple(ShardDigest(shard, digest, size) for shard in shards), bad
 
-    @property
-    def post_step_s(self) -> float:
-        """A quarter of ``TTP_OT``: a step's callbacks may evaluate the network, or write a checkpoint of their own."""
-        assert self._processor is not None
-        return self._processor.config.rescue_patience_s / 4
+    def wait_post_step(self, cancelled: Callable[[], bool]) -> None:
+        """See ``PagedSource``. Warns if a callback of the step runs on."""
+        super().wait_post_step(cancelled)
+        if self.in_step:
+            log.warning(
+                "callbacks of the last step have not returned within %g s, and the step is saved as it was before them: "
+                "what they had changed after the update, such as an average of the weights, is not in the checkpoint",
+                self.post_step_s,
+            )
 
     def post_step_done(self) -> bool:
         """Return whether the step of the last update has ended."""

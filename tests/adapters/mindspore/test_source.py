@@ -70,23 +70,22 @@ class Training:
 
 
 def test_a_save_waits_for_the_evaluation_in_a_callback_of_the_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Else the state from before the callbacks is saved, although an average, for example, was made before it."""
     training = Training(tmp_path)
     source, clock = training.adapter.source, [0.0]
-    training.processor.config = SimpleNamespace(rescue_patience_s=90.0)
-    source.in_step = True
 
     def sleep(seconds: float) -> None:
         clock[0] += 0.5
         source.in_step = clock[0] < evaluates_s
 
     monkeypatch.setattr(paged_source, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
-    for evaluates_s, done in ((10.0, True), (1000.0, False)):  # noqa: B007 - sleep() reads it
+    for evaluates_s, done in ((8.0, True), (1000.0, False)):  # noqa: B007 - sleep() reads it
         clock[0], source.in_step = 0.0, True
         source.wait_post_step(lambda: False)
-        assert source.post_step_done() is done and clock[0] < 90.0 / 2
+        assert source.post_step_done() is done and clock[0] <= 10.5
+        assert ("is not in the checkpoint" in caplog.text) is not done
 
 
 class Driver(Callback):
