@@ -108,7 +108,7 @@ class MindSporeSource(PagedSource):
         super().wait_post_step(cancelled)
         if self.in_step:
             log.warning(
-                "callbacks of the last step have not returned within %g s, and the step is saved as it was before them: "
+                "callbacks of the last step have not returned within %g s, so the step is saved as before them: "
                 "what they had changed after the update, such as an average of the weights, is not in the checkpoint",
                 self.post_step_s,
             )

@@ -39,7 +39,7 @@ class PagedSource(StateSource):
 
     counts_bytes = True
     post_step_s = 2.0
-    """Seconds that a save waits for a schedule or a scaler after the update. A training thread that needs longer hangs."""
+    """Seconds that a save waits for a schedule or a scaler after the update; a thread that needs longer hangs."""
 
     def __init__(self, capture: PageCapture) -> None:
         self._pages_of = capture
