@@ -309,7 +309,7 @@ class TorchAdapter(Restoring):
         if self._layout is None and len(self._processor.layout.groups) == 1 and connected(env.world_size):
             reduced = self._buckets.reduced
             self._trial.start(
-                lambda: different_weights(swapped.early(), self._names, reduced, env, version),
+                lambda: different_weights(swapped.early(), self._names, self._optimizer.state, reduced, env, version),
                 waits=not self._source.on_device,  # an update may not wait for a device
             )
 

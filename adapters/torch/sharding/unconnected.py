@@ -10,9 +10,11 @@ weights are compared once, after the first updates.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import xxhash
 from torch import Tensor
@@ -30,32 +32,58 @@ _DIFFERENT = (
     "only, say so: wrap_optimizer(..., layout=ttp.Layout.data_parallel({world_size}))"
 )
 
+_SAME_WEIGHTS = (
+    "the optimizer's state for %s differs from that of rank %s, although the weights are equal: after a failure all "
+    "ranks get the state of one of them. If each rank makes updates of its own between averages (DiLoCo), or keeps an "
+    "error of compression in this state, the job then goes on with other numbers than without the failure"
+)
+_SOME = 16
+"""Elements of each tensor of the optimizer's state that are compared."""
+
+log = logging.getLogger("ttp.adapters.torch")
 _numbers = itertools.count()
 """Numbers the trainings of this process, which may use one store."""
 
 
 def different_weights(
-    noted: Sequence[tuple[Tensor, bytes]], names: ModelNames, reduced: Collection[int], env: RankEnv, version: Version
+    noted: Sequence[tuple[Tensor, bytes]],
+    names: ModelNames,
+    state: Mapping[Any, Mapping[str, Any]],
+    reduced: Collection[int],
+    env: RankEnv,
+    version: Version,
 ) -> str:
     """Return why this rank is no copy of the rank that came here first; empty if it is, or if it is the first.
 
-    Ranks do not wait for each other: the first one leaves a digest in the store of the default process group.
+    Ranks do not wait for each other: the first one leaves a digest in the store of the default process group. Warns if
+    only the optimizer's state differs.
 
     Args:
         noted: parameters, and bytes of them after each of the first updates.
         names: names of the model.
+        state: the state of the optimizer, which does not change now.
         reduced: identities of the parameters that need no comparison.
         env: the place of this rank.
         version: number of finished updates; only ranks that come here with the same one are compared.
     """
-    compared = {names.of(parameter): data for parameter, data in noted if id(parameter) not in reduced}
+    compared = {parameter: data for parameter, data in noted if id(parameter) not in reduced}
     if not compared:
         return ""
     mine = xxhash.xxh3_128_hexdigest(b"".join(compared.values()))
+    own_state = xxhash.xxh3_128_hexdigest(b"".join(part for each in compared for part in _some(state.get(each, {}))))
     library: Any = dist
     store = library.PrefixStore("ttp/weights", library.distributed_c10d._get_default_store())
     key = f"{env.run_id}/{env.launch}/{next(_numbers)}/{version}"
-    first = store.compare_set(key, "", f"{env.rank} {mine}").decode()
-    other, _, theirs = first.partition(" ")
-    where = {"rank": env.rank, "other": other, "names": ", ".join(compared), "world_size": env.world_size}
+    other, theirs, their_state = store.compare_set(key, "", f"{env.rank} {mine} {own_state}").decode().split()
+    told = ", ".join(map(names.of, compared))
+    if theirs == mine and their_state != own_state:
+        log.warning(_SAME_WEIGHTS, told, other)
+    where = {"rank": env.rank, "other": other, "names": told, "world_size": env.world_size}
     return "" if theirs == mine else _DIFFERENT.format(**where)
+
+
+def _some(state: Mapping[str, Any]) -> Iterator[bytes]:
+    """Yield some bytes of each tensor of a parameter's state. Those on a device may be behind the weights."""
+    for _, value in sorted(state.items(), key=lambda item: str(item[0])):
+        if type(value) is Tensor and value.device.type == "cpu" and value.layout is torch.strided:
+            yield value.flatten()[:_SOME].view(torch.uint8).numpy().tobytes()

@@ -4,6 +4,7 @@ replicated.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -74,14 +75,19 @@ def everything(directory: Path, rank: int) -> dict[str, Any]:
         "on their own": reduced_by_hand(directory / "own", rank, every=0),
         "now and then": reduced_by_hand(directory / "then", rank, every=4),
         "always": reduced_by_hand(directory / "always", rank, every=1),
+        "state of their own": reduced_by_hand(directory / "state", rank, every=1, error=rank),
         "declared": reduced_by_hand(directory / "declared", rank, every=4, layout=Layout.data_parallel(WORLD)),
     }
 
 
-def reduced_by_hand(directory: Path, rank: int, every: int, **given: Any) -> list[str]:
-    """Average the weights after every so many updates (0: never; 1: the gradients). Returns what ``trained`` does."""
+def reduced_by_hand(directory: Path, rank: int, every: int, error: float = 0.0, **given: Any) -> list[str]:
+    """Average the weights after every so many updates (0: never; 1: the gradients). Returns what ``trained`` does.
+
+    The state of the optimizer has an ``error`` of each rank's own.
+    """
     torch.manual_seed(3)
     model = nn.Linear(2, 2)
+    job = adapter(model, **given)
 
     def iterate(step: int, update: Callable[[], None]) -> None:
         model(torch.full((1, 2), 1.0 - 2 * rank)).sum().backward()
@@ -89,12 +95,13 @@ def reduced_by_hand(directory: Path, rank: int, every: int, **given: Any) -> lis
             for parameter in model.parameters():
                 dist.all_reduce(parameter.grad)
         update()
+        job._given[0].state[model.weight]["error"] = torch.full((2, 2), error)
         if every and step % every == 0:
             for parameter in model.parameters():
                 dist.all_reduce(parameter.data)
                 parameter.data /= WORLD
 
-    return trained(adapter(model, **given), directory, rank, iterate)
+    return trained(job, directory, rank, iterate)
 
 
 def outside(directory: Path, rank: int) -> list[str]:
@@ -112,7 +119,11 @@ def outside(directory: Path, rank: int) -> list[str]:
 def trained(
     job: TorchAdapter, directory: Path, rank: int, iterate: Callable[[int, Callable[[], None]], None]
 ) -> list[str]:
-    """Make six iterations. Returns for each rank the error that one of its updates has raised."""
+    """Make six iterations. Returns for each rank the error that one of its updates has raised, or a warning."""
+    warned: list[str] = []
+    watcher = logging.Handler(logging.WARNING)
+    watcher.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign] # a method of one line
+    logging.getLogger("ttp.adapters.torch").addHandler(watcher)
     join(job, StubProcessor(directory, rank=rank, layout=Layout.data_parallel(WORLD)), directory / "pages", rank)
 
     def train() -> None:
@@ -120,7 +131,9 @@ def trained(
             iterate(step, job._given[0].step)
 
     told: list[str] = [""] * WORLD
-    dist.all_gather_object(told, refused(train))
+    problem = refused(train)
+    dist.all_gather_object(told, problem or "".join(text for text in warned if "the optimizer's state" in text))
+    logging.getLogger("ttp.adapters.torch").removeHandler(watcher)
     leave(job)
     return told
 

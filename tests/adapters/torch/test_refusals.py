@@ -63,6 +63,11 @@ class TestGradientsReducedByHand:
     def test_equal_weights_and_a_declared_layout_are_not(self, told: dict[str, Any], case: str) -> None:
         assert told[case] == ["", ""]
 
+    def test_a_state_of_the_optimizer_that_differs_is_told(self, told: dict[str, Any]) -> None:
+        """Weights that are averaged in every version (DiLoCo) are equal; what the ranks' own updates leave is not."""
+        first, second = sorted(told["state of their own"])
+        assert first == "" and second.startswith("the optimizer's state for bias, weight differs from that of rank")
+
 
 @pytest.mark.supports("parameters that DDP ignores")
 class TestIgnoredByDistributedDataParallel:
