@@ -36,6 +36,8 @@ SHARD_KIND = "shard"
 JOB_KIND = "job"
 GROUP_KIND = "group_info"
 """Kinds of pieces in the manifest: a rank's parameters, the job state, and the ranks that may load a file."""
+CALLBACKS_S = 10.0
+"""Seconds that a save waits for the callbacks of a step. The grace period of a cluster has to suffice for it."""
 
 SCALES = ("scale_sense", "loss_scale")
 """Names of the dynamic loss scale in MindSpore's step cells."""
@@ -54,7 +56,6 @@ class MindSporeSource(PagedSource):
     """
 
     framework = "mindspore"
-    post_step_s = 10.0  # a callback may evaluate the network; the grace period of a cluster has to suffice for it
 
     def __init__(self, memory: Memory, capture: LocalCapture, replicated: Sequence[str]) -> None:
         super().__init__(capture)
@@ -103,13 +104,20 @@ class MindSporeSource(PagedSource):
         size = sum(h.memory.nbytes for h in held)
         return tuple(ShardDigest(shard, digest, size) for shard in shards), bad
 
+    @property
+    def post_step_s(self) -> float:
+        """A callback may evaluate the network. A step does not end if it has raised, or waits at the gate again."""
+        assert self._processor is not None
+        stays = self._processor.broken or self._processor.gate.state().parked
+        return super().post_step_s if stays else CALLBACKS_S
+
     def wait_post_step(self, cancelled: Callable[[], bool]) -> None:
-        """See ``PagedSource``. Warns if a callback of the step runs on."""
+        """See ``PagedSource``. Warns if the step has not ended."""
         super().wait_post_step(cancelled)
         if self.in_step:
             log.warning(
-                "callbacks of the last step have not returned within %g s, so the step is saved as before them: "
-                "what they had changed after the update, such as an average of the weights, is not in the checkpoint",
+                "the last step has not ended within %g s, so it is saved as it was before its callbacks: what they had "
+                "changed after the update, such as an average of the weights, is not in the checkpoint",
                 self.post_step_s,
             )
 

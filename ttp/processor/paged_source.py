@@ -15,6 +15,8 @@ from ttp.processor.source import Cancelled, StateSource
 if TYPE_CHECKING:
     from ttp.processor.processor import Processor
 
+POST_STEP_S = 2.0
+"""Seconds that a save waits for a schedule or a scaler after the update. A training thread that needs longer hangs."""
 _POLL_S = 0.002
 
 
@@ -38,8 +40,6 @@ class PagedSource(StateSource):
     """
 
     counts_bytes = True
-    post_step_s = 2.0
-    """Seconds that a save waits for a schedule or a scaler after the update; a thread that needs longer hangs."""
 
     def __init__(self, capture: PageCapture) -> None:
         self._pages_of = capture
@@ -60,6 +60,11 @@ class PagedSource(StateSource):
         """See ``StateSource.close``."""
         self._pages_of.close(unlink=True)
 
+    @property
+    def post_step_s(self) -> float:
+        """Seconds that a save waits for the work that follows the update."""
+        return POST_STEP_S
+
     def wait_post_step(self, cancelled: Callable[[], bool]) -> None:
         """Wait until the work after the update (scheduler) is done: a rank may be frozen just before that work.
 
@@ -68,8 +73,8 @@ class PagedSource(StateSource):
         Raises:
             Cancelled: ``cancelled()`` became true.
         """
-        deadline = time.monotonic() + self.post_step_s
-        while not self.post_step_done() and time.monotonic() < deadline:
+        begun = time.monotonic()
+        while not self.post_step_done() and time.monotonic() < begun + self.post_step_s:
             if cancelled():
                 raise Cancelled
             self.wrote(1)  # this wait must not look like hanging storage

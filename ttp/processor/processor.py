@@ -119,6 +119,8 @@ class Processor:
         self._errands = Errands(config, env, self.run_dir, self.save_dir, put)
         self._closed = False
         self._exit_code: int | None = None
+        self.broken = False
+        """Whether ``report`` has said that this rank cannot train on."""
         self.on_death: Callable[[], None] = lambda: None
         """Called when a neighbour has died, on any thread; must not block."""
         self._thread = threading.Thread(target=self._run, name="ttp-processor", daemon=True)
@@ -203,7 +205,7 @@ class Processor:
             then: exit code of this process after the rescue, whatever its outcome; None: the controller's. With 64 all
                 ranks exit with 64.
         """
-        self._exit_code = then
+        self._exit_code, self.broken = then, True
         self.gate.mark_torn()
         self._inbox.put(ev.Raised(kind, text, detail, wrong=then == EXIT_BAD_CONFIG))
 

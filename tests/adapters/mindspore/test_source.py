@@ -86,6 +86,19 @@ def test_a_save_waits_for_the_evaluation_in_a_callback_of_the_step(
         source.wait_post_step(lambda: False)
         assert source.post_step_done() is done and clock[0] <= 10.5
         assert ("is not in the checkpoint" in caplog.text) is not done
+    gate = training.processor.gate
+    gate.close()
+    second = threading.Thread(target=gate.begin_update, daemon=True)  # of the same step, which may make several
+    second.start()
+    while not gate.state().parked:
+        pass
+    for broken in (False, True):  # the training function has raised
+        training.processor.broken = broken
+        clock[0], source.in_step = 0.0, True
+        source.wait_post_step(lambda: False)
+        assert clock[0] < 5.0, "the step cannot end"
+        gate.open()
+        second.join()
 
 
 class Driver(Callback):

@@ -15,7 +15,7 @@ from ttp.processor.local_state.pages import PageWriter
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a save wait shortly for a loop that may be about to step its schedule: none goes on meanwhile."""
-    monkeypatch.setattr(paged_source.PagedSource, "post_step_s", 0.02)
+    monkeypatch.setattr(paged_source, "POST_STEP_S", 0.02)
 
 
 @pytest.fixture

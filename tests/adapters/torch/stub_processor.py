@@ -42,7 +42,7 @@ class StubProcessor:
         self.config = Config(**settings)
         self.save_dir, self.page_dir = save_dir, page_dir
         self.on_death: Callable[[], None] = lambda: None
-        self.gate = Gate()
+        self.gate, self.broken = Gate(), False
         self.begun: list[int] = []
         self.reported: list[str] = []
         self.written = 0
