@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from ttp.compat.mindio import managing
@@ -203,7 +203,7 @@ def tft_set_dp_group_info(rank: int, dp_rank_list: Sequence[int]) -> None:
     Raises:
         ConfigError: the rank is not in the group.
     """
-    if not isinstance(dp_rank_list, Sequence) or rank not in list(dp_rank_list):
+    if not isinstance(dp_rank_list, Iterable) or rank not in list(dp_rank_list):
         raise ConfigError(f"dp_rank_list {dp_rank_list!r} must be a list that holds rank {rank}")
 
 
