@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -12,6 +14,7 @@ import pytest
 
 from tests.e2e.harness import Job
 from tests.waiting import until
+from ttp.processor.local_state.pages import Page, page_name, read_page
 
 pytest.importorskip("torch")
 
@@ -62,6 +65,27 @@ def without_power(job: Job, host: str) -> None:
         process.kill()
 
 
+def held(rank: int, version: int) -> dict[str, Any]:
+    """Return a fault: the rank makes no step after ``version`` before that is saved."""
+    saved = f"checkpoints/tft_saved_checkpoints-step_{version}"
+    return {"id": "held", "rank": rank, "step": version, "phase": "data", "action": "hold", "when": saved}
+
+
+def await_mirrored(job: Job, host: str, rank: int, version: int) -> None:
+    """Wait until this host keeps the page of a rank of another host, which is sent while the training goes on."""
+    launcher = psutil.Process(job.processes[job.hosts.index(host)].pid)
+
+    def kept() -> bool:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            files = {Path(m.path) for p in launcher.children(recursive=True) for m in p.memory_maps()}
+            pages = [path.parent for path in files if path.parts[-2:] == ("kept", page_name(rank))]
+            return any(isinstance(read_page(page, rank, version, n), Page) for page in pages for n in range(1, 4))
+        return False
+
+    await_version(job, version)
+    until(kept, WAIT_S, job.story)
+
+
 def test_a_host_that_stands_by_takes_the_place_of_a_lost_one(make_two: Callable[..., Job], unbroken: Unbroken) -> None:
     """Of three standby hosts, which start first, one is told to leave, one replaces a lost host, and one is never
     needed.
@@ -69,11 +93,11 @@ def test_a_host_that_stands_by_takes_the_place_of_a_lost_one(make_two: Callable[
     The job goes on when the first leaves. A rank that dies alone is restarted by its own host.
     """
     fault = {"id": "alone", "rank": 0, "step": 3, "phase": "backward", "action": "kill"}
-    job = make_two(3, steps=24, faults=[fault]).start()
+    job = make_two(3, steps=24, faults=[fault, held(rank=0, version=6)]).start()
     await_version(job, 1)
     os.kill(job.processes[0].pid, signal.SIGTERM)
     job.processes[0].wait(WAIT_S)
-    await_version(job, 6)
+    await_mirrored(job, "one", rank=1, version=6)
     without_power(job, "two")
     assert [process.wait(WAIT_S) for process in job.processes][1:4] == [0, 0, 0], job.story()
     story = job.story()
@@ -89,8 +113,9 @@ def test_a_pod_that_is_replaced_takes_the_place_of_the_lost_one(
     make_two: Callable[..., Job], unbroken: Unbroken, lost: str
 ) -> None:
     """A scheduler starts the same command again, and the launcher of the other host waits for it."""
-    job = make_two(0, steps=16).start()
-    await_version(job, 3)
+    lost_rank = ["one", "two"].index(lost)
+    job = make_two(0, steps=16, faults=[held(rank=1 - lost_rank, version=3)]).start()
+    await_mirrored(job, "two" if lost == "one" else "one", rank=lost_rank, version=3)
     without_power(job, lost)
     index = job.hosts.index(lost)
     job.processes[index] = job.launch(index)
