@@ -106,7 +106,10 @@ class MindSporeSource(PagedSource):
 
     @property
     def post_step_s(self) -> float:
-        """A callback may evaluate the network. A step does not end if it has raised, or waits at the gate again."""
+        """Seconds that a save waits for the end of the step, whose callbacks may evaluate the network.
+
+        A step does not end if it has raised, or waits at the gate again.
+        """
         assert self._processor is not None
         stays = self._processor.broken or self._processor.gate.state().parked
         return super().post_step_s if stays else CALLBACKS_S

@@ -189,10 +189,8 @@ class BufferSet:
         table = self.table
         table.refresh()
         if self._viewed != table.layout:
-            self._views = [
-                memory_at(e.tensor.data_ptr(), e.tensor.nbytes, e.tensor) if e.is_dense else None for e in table.small
-            ]
-            self._large_views = [memory_at(e.tensor.data_ptr(), e.tensor.nbytes, e.tensor) for e in table.large]
+            self._views = [_live(e.tensor) if e.is_dense else None for e in table.small]
+            self._large_views = [_live(e.tensor) for e in table.large]
             self._plain = [view for view in self._views if view is not None]
             self._viewed, self._kept = table.layout, []
         parts = self._plain
