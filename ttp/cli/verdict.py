@@ -71,9 +71,10 @@ def verdict(
     """Say what became of the last launch of a job, in one word, and exit with its exit code.
 
     trained (0): to the end. saved (75): start it again, and it goes on. lost (70): nothing consistent could be saved,
-    the launch was cut off without a word, or three launches in a row brought no new version: look before you start it
-    again. wrong (64): the configuration or the program is wrong, and no restart mends it. running (1): the job trains
-    and has no verdict yet; this is known only where `ttp status` finds the job, that is on its hosts.
+    Ctrl-C ended the launch or it was cut off without a word, or three launches in a row brought no new version: look
+    before you start it again. wrong (64): the configuration or the program is wrong, and no restart mends it. running
+    (1): the job trains and has no verdict yet; this is known only where `ttp status` finds the job, that is on its
+    hosts.
 
     The command reads what the job left in its save_dir, needs no running job, and gives the same answer on every host.
     Batch scripts decide by it: `srun` returns only the largest of many exit codes. The reason is printed on stderr.
