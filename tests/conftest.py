@@ -44,7 +44,7 @@ def pytest_collection(session: pytest.Session) -> None:
     if worker is None or session.config.args != [ALL]:
         return
     for path in sorted(Path(__file__).parent.rglob("test_*.py"))[int(worker.removeprefix("gw")) :: workers]:
-        with contextlib.suppress(Exception, pytest.skip.Exception):  # the collection tells
+        with contextlib.suppress(Exception, pytest.skip.Exception):  # the collection, which follows, reports it
             importlib.import_module(".".join(path.relative_to(session.config.rootpath).with_suffix("").parts))
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 
 import ttp.compat.mindio.framework_ttp as tft
@@ -30,14 +31,13 @@ def test_numbers_of_another_type_are_refused_like_numbers_that_are_out_of_range(
 
 
 def test_numbers_of_numpy_are_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    numpy = pytest.importorskip("numpy")
-    told, steps = Told(monkeypatch), list[int]()
+    told, steps, number = Told(monkeypatch), list[int](), cast("Any", np.int64)
     for name, answer in {"begin_update": lambda: True, "end_update": steps.append, "pause_train": steps.append}.items():
         monkeypatch.setattr(told, name, answer, raising=False)
-    tft.tft_init_controller(numpy.int64(0), numpy.int32(2), False)
+    tft.tft_init_controller(number(0), number(2), False)
     tft.tft_start_updating_os()
-    tft.tft_end_updating_os(numpy.int64(3))
-    tft.tft_pause_train(numpy.int64(3))
+    tft.tft_end_updating_os(number(3))
+    tft.tft_pause_train(number(3))
     assert steps == [3, 3] and {type(step) for step in steps} == {int}
 
 

@@ -20,6 +20,7 @@ from mindspore.train import Callback
 
 from tests.adapters.mindspore.test_wrapper import MODES, OPTIMIZERS, STEPS_PER_EPOCH, Net, data, whole_state_of
 from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, save
+from tests.waiting import until
 from ttp.adapters.mindspore import OptTTPWrapper, restore
 from ttp.adapters.mindspore.adapter import MindSporeAdapter
 from ttp.adapters.mindspore.local_state import LocalState, Position
@@ -90,8 +91,7 @@ def test_a_save_waits_for_the_evaluation_in_a_callback_of_the_step(
     gate.close()
     second = threading.Thread(target=gate.begin_update, daemon=True)  # of the same step, which may make several
     second.start()
-    while not gate.state().parked:
-        pass
+    until(lambda: gate.state().parked)
     for broken in (False, True):  # the training function has raised
         training.processor.broken = broken
         clock[0], source.in_step = 0.0, True

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 from collections.abc import Callable
+from logging.handlers import QueueHandler
 from pathlib import Path
 from typing import Any
 
@@ -120,9 +122,9 @@ def trained(
     job: TorchAdapter, directory: Path, rank: int, iterate: Callable[[int, Callable[[], None]], None]
 ) -> list[str]:
     """Make six iterations. Returns for each rank the error that one of its updates has raised, or a warning."""
-    warned: list[str] = []
-    watcher = logging.Handler(logging.WARNING)
-    watcher.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign] # a method of one line
+    warnings: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
+    watcher = QueueHandler(warnings)
+    watcher.setLevel(logging.WARNING)
     logging.getLogger("ttp.adapters.torch").addHandler(watcher)
     join(job, StubProcessor(directory, rank=rank, layout=Layout.data_parallel(WORLD)), directory / "pages", rank)
 
@@ -132,6 +134,7 @@ def trained(
 
     told: list[str] = [""] * WORLD
     problem = refused(train)
+    warned = [warnings.get().getMessage() for _ in range(warnings.qsize())]
     dist.all_gather_object(told, problem or "".join(text for text in warned if "the optimizer's state" in text))
     logging.getLogger("ttp.adapters.torch").removeHandler(watcher)
     leave(job)
