@@ -24,6 +24,7 @@ from ttp.config import Config
 from ttp.launch.warm import memory
 from ttp.launch.warm.rules import digest
 from ttp.launch.warm.starter import PR_GET_CHILD_SUBREAPER, PR_SET_CHILD_SUBREAPER, WarmStarter, adopting, read_status
+from ttp.store.durable import replace_file
 
 if TYPE_CHECKING:
     from tests.launch.conftest import Job
@@ -71,7 +72,7 @@ def imports(tmp_path: Path, out: Path, environ: dict[str, str]) -> Callable[...,
             "modules": sorted(files.items()),
             "environ": {name: digest(text) for name, text in variables.items()},
         }
-        place.write_text(json.dumps(said | {"path": [*sys.path[1:], str(site)]}))
+        replace_file(place, json.dumps(said | {"path": [*sys.path[1:], str(site)]}).encode())
 
     return write
 

@@ -17,15 +17,15 @@ PHASES = ("forward", "backward", "in_step", "stepped")
 def kills(*after: int) -> list[kit.Kill]:
     """Return a kill in each phase and launch, of the ranks in turn; ``after``: number of optimizer steps before it.
 
-    The other rank may be a step behind. So the first kill comes after two: if nothing were saved, the programs would
-    begin anew, with other random numbers.
+    The other rank may be a step behind. So the first kill comes after two steps of the loop: if nothing were saved, the
+    programs would begin anew, with other random numbers.
     """
     return [kit.Kill(phase, turn % 2, steps) for turn, (phase, steps) in enumerate(zip(PHASES, after, strict=True))]
 
 
 PROGRAMS: dict[str, list[kit.Kill]] = {
     "lightning_like": kills(2, 2, 1, 1),
-    "gan": kills(2, 3, 3, 2),  # D and G make a step of two: in D's forward, in G's backward and step, between the two
+    "gan": kills(4, 3, 3, 2),  # D and G make a step of two: in D's forward, in G's backward and step, between the two
     "titan_like": kills(2, 2, 1, 1),
     "nano_gpt": kills(2, 2, 1, 1),
     "timm_like": [*kills(2, 2, 1, 1), kit.Kill("evaluation", 1, 1)],  # the other one evaluates averages meanwhile
