@@ -15,17 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import StorageMeta
 
 from ttp.adapters.megatron.geometry import TensorView
 from ttp.adapters.megatron.rank_layout import RANK_LAYOUT_PREFIX, RankLayout
-from ttp.adapters.megatron.restore import Want, fill
 from ttp.adapters.megatron.source import STATE_PREFIX
 from ttp.adapters.megatron.stock import JOB_KEY, read_megatron_job
 from ttp.adapters.torch.convert.contents import LazyTensor, StateValue, WholeState
-from ttp.adapters.torch.restoring.reader import read_value
+from ttp.adapters.torch.restoring.reader import load_chunks, read_value
 from ttp.adapters.torch.saving.job_state import JobState
-from ttp.adapters.torch.saving.metadata import build_metadata
+from ttp.adapters.torch.saving.metadata import fitting
 from ttp.adapters.torch.saving.piece_index import IndexEntry, items_of, left_out_of
 from ttp.errors import CheckpointError
 from ttp.store.manifest import Manifest
@@ -203,11 +201,7 @@ class MegatronCheckpoint:
         self.path, self.manifest = path, Manifest.load(path)
         if self.manifest.framework != FRAMEWORK:
             raise CheckpointError(f"{path} was written by the {self.manifest.framework} adapter, not by a Megatron job")
-        items = items_of(self.manifest.pieces)
-        build_metadata(items, StorageMeta(), STATE_PREFIX)  # called for its check that the boxes make up whole tensors
-        self.items: dict[str, list[IndexEntry]] = {}
-        for item in items:
-            self.items.setdefault(item.key, []).append(item)
+        self.items = fitting(items_of(self.manifest.pieces), STATE_PREFIX)
         self.job: JobState = read_megatron_job(path, self.manifest.pieces)
         if JOB_KEY not in self.job.extra:
             raise CheckpointError(f"{path} is damaged: its job state lacks the part that Megatron jobs write")
@@ -253,9 +247,10 @@ class MegatronCheckpoint:
         Raises:
             CheckpointError: elements are missing, or a file cannot be read.
         """
-        target = torch.empty(view.sizes, dtype=self.dtype(prefix + view.key), device="cpu")
+        key = prefix + view.key
+        target = torch.empty(view.sizes, dtype=self.dtype(key), device="cpu")
         parts = view.parts(0, target.numel()) if target.numel() else ()
-        fill(self.path, [Want(prefix + view.key, part, part.view(target.view(-1), 0)) for part in parts], self.items)
+        load_chunks(self.path, self.items[key], [((key,), [part.chunk(target.view(-1), 0) for part in parts])])
         return target
 
 

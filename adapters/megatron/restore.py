@@ -7,9 +7,9 @@ communicated or unpickled.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,10 @@ from ttp.adapters.megatron.geometry import CheckpointBox
 from ttp.adapters.megatron.optimizers import Holding, Inner
 from ttp.adapters.megatron.source import STATE_PREFIX, Held, class_of
 from ttp.adapters.megatron.stock import JOB_KEY, read_megatron_job
-from ttp.adapters.torch.restoring.reader import overlap, read_value
+from ttp.adapters.torch.restoring.reader import load_chunks, overlap
+from ttp.adapters.torch.saving.checkpoint import Chunk
 from ttp.adapters.torch.saving.job_state import JobState
-from ttp.adapters.torch.saving.piece_index import IndexEntry, items_of
+from ttp.adapters.torch.saving.piece_index import IndexEntry, StatePath, items_of
 from ttp.errors import CheckpointError, OtherModelError
 from ttp.store.manifest import Manifest
 
@@ -32,13 +33,28 @@ _GROUP_IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr"
 _MAIN_KEYS = ("param", "fp32_param")
 
 
-@dataclass(frozen=True, slots=True)
-class Want:
-    """A wanted box of a checkpoint's tensor, and the tensor into which its elements are copied."""
+class Wants:
+    """The boxes of a checkpoint's tensors that this rank needs, and the memory into which their elements are copied."""
 
-    key: str
-    part: CheckpointBox
-    target: Tensor
+    def __init__(self) -> None:
+        self.chunks: dict[StatePath, list[Chunk]] = {}
+        """The boxes by the path of the checkpoint's tensor."""
+        self.padded: set[StatePath] = set()
+        """Paths of tensors that may have another shape in the checkpoint: the vocabulary is padded to some size."""
+
+    def add(self, prefix: str, part: CheckpointBox, memory: Tensor, begin: int) -> None:
+        """Add a box; see ``CheckpointBox.view`` for ``memory`` and ``begin``.
+
+        Args:
+            prefix: prefix of the tensor's name: empty for a weight.
+            part: the box in the weight of the checkpoint.
+            memory: a vector over the memory to fill.
+            begin: position of the vector's first element in the memory of the rank's tensor, in elements.
+        """
+        path = (prefix + part.key,)
+        self.chunks.setdefault(path, []).append(part.chunk(memory, begin))
+        if part.flexible:
+            self.padded.add(path)
 
 
 def restore_into(path: Path, manifest: Manifest, held: Held) -> JobState:
@@ -59,13 +75,12 @@ def restore_into(path: Path, manifest: Manifest, held: Held) -> JobState:
     job = read_megatron_job(path, manifest.pieces)
     if job.version != manifest.version or JOB_KEY not in job.extra:
         raise CheckpointError(f"{path} was not written by a Megatron job of version {manifest.version}")
-    saved = items_by_key(manifest)
-    wants = list(_weights(held))
+    saved, wants = items_by_key(manifest), Wants()
+    _add_weights(held, wants)
     gaps = _gaps(saved)
     fresh = [_moments(inner, saved, gaps, wants) for inner in held.inners]
     _refuse_foreign(path, wants, saved, _other_optimizers(held, job))
-    with torch.no_grad():
-        fill(path, wants, saved)
+    load_chunks(path, itertools.chain(*saved.values()), wants.chunks.items(), padded=wants.padded)
     for inner, states in zip(held.inners, fresh, strict=True):
         _install(inner, states, _saved_of(inner, job))
     return job
@@ -92,29 +107,28 @@ def restore_groups(held: Held, job: JobState) -> None:
 # --------------------------------------------------------------------------------------------------------- wanted boxes
 
 
-def _weights(held: Held) -> Iterable[Want]:
-    """Yield the boxes of all tensors of this rank's model, including copies that other ranks wrote."""
+def _add_weights(held: Held, wants: Wants) -> None:
+    """Add the boxes of all tensors of this rank's model, including copies that other ranks wrote."""
     for described in held.geometry.tensors.values():
-        memory = described.tensor.detach().view(-1)
         for part in described.whole:
-            yield Want(part.key, part, part.view(memory, 0))
+            wants.add("", part, described.tensor.detach().view(-1), 0)
 
 
 def _moments(
-    inner: Inner, saved: Mapping[str, Sequence[IndexEntry]], gaps: Gaps, wants: list[Want]
+    inner: Inner, saved: Mapping[str, Sequence[IndexEntry]], gaps: Gaps, wants: Wants
 ) -> dict[Tensor, dict[str, Tensor]]:
     """Return newly allocated optimizer state for each parameter, and add the boxes to load into it to ``wants``."""
     fresh: dict[Tensor, dict[str, Tensor]] = {}
     for holding in inner.holdings:
         main_key = _main_key(holding, saved, gaps)
-        for part in holding.parts:
-            wants.append(Want(main_key + part.key, part, part.view(holding.main.detach().view(-1), holding.begin)))
-        states = {}
-        for name in _state_names(holding, saved, gaps):
-            states[name] = torch.empty_like(holding.main.detach(), dtype=_dtype(saved, name, holding))
+        states = {
+            name: torch.empty_like(holding.main.detach(), dtype=_dtype(saved, name, holding))
+            for name in _state_names(holding, saved, gaps)
+        }
+        targets = {main_key: holding.main.detach()} | {f"{STATE_PREFIX}{name}.": each for name, each in states.items()}
+        for prefix, target in targets.items():
             for part in holding.parts:
-                target = part.view(states[name].view(-1), holding.begin)
-                wants.append(Want(f"{STATE_PREFIX}{name}.{part.key}", part, target))
+                wants.add(prefix, part, target.view(-1), holding.begin)
         fresh[holding.main] = states
     return fresh
 
@@ -172,63 +186,20 @@ def _other_optimizers(held: Held, job: JobState) -> Iterable[str]:
             yield f"the {inner.kind} optimizer is {class_of(inner)} here and {others[0].get('class')} in the checkpoint"
 
 
-def _refuse_foreign(
-    path: Path, wants: Sequence[Want], saved: Mapping[str, Sequence[IndexEntry]], others: Iterable[str]
-) -> None:
+def _refuse_foreign(path: Path, wants: Wants, saved: Mapping[str, Sequence[IndexEntry]], others: Iterable[str]) -> None:
     problems: dict[str, None] = dict.fromkeys(others)
-    for want in wants:
-        items = saved.get(want.key)
+    for (key,), chunks in wants.chunks.items():
+        items, shape = saved.get(str(key)), chunks[0].shape
         if not items:
-            problems[f"it lacks {want.key}"] = None
-        elif items[0].shape != want.part.shape and not want.part.flexible:
-            problems[f"{want.key} has shape {list(items[0].shape)} there and {list(want.part.shape)} here"] = None
+            problems[f"it lacks {key}"] = None
+        elif items[0].shape != shape and (key,) not in wants.padded:
+            problems[f"{key} has shape {list(items[0].shape)} there and {list(shape)} here"] = None
     if problems:
         more = f"; and {len(problems) - _LISTED_MAX} more" if len(problems) > _LISTED_MAX else ""
         raise OtherModelError(
             f"{path} belongs to another model: {'; '.join(list(problems)[:_LISTED_MAX])}{more}. Nothing was loaded. "
             "Use the code that wrote it, or another save_dir to start at step 0"
         )
-
-
-# ---------------------------------------------------------------------------------------------------------------- boxes
-
-
-def fill(path: Path, wants: Sequence[Want], saved: Mapping[str, Sequence[IndexEntry]]) -> None:
-    """Fill all targets from the checkpoint. Every needed box is read once; one box at a time is in memory.
-
-    Args:
-        path: the directory of the checkpoint.
-        wants: the wanted boxes and their targets.
-        saved: the entries of the checkpoint, by the name of the tensor.
-
-    Raises:
-        CheckpointError: a file cannot be read, or elements are missing.
-    """
-    missing = [prod(want.part.sizes) for want in wants]
-    by_key: dict[str, list[int]] = {}
-    for number, want in enumerate(wants):
-        by_key.setdefault(want.key, []).append(number)
-    for key, numbers in by_key.items():
-        for item in {(item.offsets, item.sizes): item for item in saved[key]}.values():
-            parts = {number: wants[number].part for number in numbers}
-            found = {n: overlap(item.offsets, item.sizes, part.offsets, part.sizes) for n, part in parts.items()}
-            shared = {number: common for number, common in found.items() if common is not None}
-            if not shared:
-                continue
-            value = read_value(path, item)
-            for number, (there, here) in shared.items():
-                target = wants[number].target[here]
-                target.copy_(value[there])
-                missing[number] -= target.numel()
-    _check_filled(path, wants, missing)
-
-
-def _check_filled(path: Path, wants: Sequence[Want], missing: Sequence[int]) -> None:
-    for want, count in zip(wants, missing, strict=True):
-        if count and want.part.flexible:
-            continue  # the vocabulary is padded to a larger size in this job
-        if count:
-            raise CheckpointError(f"{path} is incomplete: {count} elements of {want.key} are in none of its pieces")
 
 
 # ----------------------------------------------------------------------------------------------------------- optimizers

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import StorageMeta
 
 from ttp.adapters.torch.convert.contents import LazyTensor, StateValue, WholeState
 from ttp.adapters.torch.restoring.reader import by_path, read_value, read_whole
 from ttp.adapters.torch.saving.job_state import JOB_KIND, JobState, read_job_state
-from ttp.adapters.torch.saving.metadata import build_metadata
+from ttp.adapters.torch.saving.metadata import fitting
 from ttp.adapters.torch.saving.piece_index import IndexEntry, items_of, left_out_of
 from ttp.errors import CheckpointError
 from ttp.store.manifest import Manifest
@@ -33,7 +32,7 @@ def read_checkpoint(path: Path) -> WholeState:
 
         return read_megatron(path)
     items = _torch_items(path, manifest)
-    build_metadata(items, StorageMeta())  # checks that chunks cover every tensor exactly once
+    fitting(items)
     job = read_job_state(path, manifest.pieces) if any(p.kind == JOB_KIND for p in manifest.pieces) else None
     kind = next((item for item in items if item.path == ("ttp", "optimizer")), None)
     found = tuple(_leaf(path, chunks) for chunks in by_path(items))

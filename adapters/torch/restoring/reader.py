@@ -1,126 +1,85 @@
-"""Reads a checkpoint through ``torch.distributed.checkpoint``, but without unpickling data that could run code."""
+"""Reads a checkpoint by the tables in its manifest. Nothing is unpickled, and ranks do not communicate.
+
+Of a tensor each rank names the chunks that are in its memory. The elements are copied from whichever saved chunks
+overlap these, so a checkpoint of any layout can be read in any other.
+"""
 
 from __future__ import annotations
 
-import io
 import os
-import warnings
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict_loader
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from ttp.adapters.torch.saving.checkpoint import Chunk
 from ttp.adapters.torch.saving.flatten_state import put
-from ttp.adapters.torch.saving.metadata import build_metadata
-from ttp.adapters.torch.saving.piece_index import IndexEntry, StatePath, items_of
-from ttp.core.messages import Piece
+from ttp.adapters.torch.saving.piece_index import IndexEntry, StatePath
 from ttp.errors import CheckpointError, ToldAs
-from ttp.store.manifest import Manifest
 from ttp.store.plain_file import open_plain
 
 
-class ManifestReader(FileSystemReader):
-    """A storage reader that takes the checkpoint's metadata from the manifest, not from the pickle ``.metadata``.
-
-    Args:
-        path: the directory of the checkpoint.
-        pieces: the pieces in the manifest.
-
-    Raises:
-        CheckpointError: the tables of contents are garbled, or the shards do not fit together.
-    """
-
-    def __init__(self, path: Path, pieces: Sequence[Piece]) -> None:
-        super().__init__(path)
-        self._metadata = build_metadata(items_of(pieces), StorageMeta())
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return what ``.metadata`` would contain, made from the manifest."""
-        if self._metadata.storage_meta is not None:
-            self._metadata.storage_meta.load_id = self.load_id
-        return self._metadata
-
-
-class SafeLoadPlanner(DefaultLoadPlanner):
-    """The default planner, except that plain values are loaded with ``weights_only=True``."""
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Load one plain value and put it into the state dict."""
-        loaded = torch.load(value, weights_only=True)
-        name = read_item.dest_index.fqn
-        if self.flatten_state_dict:
-            put(self.original_state_dict, self.mappings[name], loaded)
-        else:
-            self.state_dict[name] = loaded
-
-
-def load(path: Path, manifest: Manifest, state_dict: dict[str, Any], *, partial: bool = False) -> None:
-    """Fill ``state_dict`` in place from the checkpoint, without any communication.
-
-    Args:
-        path: the directory of the checkpoint.
-        manifest: its manifest.
-        state_dict: nested as in torch: ``{"model": ..., "optim": ...}``. Its tensors (plain or distributed, of any
-            sharding) are overwritten; its other values are placeholders and are replaced.
-        partial: True to leave values unchanged that the checkpoint does not have; False: they are an error.
-
-    Raises:
-        CheckpointError: the checkpoint does not have a name, or has another shape for it, or cannot be read.
-    """
-    _load(ManifestReader(path, manifest.pieces), state_dict, partial=partial)
-
-
-def load_chunks(path: Path, manifest: Manifest, wanted: Iterable[tuple[StatePath, Sequence[Chunk]]]) -> None:
-    """Fill chunks of tensors that torch's own loader cannot fill: several chunks of one tensor on one rank.
+def load_chunks(
+    path: Path,
+    items: Iterable[IndexEntry],
+    wanted: Iterable[tuple[StatePath, Sequence[Chunk]]],
+    *,
+    padded: Collection[StatePath] = (),
+) -> None:
+    """Fill chunks of tensors, on whatever device they are. Their memory is overwritten.
 
     Only saved chunks that overlap these chunks are read, one at a time, so the call takes the memory of one saved
     chunk.
 
     Args:
         path: the directory of the checkpoint.
-        manifest: its manifest.
+        items: the entries of the checkpoint.
         wanted: for each tensor its path in the nested state, and the chunks to fill.
+        padded: paths of tensors that may have another shape in the checkpoint; elements that it lacks stay unchanged.
 
     Raises:
-        CheckpointError: see ``load``.
+        CheckpointError: the checkpoint does not have a tensor, or has another shape for it, or cannot be read.
     """
-    chunks = {tuple(map(str, steps)): found for steps, found in wanted if found}
-    saved: dict[tuple[str, ...], list[IndexEntry]] = defaultdict(list)
-    for item in items_of(manifest.pieces) if chunks else ():
-        if (steps := tuple(map(str, item.path))) in chunks:
-            saved[steps].append(item)
+    chunks = {steps: found for steps, found in wanted if found}
+    saved = {of_value[0].path: of_value for of_value in by_path(item for item in items if item.path in chunks)}
     for steps, found in chunks.items():
-        if not saved[steps] or tuple(saved[steps][0].shape) != tuple(found[0].shape):
-            raise CheckpointError(f"{path} has no tensor {'.'.join(steps)} of shape {tuple(found[0].shape)}")
-        for item in saved[steps]:
-            copy_overlaps(path, item, found)
+        here = saved.get(steps, ())
+        whole = steps in padded or (bool(here) and here[0].shape == tuple(found[0].shape))
+        if not here or not whole:
+            raise CheckpointError(f"{path} has no tensor {'.'.join(map(str, steps))} of shape {tuple(found[0].shape)}")
+        missing = sum(chunk.tensor.numel() for chunk in found)
+        for item in here:
+            missing -= copy_overlaps(path, item, found)
+        if missing and steps not in padded:
+            key = here[0].key
+            raise CheckpointError(f"{path} is incomplete: {missing} elements of {key} are in none of its pieces")
 
 
-def copy_overlaps(path: Path, item: IndexEntry, chunks: Sequence[Chunk]) -> None:
+def copy_overlaps(path: Path, item: IndexEntry, chunks: Sequence[Chunk]) -> int:
     """Copy one saved chunk into ``chunks``, where they overlap. The file is not read if they do not overlap.
+
+    Returns:
+        The number of copied elements.
 
     Raises:
         CheckpointError: the file cannot be read, or does not match its table of contents.
     """
     piece: Tensor | None = None
+    copied = 0
     for chunk in chunks:
         common = overlap(item.offsets, item.sizes, chunk.offsets, chunk.tensor.shape)
         if common is None:
             continue
         piece = read_value(path, item) if piece is None else piece
         source, target = common
-        chunk.tensor.detach()[target].copy_(piece[source])
+        with torch.inference_mode(chunk.tensor.is_inference()):  # torch refuses to write to a view of such a tensor else
+            here = chunk.tensor.detach()[target]
+            here.copy_(piece[source])
+        copied += here.numel()
+    return copied
 
 
 Slices = tuple[slice, ...]
@@ -146,17 +105,6 @@ def overlap(
         return tuple(slice(begin - at, end - at) for (begin, end), at in zip(spans, origin, strict=True))
 
     return within(offsets), within(others)
-
-
-def _load(reader: ManifestReader, state_dict: dict[str, Any], *, partial: bool = False) -> None:
-    planner = SafeLoadPlanner(allow_partial_load=partial)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            state_dict_loader.load(state_dict, storage_reader=reader, planner=planner, no_dist=True)
-    except (Exception, CheckpointException) as problem:  # torch derives the latter from BaseException
-        causes = [failure[0] for failure in getattr(problem, "failures", {}).values()] or [problem]
-        raise CheckpointError(f"{reader.path} cannot be loaded: {causes[0]}") from problem
 
 
 def read_values(path: Path, items: Iterable[IndexEntry]) -> dict[str, Any]:

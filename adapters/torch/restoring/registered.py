@@ -26,11 +26,12 @@ from ttp.adapters.torch.loop.post_step_state import PostStepState
 from ttp.adapters.torch.loop.repeating import Repeating
 from ttp.adapters.torch.restoring.compare import hand_to
 from ttp.adapters.torch.restoring.kept import Kept, UnlikeError
-from ttp.adapters.torch.restoring.reader import load, read_values
+from ttp.adapters.torch.restoring.reader import load_chunks, read_values
 from ttp.adapters.torch.restoring.restore import Restored, restore_into
 from ttp.adapters.torch.restoring.transfer import give, receive
+from ttp.adapters.torch.saving.checkpoint import chunks_of
 from ttp.adapters.torch.saving.piece_index import SHARD_KIND, IndexEntry, items_of
-from ttp.adapters.torch.sharding.dtensor_chunks import is_distributed
+from ttp.adapters.torch.sharding.dtensor_chunks import is_distributed, stored
 from ttp.adapters.torch.sharding.exchange import connected, gather_bytes
 from ttp.adapters.torch.sharding.names import module_tensors
 from ttp.adapters.torch.sharding.sharding import Sharding
@@ -250,9 +251,9 @@ class Restoring(abc.ABC):
             if name not in saved:
                 log.warning("extra_state[%r] is not in the checkpoint: it keeps its initial value", name)
             elif any(map(is_distributed, module.parameters())):
-                load(
-                    checkpoint, manifest, {"extra": {name: {k: t.detach() for k, t in module_tensors(module).items()}}}
-                )
+                tensors = module_tensors(module).items()
+                wanted = [(("extra", name, key), chunks_of(stored(tensor)) or ()) for key, tensor in tensors]
+                load_chunks(checkpoint, saved[name], wanted)
             else:
                 whole = read_values(checkpoint, saved[name])["extra"][name]
                 hand_to(f"extra_state[{name!r}].load_state_dict()", module.load_state_dict, whole)

@@ -18,14 +18,14 @@ from ttp.adapters.torch.loop.schedules import load_scaler, load_scheduler
 from ttp.adapters.torch.loop.unwrap_optimizer import unwrap_optimizer
 from ttp.adapters.torch.restoring.compare import hand_to, is_left_out, model_differences, optimizer_differences
 from ttp.adapters.torch.restoring.kept import Kept, UnlikeError, hand_over
-from ttp.adapters.torch.restoring.reader import load, load_chunks, read_values
-from ttp.adapters.torch.saving.checkpoint import Chunk
-from ttp.adapters.torch.saving.flatten_state import get, put
+from ttp.adapters.torch.restoring.reader import load_chunks, read_value, read_values
+from ttp.adapters.torch.saving.flatten_state import put
 from ttp.adapters.torch.saving.job_state import FROZEN, JobState, read_job_state
-from ttp.adapters.torch.saving.piece_index import IndexEntry, StatePath, items_of, left_out_of
+from ttp.adapters.torch.saving.metadata import fitting
+from ttp.adapters.torch.saving.piece_index import IndexEntry, items_of, left_out_of
 from ttp.adapters.torch.saving.state import frozen
 from ttp.adapters.torch.sharding.data_parallel import apply_layouts, ddps_of
-from ttp.adapters.torch.sharding.dtensor_chunks import Cutter, is_distributed, local
+from ttp.adapters.torch.sharding.dtensor_chunks import Cutter, is_distributed
 from ttp.adapters.torch.sharding.names import ModelNames
 from ttp.errors import CheckpointError, OtherModelError
 from ttp.store.manifest import Manifest
@@ -98,6 +98,7 @@ def restore_into(
         hand_over(kept, names, optimizer, saved.optimizer)
         _load_groups(saved, optimizer)
     else:
+        fitting(saved.items)
         _load_model(saved, names, cutter)
         for group in added:
             optimizer.add_param_group(group)
@@ -122,6 +123,7 @@ class _Saved:
     path: Path
     manifest: Manifest
     job: JobState
+    items: Sequence[IndexEntry]
     model: Sequence[IndexEntry]
     optimizer: Sequence[IndexEntry]
     groups: Sequence[Mapping[str, Any]]
@@ -134,8 +136,9 @@ class _Saved:
 def _read(
     path: Path, manifest: Manifest, names: ModelNames, optimizer: Optimizer, elsewhere: Collection[str]
 ) -> _Saved:
+    every = items_of(manifest.pieces)
     # One item per name is enough: any chunk of a tensor has its dtype and whole shape.
-    items = list({item.key: item for item in items_of(manifest.pieces)}.values())
+    items = list({item.key: item for item in every}.values())
     items = [item for item in items if _owner(item) not in elsewhere]
     short = next((item for item in items if len(item.path) < _parts_min(item)), None)
     if short is not None:
@@ -146,6 +149,7 @@ def _read(
         path=path,
         manifest=manifest,
         job=job,
+        items=every,
         model=[item for item in items if item.path[0] == "model"],
         optimizer=[item for item in items if item.path[:2] == _STATE],
         groups=groups_for(job.with_settings(groups), names, optimizer, elsewhere),
@@ -194,13 +198,10 @@ def _refuse_foreign(saved: _Saved, names: ModelNames, optimizer: Optimizer, cutt
 def _load_model(saved: _Saved, names: ModelNames, cutter: Cutter) -> None:
     _make_buffers(saved, names)
     tensors = names.parameters | names.buffers
-    wanted = {name: tensors[name] for item in saved.model if (name := str(item.path[1])) in tensors}
-    target = {n: _writable(tensor) for n, tensor in wanted.items() if cutter.pieces(n, tensor) is None}
-    load(saved.path, saved.manifest, {"model": target})
-    pieces = [(("model", n), found) for n, tensor in wanted.items() if (found := cutter.pieces(n, tensor)) is not None]
-    load_chunks(saved.path, saved.manifest, pieces)
-    for name, loaded in target.items():
-        if not _shares_memory(loaded, tensors[name]) and not torch.equal(loaded, tensors[name]):
+    targets = {name: _writable(tensors[name]) for item in saved.model if (name := str(item.path[1])) in tensors}
+    load_chunks(saved.path, saved.items, [(("model", n), cutter.chunks(n, tensor)) for n, tensor in targets.items()])
+    for name, loaded in targets.items():
+        if loaded is not tensors[name] and not torch.equal(loaded, tensors[name]):
             if name in names.parameters:
                 tensors[name].data = loaded  # frozen, as no optimizer can update such a parameter
             else:
@@ -225,12 +226,7 @@ def _make_buffers(saved: _Saved, names: ModelNames) -> None:
 
 def _writable(tensor: Tensor) -> Tensor:
     """Return ``tensor``, or a new tensor if its elements share memory: torch refuses to write to such a tensor."""
-    tensor = tensor.detach()
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if overlaps(tensor) else tensor
-
-
-def _shares_memory(one: Tensor, two: Tensor) -> bool:
-    return local(one).data_ptr() == local(two).data_ptr()
 
 
 def _load_optimizer(saved: _Saved, names: ModelNames, optimizer: Optimizer, cutter: Cutter) -> None:
@@ -241,35 +237,20 @@ def _load_optimizer(saved: _Saved, names: ModelNames, optimizer: Optimizer, cutt
     here = {names.of(parameter) for group in kept.param_groups for parameter in group["params"]}
     items = [item for item in saved.optimizer if item.path[2] in here or item.path[2] not in owners]
     items = [item for item in items if not (item.path[2] in owners and cutter.absent(str(item.path[2])))]
-    values = {item.path: _empty(item, owners, parameters, cutter) if item.is_tensor else None for item in items}
-    _fill(saved, values, cutter)
+    tensors = {item.path: _empty(item, owners, parameters, cutter) for item in items if item.is_tensor}
+    wanted = [(steps, cutter.chunks(str(steps[2]), tensor)) for steps, tensor in tensors.items()]
+    load_chunks(saved.path, saved.items, wanted)
     loaded: dict[str, Any] = {}
     for item in items:
         int_keys = [position - len(_STATE) for position in item.int_keys]
-        put(loaded, item.path[len(_STATE) :], values[item.path], int_keys)
+        value = tensors[item.path] if item.is_tensor else read_value(saved.path, item)
+        put(loaded, item.path[len(_STATE) :], value, int_keys)
     state: dict[Any, Any] = kept.state  # torch allows keys that are not tensors
     state.clear()
     order = {name: number for number, name in enumerate(owners)}  # in which the optimizer would make its state
     for name in sorted(loaded, key=lambda name: order.get(name, len(order))):
         state[owners[name][0] if name in owners else name] = loaded[name]
     _load_groups(saved, optimizer)
-
-
-def _fill(saved: _Saved, values: dict[StatePath, Any], cutter: Cutter) -> None:
-    """Load the optimizer's values into ``values``: fill its tensors, replace its other values."""
-    target: dict[str, Any] = {}
-    pieces: list[tuple[StatePath, Sequence[Chunk]]] = []
-    for steps, value in values.items():
-        found = cutter.pieces(str(steps[2]), value) if isinstance(value, Tensor) else None
-        if found is None:
-            put(target, steps, value)
-        else:
-            pieces.append((steps, found))
-    load(saved.path, saved.manifest, target)
-    load_chunks(saved.path, saved.manifest, pieces)
-    for steps, value in values.items():
-        if not isinstance(value, Tensor):
-            values[steps] = get(target, steps)
 
 
 def _empty(item: IndexEntry, owners: _Owners, parameters: Mapping[str, IndexEntry], cutter: Cutter) -> Tensor:

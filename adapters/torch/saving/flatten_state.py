@@ -88,14 +88,6 @@ def put(root: MutableMapping[Any, Any], path: StatePath, value: Any, int_keys: S
         node = node[key]
 
 
-def get(root: Mapping[Any, Any], path: StatePath) -> Any:
-    """Return the value at ``path`` in a nested state."""
-    node: Any = root
-    for step in path:
-        node = node[step]
-    return node
-
-
 def whole(tensor: Tensor) -> Tensor:
     """Return a tensor with the same elements and a storage of only their bytes: ``torch.save`` writes whole storages.
 

@@ -44,7 +44,7 @@ def finalise(draft: Path, pieces: Sequence[Piece], *, writer: Rank = NOBODY, gap
         draft: the draft directory with all pieces in it.
         pieces: the pieces of all shards; pieces of other kinds are ignored.
         writer: the rank that the manifest names as the writer of the file.
-        gaps: see ``build_metadata``.
+        gaps: see ``fitting``.
 
     Returns:
         A list with one piece: the new file.
@@ -70,19 +70,12 @@ def build_metadata(items: Sequence[IndexEntry], storage_meta: StorageMeta, gaps:
     Args:
         items: the items of all shards.
         storage_meta: part of the description.
-        gaps: prefix of the names of tensors that need not be complete.
+        gaps: see ``fitting``.
 
     Raises:
-        CheckpointError: chunks overlap, reach outside of their tensor or leave gaps, or shards give different shapes or
-            dtypes for one tensor.
+        CheckpointError: see ``fitting``.
     """
-    distinct = {(item.path, item.dtype, item.shape, item.offsets, item.sizes): item for item in reversed(items)}
-    by_key: dict[str, list[IndexEntry]] = {}
-    for item in reversed(distinct.values()):
-        by_key.setdefault(item.key, []).append(item)
-    problems = [problem for chunks in by_key.values() if (problem := _problem(chunks, gaps))]
-    if problems:
-        raise CheckpointError(f"the shards do not fit together: {_bounded(problems)}")
+    by_key = fitting(items, gaps)
     metadata = Metadata(
         state_dict_metadata={key: _describe(chunks) for key, chunks in by_key.items()},
         planner_data={key: chunks[0].path for key, chunks in by_key.items()},
@@ -117,6 +110,27 @@ def _place(item: IndexEntry, index: int) -> tuple[MetadataIndex, filesystem._Sto
 
 
 # ------------------------------------------------------------------------------------------------------- exact covering
+
+
+def fitting(items: Sequence[IndexEntry], gaps: str = NO_GAPS) -> dict[str, list[IndexEntry]]:
+    """Return the distinct items of each name, after a check that they make up whole tensors.
+
+    Args:
+        items: the items of all shards.
+        gaps: prefix of the names of tensors that need not be complete.
+
+    Raises:
+        CheckpointError: chunks overlap, reach outside of their tensor or leave gaps, or shards give different shapes or
+            dtypes for one tensor.
+    """
+    distinct = {(item.path, item.dtype, item.shape, item.offsets, item.sizes): item for item in reversed(items)}
+    by_key: dict[str, list[IndexEntry]] = {}
+    for item in reversed(distinct.values()):
+        by_key.setdefault(item.key, []).append(item)
+    problems = [problem for chunks in by_key.values() if (problem := _problem(chunks, gaps))]
+    if problems:
+        raise CheckpointError(f"the shards do not fit together: {_bounded(problems)}")
+    return by_key
 
 
 def _problem(chunks: Sequence[IndexEntry], gaps: str) -> str:

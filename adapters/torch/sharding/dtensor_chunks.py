@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ttp.adapters.torch.saving.checkpoint import Chunk, TensorOrChunks
+from ttp.adapters.torch.saving.checkpoint import Chunk, TensorOrChunks, chunks_of
 from ttp.adapters.torch.sharding.fsdp1 import flat_pieces
 from ttp.adapters.torch.sharding.names import ModelNames
 from ttp.errors import ConfigError
@@ -171,10 +171,9 @@ class Cutter:
         nothing = Chunk(tensor.detach().new_empty((0,) * len(shape)), shape, (0,) * len(shape))
         return flat_chunks(piece.of(tensor), shape, piece.start) if piece.count else (nothing,)
 
-    def pieces(self, owner: str, tensor: Tensor) -> Sequence[Chunk] | None:
-        """Return the chunks on this rank if only ``load_chunks`` can fill them; None if torch's loader can."""
-        found = self.stored(owner, tensor)
-        return [chunk for chunk in found if chunk.tensor.numel()] if isinstance(found, tuple) else None
+    def chunks(self, owner: str, tensor: Tensor) -> Sequence[Chunk]:
+        """Return the chunks of a tensor that are on this rank, for ``load_chunks``; see ``Sharding.stored``."""
+        return chunks_of(self.stored(owner, tensor)) or ()
 
     def absent(self, owner: str) -> bool:
         """Return whether no part of a parameter is on this rank, so that its optimizer keeps nothing for it."""

@@ -1,4 +1,4 @@
-"""Chunks that torch cannot describe (FSDP1's) are read from the pieces that overlap them, and from no others."""
+"""The chunks of a tensor are read from the pieces that overlap them, and from no others."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tests.adapters.torch.checkpoints import whole_checkpoint
 from ttp.adapters.torch.restoring import reader
 from ttp.adapters.torch.restoring.reader import load_chunks
 from ttp.adapters.torch.saving.checkpoint import Chunk, write_shard
+from ttp.adapters.torch.saving.piece_index import items_of
 from ttp.core.layout import Rank, Shard
 from ttp.errors import CheckpointError
 
@@ -31,7 +32,7 @@ def saved(tmp_path: Path) -> Any:
         )
         for n in range(4)
     ]
-    return whole_checkpoint(tmp_path, pieces, 1, 4)
+    return items_of(whole_checkpoint(tmp_path, pieces, 1, 4).pieces)
 
 
 def test_only_what_overlaps_is_read(saved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,6 +50,16 @@ def test_a_tensor_that_is_not_there_or_has_another_shape(saved: Any, tmp_path: P
     for name in ("w", "v"):
         with pytest.raises(CheckpointError, match=rf"has no tensor model\.{name} of shape \(9, 4\)"):
             load_chunks(tmp_path, saved, [(("model", name), [chunk])])
+
+
+def test_elements_that_no_piece_has(saved: Any, tmp_path: Path) -> None:
+    """Those of a padded tensor stay as they are; of any other tensor they are an error."""
+    found = torch.full((9, 4), 5.0)
+    wanted = [(("model", "w"), [Chunk(found, (9, 4), (0, 0))])]
+    load_chunks(tmp_path, saved, wanted, padded={("model", "w")})
+    assert torch.equal(found[:8], WHOLE) and torch.equal(found[8], torch.full((4,), 5.0))
+    with pytest.raises(CheckpointError, match=r"is incomplete: 8 elements of model\.w are in none of its pieces"):
+        load_chunks(tmp_path, saved[:3], [(("model", "w"), [Chunk(torch.zeros(8, 4), (8, 4), (0, 0))])])
 
 
 def test_nothing_wanted_reads_nothing(saved: Any, tmp_path: Path) -> None:
