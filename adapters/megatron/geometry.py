@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ttp.adapters.megatron.local_chunks import LocalChunk, boxes
 from ttp.adapters.torch.saving.checkpoint import Chunk
 from ttp.adapters.torch.sharding.dtensor_chunks import is_distributed
+from ttp.adapters.torch.sharding.local_chunks import LocalChunk, boxes
 from ttp.errors import ConfigError
 
 _EXTRA_STATE = "_extra_state"

@@ -122,7 +122,7 @@ def _moments(
     for holding in inner.holdings:
         main_key = _main_key(holding, saved, gaps)
         states = {
-            name: torch.empty_like(holding.main.detach(), dtype=_dtype(saved, name, holding))
+            name: torch.zeros_like(holding.main.detach(), dtype=_dtype(saved, name, holding))
             for name in _state_names(holding, saved, gaps)
         }
         targets = {main_key: holding.main.detach()} | {f"{STATE_PREFIX}{name}.": each for name, each in states.items()}

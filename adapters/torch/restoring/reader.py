@@ -46,7 +46,7 @@ def load_chunks(
     chunks = {steps: found for steps, found in wanted if found}
     saved = {of_value[0].path: of_value for of_value in by_path(item for item in items if item.path in chunks)}
     for steps, found in chunks.items():
-        here = saved.get(steps, ())
+        here = saved.get(steps, [])
         whole = steps in padded or (bool(here) and here[0].shape == tuple(found[0].shape))
         if not here or not whole:
             raise CheckpointError(f"{path} has no tensor {'.'.join(map(str, steps))} of shape {tuple(found[0].shape)}")
@@ -75,7 +75,7 @@ def copy_overlaps(path: Path, item: IndexEntry, chunks: Sequence[Chunk]) -> int:
             continue
         piece = read_value(path, item) if piece is None else piece
         source, target = common
-        with torch.inference_mode(chunk.tensor.is_inference()):  # torch refuses to write to a view of such a tensor else
+        with torch.inference_mode(chunk.tensor.is_inference()):  # else torch writes to no view of it
             here = chunk.tensor.detach()[target]
             here.copy_(piece[source])
         copied += here.numel()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from ttp.adapters.torch.saving.checkpoint import Chunk, TensorOrChunks, chunks_of
 from ttp.adapters.torch.sharding.fsdp1 import flat_pieces
+from ttp.adapters.torch.sharding.local_chunks import boxes
 from ttp.adapters.torch.sharding.names import ModelNames
 from ttp.errors import ConfigError
 
@@ -78,25 +80,9 @@ def flat_chunks(piece: Tensor, shape: Sequence[int], start: int) -> tuple[Chunk,
         shape: shape of the whole tensor.
         start: position of the first element of ``piece`` in the flattened tensor.
     """
-    if len(shape) <= 1:
-        return (Chunk(piece.reshape([-1] * len(shape)), tuple(shape), (start,) * len(shape)),)
-    row = 1
-    for size in shape[1:]:
-        row *= size
-    found: list[Chunk] = []
-    position, stop = start, start + piece.numel()
-    while position < stop:
-        first, inside = divmod(position, row)
-        if inside or stop - position < row:  # a part of one row: a row has one dimension less
-            end = min(stop, (first + 1) * row)
-            parts = flat_chunks(piece[position - start : end - start], shape[1:], inside)
-            found += [Chunk(p.tensor.unsqueeze(0), tuple(shape), (first, *p.offsets)) for p in parts]
-        else:
-            end = stop - stop % row
-            rows = piece[position - start : end - start].view(-1, *shape[1:])
-            found.append(Chunk(rows, tuple(shape), (first, *[0] * (len(shape) - 1))))
-        position = end
-    return tuple(found)
+    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    inside = boxes(shape, strides, 0, start, start + piece.numel())
+    return tuple(Chunk(box.of(piece, start), tuple(shape), box.offsets) for box in inside)
 
 
 def _chunks(here: Tensor, shape: tuple[int, ...], runs: Sequence[Sequence[_Run]]) -> Iterator[Chunk]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,15 +16,18 @@ import ttp
 from tests.adapters.torch.fake_device import FakeDevice, Watching
 from ttp.adapters.megatron import contents, offer_to_megatron, stock, training
 from ttp.adapters.megatron.adapter import MegatronAdapter
-from ttp.adapters.megatron.geometry import Described, Geometry
+from ttp.adapters.megatron.geometry import Described, Geometry, TensorView
 from ttp.adapters.megatron.optimizers import Holding, Inner, _dealt, _refuse_unknown, unchained, with_counts
 from ttp.adapters.megatron.param_sync import ParamSyncs
 from ttp.adapters.megatron.rank_state import Progress
-from ttp.adapters.megatron.restore import _install_groups, _other_optimizers, restore_groups
+from ttp.adapters.megatron.restore import Wants, _install_groups, _moments, _other_optimizers, restore_groups
 from ttp.adapters.megatron.source import MegatronSource
 from ttp.adapters.megatron.stock import JOB_KEY
+from ttp.adapters.torch.restoring.reader import load_chunks
+from ttp.adapters.torch.saving.checkpoint import write_shard
 from ttp.adapters.torch.saving.job_state import JobState
-from ttp.core.layout import Layout, Shard, Version
+from ttp.adapters.torch.saving.piece_index import items_of
+from ttp.core.layout import Layout, Rank, Shard, Version
 from ttp.errors import CheckpointError, ConfigError, UsageError
 from ttp.store.manifest import Manifest
 
@@ -327,3 +330,25 @@ def test_an_older_checkpoint_of_ttp_does_not_replace_what_megatron_has_loaded(
         return
     with pytest.raises(ConfigError, match=r"loaded iteration 6 .* in kept, is of iteration 5"):
         module.setup_model_and_optimizer()
+
+
+def test_a_larger_padding_of_the_vocabulary_begins_with_moments_of_zero(tmp_path: Path) -> None:
+    """Its rows are in no checkpoint. Logits of padding have gradients, so a NaN there would reach the loss."""
+    view = TensorView("w", (6, 2), (0, 0), (6, 2), (2, 1), 0, flexible=True)
+    described = Described("w", torch.zeros(6, 2), (view,), True)
+    holding = Holding(described, torch.full((6, 2), 3.0), 0, 12, described.whole)
+    state: dict[str, Any] = {"optimizer.state.param.w": torch.ones(4, 2), "optimizer.state.exp_avg.w": torch.ones(4, 2)}
+    saved = {
+        item.key: [item] for item in items_of([write_shard(tmp_path, "f", state, shard=Shard("s"), writer=Rank(0))])
+    }
+    wants = Wants()
+    torch.use_deterministic_algorithms(True)  # fills memory that is not initialised with NaN
+    try:
+        ((main, moments),) = _moments(cast("Any", SimpleNamespace(holdings=[holding])), saved, {}, wants).items()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    load_chunks(
+        tmp_path, [item for items in saved.values() for item in items], wants.chunks.items(), padded=wants.padded
+    )
+    assert moments["exp_avg"].tolist() == [[1.0, 1.0]] * 4 + [[0.0, 0.0]] * 2
+    assert main.tolist() == [[1.0, 1.0]] * 4 + [[3.0, 3.0]] * 2, "the weights of padding are those of this job's seed"

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ttp.adapters.megatron.local_chunks import boxes
+from ttp.adapters.torch.sharding.local_chunks import boxes
 
 
 @st.composite

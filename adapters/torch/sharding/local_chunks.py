@@ -1,8 +1,8 @@
 """Divides a range of a tensor's memory into boxes of the tensor.
 
-Megatron's distributed optimizer cuts a buffer of all parameters into equal ranges, without regard to where a tensor or
-one of its rows begins. Checkpoints are made of boxes (offsets and sizes per dimension). A range of a tensor of n
-dimensions consists of at most 2n - 1 boxes: a part of the first row, whole rows, a part of the last one.
+FSDP1 and Megatron's distributed optimizer cut a flat buffer of many parameters into equal ranges, without regard to
+where a tensor or one of its rows begins. Checkpoints are made of boxes (offsets and sizes per dimension). A range of a
+tensor of n dimensions consists of at most 2n - 1 boxes: a part of the first row, whole rows, a part of the last one.
 """
 
 from __future__ import annotations
