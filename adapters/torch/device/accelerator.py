@@ -214,58 +214,56 @@ def number(value: Any) -> Any:
 # ---------------------------------------------------------------------------------------------------------------- fence
 
 
-class Fence(Protocol):
-    """Tells how far a device has come in the training's work, by version; a device may be behind its host."""
+class Fence:
+    """Tells how far the devices have come in the training's work, by version; they may be behind their host.
+
+    Args:
+        runtimes: the devices of the state; empty: it is on the host, where a version is finished when it is recorded.
+        base: the present version of the state.
+        newest: True: a version counts as reached when one device has reached it, as for the beginning of an update;
+            False: when all devices have.
+    """
+
+    def __init__(self, runtimes: Sequence[Runtime], base: int = 0, *, newest: bool = False) -> None:
+        self._recorded = base
+        self._devices = [_DeviceMarks(runtime, base) for runtime in runtimes]
+        self._pick = max if newest else min
 
     def record(self, version: int) -> None:
         """Queue the mark of ``version`` behind the work queued so far. For the training thread; does not wait."""
+        self._recorded = version
+        for device in self._devices:
+            device.record(version)
 
     def finished_version(self) -> int:
-        """Return the newest version whose mark the device has reached. For any thread; does not wait."""
+        """Return the newest version whose mark the devices have reached. For any thread; does not wait."""
+        return self._pick(device.finished() for device in self._devices) if self._devices else self._recorded
 
     def wait(self, version: int, timeout_s: float) -> bool:
         """Wait up to ``timeout_s`` seconds for ``version``; return whether it came. Not for the training thread."""
+        return poll(lambda: self.finished_version() >= version, timeout_s if self._devices else 0.0)
 
 
-class HostFence:
-    """The fence for state on the host: a version is finished when it is recorded."""
+class _DeviceMarks:
+    """The marks of versions in the queue of one device."""
 
-    def __init__(self, base: int = 0) -> None:
-        self._finished = base
-
-    def record(self, version: int) -> None:
-        """See ``Fence``."""
-        self._finished = version
-
-    def finished_version(self) -> int:
-        """See ``Fence``."""
-        return self._finished
-
-    def wait(self, version: int, timeout_s: float) -> bool:
-        """See ``Fence``."""
-        return self._finished >= version
-
-
-class DeviceFence:
-    """The fence for state on one device: a version is finished when the device has reached its mark."""
-
-    def __init__(self, runtime: Runtime, base: int = 0) -> None:
+    def __init__(self, runtime: Runtime, base: int) -> None:
         self._runtime = runtime
         self._finished = base
         self._pending: deque[tuple[int, Event]] = deque()
         self._collecting = threading.Lock()
 
     def record(self, version: int) -> None:
-        """See ``Fence``. Does not raise on a broken device, which finishes no more versions: the program will raise."""
+        """Queue a mark. Does not raise on a broken device, which finishes no more versions: the program will raise."""
         try:
             self._pending.append((version, self._runtime.mark(side=False)))
         except RuntimeError as problem:
             log.debug("no mark can be queued on the device: %s", problem)
         if len(self._pending) > AHEAD_MAX:  # marks that are reached would pile up; to ask for each at once costs more
-            self.finished_version()
+            self.finished()
 
-    def finished_version(self) -> int:
-        """See ``Fence``."""
+    def finished(self) -> int:
+        """Return the newest version whose mark the device has reached."""
         with self._collecting:
             try:
                 while self._pending and self._pending[0][1].query():
@@ -273,50 +271,6 @@ class DeviceFence:
             except RuntimeError as problem:  # the device is broken, and finishes nothing more
                 log.debug("the marks of the device cannot be queried: %s", problem)
             return self._finished
-
-    def wait(self, version: int, timeout_s: float) -> bool:
-        """See ``Fence``."""
-        return poll(lambda: self.finished_version() >= version, timeout_s)
-
-
-class DevicesFence:
-    """The fence for state on several devices.
-
-    Args:
-        fences: the fence of each device.
-        newest: True: a version counts as reached when one device has reached it, as for the beginning of an update;
-            False: when all devices have.
-    """
-
-    def __init__(self, fences: Sequence[Fence], newest: bool) -> None:
-        self._fences, self._pick = fences, max if newest else min
-
-    def record(self, version: int) -> None:
-        """See ``Fence``."""
-        for fence in self._fences:
-            fence.record(version)
-
-    def finished_version(self) -> int:
-        """See ``Fence``."""
-        return self._pick(fence.finished_version() for fence in self._fences)
-
-    def wait(self, version: int, timeout_s: float) -> bool:
-        """See ``Fence``."""
-        return poll(lambda: self.finished_version() >= version, timeout_s)
-
-
-def make_fence(runtimes: Sequence[Runtime], base: int = 0, *, newest: bool = False) -> Fence:
-    """Make the fence for state on these devices.
-
-    Args:
-        runtimes: the devices; empty: the state is on the host.
-        base: the present version of the state.
-        newest: see ``DevicesFence``.
-    """
-    fences = [DeviceFence(runtime, base) for runtime in runtimes]
-    if len(fences) > 1:
-        return DevicesFence(fences, newest)
-    return fences[0] if fences else HostFence(base)
 
 
 def poll(done: Callable[[], bool], timeout_s: float) -> bool:

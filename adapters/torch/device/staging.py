@@ -174,7 +174,7 @@ class DeviceBuffers:
             for place, entry in enumerate(self.table.small):
                 if holder(self._runtimes, entry.tensor) is None:
                     staged.parts[place] = entry.copied()
-        staged.ready = events[0] if len(events) == 1 else AllEvents(events)
+        staged.ready = AllEvents(events)
         return staged
 
     def graphed(self) -> bool:
@@ -224,8 +224,7 @@ class DeviceBuffers:
 
     def mark(self) -> Event:
         """Return a mark behind the work that is queued on all devices so far."""
-        marks = [runtime.mark(side=False) for runtime in self._runtimes]
-        return marks[0] if len(marks) == 1 else AllEvents(marks)
+        return AllEvents([runtime.mark(side=False) for runtime in self._runtimes])
 
     def release(self, staged: Staged) -> None:
         """Return the memory of a capture that was written or given up. May be called on any thread."""

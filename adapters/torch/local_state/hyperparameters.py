@@ -26,7 +26,7 @@ ParamGroups = list[dict[str, Any]]
 
 
 @dataclass(slots=True)  # making a frozen one would take three times as long
-class _Columns:
+class GroupValues:
     """The hyperparameters of all groups of one optimizer. Immutable.
 
     Args:
@@ -58,32 +58,21 @@ class _Columns:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class Hyperparameters:
-    """The hyperparameters of all param groups of some optimizers.
+Hyperparameters = list[GroupValues]
+"""The hyperparameters of some optimizers: an entry for each optimizer."""
+
+
+def hyperparameters_of(optimizers: Sequence[Optimizer], before: Hyperparameters | None = None) -> Hyperparameters:
+    """Copy the hyperparameters as they are now. May be called on any thread.
 
     Args:
-        columns: the hyperparameters of each optimizer.
+        optimizers: the optimizers whose param groups are copied.
+        before: an earlier copy, of which unchanged parts are used again; None: there is none.
     """
-
-    columns: list[_Columns]
-
-    @staticmethod
-    def of(optimizers: Sequence[Optimizer], before: Hyperparameters | None = None) -> Hyperparameters:
-        """Copy the hyperparameters as they are now. May be called on any thread.
-
-        Args:
-            optimizers: the optimizers whose param groups are copied.
-            before: an earlier copy, of which unchanged parts are used again; None: there is none.
-        """
-        if before is None:
-            return Hyperparameters([_looked_at(each.param_groups, None) for each in optimizers])
-        now = [_looked_at(each.param_groups, old) for each, old in zip(optimizers, before.columns, strict=True)]
-        return before if all(map(is_, now, before.columns)) else Hyperparameters(now)
-
-    def groups(self) -> list[ParamGroups]:
-        """Return the param groups of each optimizer, as dictionaries without parameters."""
-        return [columns.groups() for columns in self.columns]
+    if before is None:
+        return [_looked_at(each.param_groups, None) for each in optimizers]
+    now = [_looked_at(each.param_groups, old) for each, old in zip(optimizers, before, strict=True)]
+    return before if all(map(is_, now, before)) else now
 
 
 def plain_settings(optimizers: Sequence[ParamGroups]) -> ParamGroups:
@@ -92,7 +81,7 @@ def plain_settings(optimizers: Sequence[ParamGroups]) -> ParamGroups:
     return [{name: v for name, v in group.items() if type(v) in PLAIN or _is_fixed(v)} for group in groups]
 
 
-def _looked_at(groups: list[dict[str, Any]], last: _Columns | None) -> _Columns:
+def _looked_at(groups: list[dict[str, Any]], last: GroupValues | None) -> GroupValues:
     """Copy the groups of one optimizer; returns ``last`` itself if nothing has changed."""
     if last is not None and last.few is not None and _equal(groups, last.few):
         return last
@@ -104,18 +93,18 @@ def _looked_at(groups: list[dict[str, Any]], last: _Columns | None) -> _Columns:
         return last
     others, known = last.others, last.values
     if [*map(type, values)] == last.types and _equal([values[n] for n in others], [known[n] for n in others]):
-        return _Columns(last.lengths, last.names, values, last.types, others, None, _few(groups))
+        return GroupValues(last.lengths, last.names, values, last.types, others, None, _few(groups))
     return _new(groups, lengths, names, values)
 
 
-def _new(groups: list[dict[str, Any]], lengths: list[int], names: list[str], values: list[Any]) -> _Columns:
+def _new(groups: list[dict[str, Any]], lengths: list[int], names: list[str], values: list[Any]) -> GroupValues:
     """Copy all values with their types; needed if types may have changed, or if values can change in place."""
     types = [*map(type, values)]
     others = [index for index, kind in enumerate(types) if kind not in PLAIN]
     copies = None
     if not all(names[index] == "params" or _is_fixed(values[index]) for index in others):
         copies = [{name: copied(value) for name, value in group.items() if name != "params"} for group in groups]
-    return _Columns(lengths, names, values, types, others, copies, None if copies is not None else _few(groups))
+    return GroupValues(lengths, names, values, types, others, copies, None if copies is not None else _few(groups))
 
 
 def _few(groups: list[dict[str, Any]]) -> ParamGroups | None:

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from torch.optim import Optimizer
 
 from ttp.adapters.torch.device.accelerator import AHEAD_MAX, Numbers, Runtime, number
-from ttp.adapters.torch.local_state.hyperparameters import Hyperparameters, ParamGroups
+from ttp.adapters.torch.local_state.hyperparameters import Hyperparameters, ParamGroups, hyperparameters_of
 from ttp.adapters.torch.loop.schedule_habit import Habit, Reading
 from ttp.adapters.torch.saving.job_state import JobState, Schedule
 from ttp.errors import CheckpointError, ToldAs, UsageError
@@ -199,8 +199,8 @@ class PostStepState:
         """
         found = self._of(version)
         if job is not None and found.schedules and job.schedules[0].state is found.schedules[0].state:
-            return found.groups.groups()
-        return self._read(version)[0].groups.groups()
+            return [each.groups() for each in found.groups]
+        return [each.groups() for each in self._read(version)[0].groups]
 
     def _read(self, version: int) -> tuple[_Snapshot, list[bool]]:
         """Return the snapshot of ``version``, and for each scheduler whether a step is due after it.
@@ -252,10 +252,10 @@ class PostStepState:
     def _take(self, version: int, last: _Snapshot | None = None) -> _Snapshot:
         """Return a snapshot of this moment. Parts that have not changed are shared with ``last``."""
         if last is None:
-            schedules, groups = tuple(map(Habit.look, self._habits)), Hyperparameters.of(self._optimizers)
+            schedules, groups = tuple(map(Habit.look, self._habits)), hyperparameters_of(self._optimizers)
         else:
             schedules = tuple(map(Habit.look, self._habits, last.schedules))
-            groups = Hyperparameters.of(self._optimizers, last.groups)
+            groups = hyperparameters_of(self._optimizers, last.groups)
         if self._scaler is None:
             return _Snapshot(version, schedules, None, groups)
         scaler = self._brought(_scaler_numbers(self._scaler) | self._found_infs())
@@ -279,7 +279,7 @@ class PostStepState:
         now = tuple(map(Habit.look, self._habits, last.schedules))
         if all(map(is_, now, last.schedules)):
             return last
-        groups = Hyperparameters.of(self._optimizers, last.groups)
+        groups = hyperparameters_of(self._optimizers, last.groups)
         return _Snapshot(last.version, now, last.scaler, groups, last.scaling, last.updated)
 
     def _is_updated(self, last: _Snapshot) -> bool:

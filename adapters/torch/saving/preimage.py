@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ttp.adapters.torch.device.accelerator import AHEAD_MAX, Runtime, holder, make_fence
+from ttp.adapters.torch.device.accelerator import AHEAD_MAX, Fence, Runtime, holder
 from ttp.adapters.torch.loop.combined_optimizer import members_of
 from ttp.adapters.torch.loop.schedule_habit import copied
 from ttp.adapters.torch.loop.unwrap_optimizer import unwrap_optimizer
@@ -95,7 +95,7 @@ class PreImage:
         self._members = members_of(optimizer)
         self._modules, self._followers = tuple(modules), followers
         self._runtimes = runtimes
-        self._begun, self._taken = make_fence(runtimes, -1, newest=True), make_fence(runtimes, -1)
+        self._begun, self._taken = Fence(runtimes, -1, newest=True), Fence(runtimes, -1)
         self._images: deque[Image] = deque(maxlen=AHEAD_MAX if runtimes else 1)
         self._memory: dict[_Place, Tensor] = {}
         self._used: set[_Place] = set()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ttp.adapters.torch.device.accelerator import AllEvents, Fence, Runtime, holder, make_fence, poll
+from ttp.adapters.torch.device.accelerator import AllEvents, Fence, Runtime, holder, poll
 from ttp.adapters.torch.device.cuda import runtimes_on
 from ttp.adapters.torch.local_state.capture import LocalCapture
 from ttp.adapters.torch.loop.between import BetweenSteps
@@ -48,9 +48,9 @@ class Standing(PagedSource):
         self._devices = devices
         self.runtimes: Sequence[Runtime] = runtimes_on(devices, rescue=True)
         """The runtimes of the devices, for work that must not wait for the training's queue."""
-        self.begun: Fence = make_fence(self.runtimes, newest=True)
-        self.finished: Fence = make_fence(self.runtimes)
-        self.reduced: Fence = make_fence(self.runtimes)  # has finished version n when the gradient for n is reduced
+        self.begun = Fence(self.runtimes, newest=True)
+        self.finished = Fence(self.runtimes)
+        self.reduced = Fence(self.runtimes)  # has finished version n when the gradient for n is reduced
         self.preimage: PreImage | None = None
         self.between: BetweenSteps | None = None
         self.swapped: Swapped | None = None

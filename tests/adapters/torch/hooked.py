@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ttp.adapters.torch.device.accelerator import HostFence
+from ttp.adapters.torch.device.accelerator import Fence
 from ttp.adapters.torch.loop.hooks import Calls, attach
 from ttp.adapters.torch.loop.post_step_state import PostStepState
 from ttp.processor.gate.gate import Gate
@@ -30,7 +30,7 @@ class Job:
         self.optimizers = [make(list(self.model.parameters())) for _ in range(optimizers)]
         self.optimizer = self.optimizers[0]
         self.gate = Gate()
-        self.fence = HostFence()
+        self.fence = Fence(())
         scheduler = parts.pop("scheduler", None)
         self.scheduler: Any = scheduler(self.optimizer) if scheduler else None
         self.tail = PostStepState(self.optimizers, scheduler=self.scheduler, **parts)

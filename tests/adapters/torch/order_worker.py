@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ttp.adapters.torch.device.accelerator import HostFence
+from ttp.adapters.torch.device.accelerator import Fence
 from ttp.adapters.torch.loop.hooks import attach, gradient_triggers
 from ttp.adapters.torch.loop.post_step_state import PostStepState
 from ttp.processor.gate.gate import Gate
@@ -80,7 +80,7 @@ def run(directory: Path, case: str, capture: Holder) -> dict[str, Any]:
         gate,
         capture,
         post_step=PostStepState([optimizer]),
-        fence=HostFence(),
+        fence=Fence(()),
         version=lambda: gate.version,
     )
     finished_early: list[bool] = []

@@ -17,7 +17,7 @@ from typing import Any
 
 from tests.adapters.torch.fake_runtime import FakeRuntime
 from tests.waiting import until
-from ttp.adapters.torch.device.accelerator import make_fence
+from ttp.adapters.torch.device.accelerator import Fence
 from ttp.adapters.torch.loop.stream_barrier import StreamBarrier
 from ttp.processor.gate import meeting as meeting_module
 from ttp.processor.gate.meeting import Meeting
@@ -40,7 +40,7 @@ class Rank:
         self.device = self.runtime.device
         self.place, self.count, self._held = place, count, held
         self.host, self.version, self.early = 0, 0, 0
-        self.finished, self.begun = make_fence([self.runtime]), make_fence([self.runtime])
+        self.finished, self.begun = Fence([self.runtime]), Fence([self.runtime])
         options: dict[str, Any] = {"why_not": lambda: "", "closed": lambda: False, "patience_s": 1800.0}
         self.barrier = StreamBarrier(meeting, FakeRuntime(self.device), **(options | settings))
 

@@ -9,19 +9,19 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from tests.adapters.torch.fake_runtime import FakeRuntime
-from ttp.adapters.torch.device.accelerator import AHEAD_MAX, DeviceFence, HostFence, make_fence
+from ttp.adapters.torch.device.accelerator import AHEAD_MAX, Fence
 
 
 class TestFence:
     def test_on_the_host_a_version_is_finished_at_once(self) -> None:
-        fence = make_fence((), 4)
-        assert isinstance(fence, HostFence) and fence.finished_version() == 4
+        fence = Fence((), 4)
+        assert fence.finished_version() == 4
         fence.record(5)
         assert fence.finished_version() == 5
         assert fence.wait(5, 0) and not fence.wait(6, 0)
 
     def test_on_a_device_when_its_event_is(self, device: Any) -> None:
-        fence = make_fence([device], 4)
+        fence = Fence([device], 4)
         device.moving.clear()
         for version in (5, 6):
             fence.record(version)
@@ -32,31 +32,32 @@ class TestFence:
         assert fence.finished_version() == 6
 
     def test_versions_finish_in_order(self, device: Any) -> None:
-        fence: Any = DeviceFence(device)
+        fence = Fence([device])
         device.moving.clear()
         for version in (1, 2, 3):
             fence.record(version)
-        fence._pending[1][1].done = True
+        events: list[Any] = [event for _, event in fence._devices[0]._pending]
+        events[1].done = True
         assert fence.finished_version() == 0
-        fence._pending[0][1].done = True
+        events[0].done = True
         assert fence.finished_version() == 2
 
     def test_a_broken_device_finishes_nothing_more(self, device: Any) -> None:
-        fence = DeviceFence(device, base=3)
+        fence = Fence([device], base=3)
         device.device.broken = True
         fence.record(4)
         assert fence.finished_version() == 3
         assert not fence.wait(4, 0.001)
 
     def test_nothing_piles_up_when_nobody_asks(self, device: Any) -> None:
-        fence = DeviceFence(device)
+        fence = Fence([device])
         for version in range(1, 1000):
             fence.record(version)
-        assert len(fence._pending) <= AHEAD_MAX
+        assert len(fence._devices[0]._pending) <= AHEAD_MAX
 
     def test_of_several_devices_what_all_have_finished_and_any_has_begun(self) -> None:
         one, other = FakeRuntime(), FakeRuntime()
-        finished, begun = make_fence([one, other]), make_fence([one, other], newest=True)
+        finished, begun = Fence([one, other]), Fence([one, other], newest=True)
         other.moving.clear()
         for fence in (begun, finished):
             fence.record(1)

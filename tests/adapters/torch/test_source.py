@@ -19,7 +19,7 @@ from tests.adapters.torch.fake_device import Watching
 from tests.adapters.torch.fake_runtime import FakeRuntime
 from tests.adapters.torch.stub_processor import Loop
 from tests.making import making
-from ttp.adapters.torch.device.accelerator import DeviceFence
+from ttp.adapters.torch.device.accelerator import Fence
 from ttp.adapters.torch.device.to_host import HostCopier
 from ttp.adapters.torch.loop.reporting import DeviceReporter
 from ttp.adapters.torch.loop.swapped import Swapped
@@ -94,7 +94,7 @@ class TestGradient:
     def test_on_a_device_when_it_is_there(self, make: Callable[..., Job]) -> None:
         job = make()
         device: Any = FakeRuntime()
-        job.source.runtimes, job.source.reduced = [device], DeviceFence(device)
+        job.source.runtimes, job.source.reduced = [device], Fence([device])
         job.adapter._attachment._reporter = DeviceReporter(job.processor, job.source)
         device.moving.clear()
         job.park()
@@ -117,7 +117,7 @@ def test_on_a_device_the_pre_image_goes_with_what_the_device_has_finished(make: 
     for parameter in job.model.parameters():
         device.device.put(parameter)
     source.runtimes, source.preimage = [runtime], PreImage(job.optimizer, runtimes=[runtime])
-    source.begun, source.finished = DeviceFence(runtime), DeviceFence(runtime)
+    source.begun, source.finished = Fence([runtime]), Fence([runtime])
     fences = (source.preimage._begun, source.preimage._taken, source.begun, source.finished)
 
     def queue_update() -> None:
@@ -145,7 +145,7 @@ class OnDevice:
         self.job, self.device = job, device
         source, runtime = job.source, device
         source.runtimes = [runtime]
-        source.begun, source.finished, source.reduced = (DeviceFence(runtime) for _ in range(3))
+        source.begun, source.finished, source.reduced = (Fence([runtime]) for _ in range(3))
         self.put()
         source.swapped = Swapped([job.optimizer], {}, [runtime])
         source._copier = HostCopier([runtime], buffer_bytes=256)
