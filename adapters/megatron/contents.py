@@ -20,8 +20,9 @@ from ttp.adapters.megatron.geometry import TensorView
 from ttp.adapters.megatron.rank_layout import RANK_LAYOUT_PREFIX, RankLayout
 from ttp.adapters.megatron.source import STATE_PREFIX
 from ttp.adapters.megatron.stock import JOB_KEY, read_megatron_job
-from ttp.adapters.torch.convert.contents import LazyTensor, StateValue, WholeState
+from ttp.adapters.torch.convert.contents import LazyTensor, WholeState
 from ttp.adapters.torch.restoring.reader import load_chunks, read_value
+from ttp.adapters.torch.saving.flatten_state import StateValue
 from ttp.adapters.torch.saving.job_state import JobState
 from ttp.adapters.torch.saving.metadata import fitting
 from ttp.adapters.torch.saving.piece_index import IndexEntry, items_of, left_out_of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -12,8 +12,7 @@ import xxhash
 from torch import Tensor
 
 from ttp.adapters.torch.saving.checkpoint import objection
-from ttp.adapters.torch.saving.flatten_state import leaves, put, whole
-from ttp.adapters.torch.saving.piece_index import StatePath
+from ttp.adapters.torch.saving.flatten_state import StateValue, leaves, put, whole
 from ttp.errors import CheckpointError
 
 
@@ -48,26 +47,6 @@ class LazyTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class StateValue:
-    """One value of the nested state.
-
-    Args:
-        path: path of the value in the nested state; see ``piece_index.StatePath``.
-        int_keys: positions in ``path`` at which the mapping's key is an ``int``.
-        value: a ``LazyTensor``, or a plain value.
-    """
-
-    path: StatePath
-    int_keys: tuple[int, ...]
-    value: Any
-
-    @property
-    def key(self) -> str:
-        """The flattened name of the value."""
-        return ".".join(map(str, self.path))
-
-
-@dataclass(frozen=True, slots=True)
 class WholeState:
     """The whole training state, as the reading side of a conversion hands it to the writing side.
 
@@ -78,7 +57,7 @@ class WholeState:
     Args:
         source: name of the source, for messages.
         version: finished updates; None: the source does not tell.
-        leaves: the values of the nested state, in the order of the source.
+        leaves: the values of the nested state, in the order of the source; tensors as ``LazyTensor``.
         optimizer: class of the optimizer; empty: unknown.
         job: job-wide scalars, by the names of the fields of ``JobState``; None: there are none.
         notes: differences from the saved state, in words.
@@ -108,13 +87,11 @@ def leaves_of(state: Mapping[str, Any]) -> tuple[StateValue, ...]:
         CheckpointError: a tensor is sparse, quantised or of a subclass of ``Tensor``.
     """
     found: list[StateValue] = []
-    for path, int_keys, value in leaves(state):
-        leaf = StateValue(path, int_keys, value)
-        if isinstance(value, Tensor):
-            if why := objection(leaf.key, value.detach()):
-                raise CheckpointError(why)
-            leaf = replace(leaf, value=LazyTensor.of(value))
-        found.append(leaf)
+    for leaf in leaves(state):
+        is_tensor = isinstance(leaf.value, Tensor)
+        if is_tensor and (why := objection(leaf.key, leaf.value.detach())):
+            raise CheckpointError(why)
+        found.append(leaf._replace(value=LazyTensor.of(leaf.value)) if is_tensor else leaf)
     return tuple(found)
 
 

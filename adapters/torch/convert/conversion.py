@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Literal
 
 from ttp.adapters.torch.convert import safetensors_file, torch_file
-from ttp.adapters.torch.convert.contents import LazyTensor, StateValue, WholeState, parts
+from ttp.adapters.torch.convert.contents import LazyTensor, WholeState, parts
 from ttp.adapters.torch.convert.from_checkpoint import read_checkpoint
 from ttp.adapters.torch.convert.to_checkpoint import write_checkpoint
 from ttp.adapters.torch.convert.torch_file import read_torch
+from ttp.adapters.torch.saving.flatten_state import StateValue
 from ttp.adapters.torch.saving.piece_index import left_out_of
 from ttp.core.layout import Version
 from ttp.errors import CheckpointError, ToldAs, UsageError, strerror_of

@@ -9,8 +9,9 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from ttp.adapters.torch.convert.contents import LazyTensor, StateValue, WholeState
+from ttp.adapters.torch.convert.contents import LazyTensor, WholeState
 from ttp.adapters.torch.restoring.reader import by_path, read_value, read_whole
+from ttp.adapters.torch.saving.flatten_state import StateValue
 from ttp.adapters.torch.saving.job_state import JOB_KIND, JobState, read_job_state
 from ttp.adapters.torch.saving.metadata import fitting
 from ttp.adapters.torch.saving.piece_index import IndexEntry, items_of, left_out_of

@@ -22,8 +22,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ttp.adapters.torch.convert.contents import LazyTensor, StateValue, WholeState, bytes_of, digest_of
-from ttp.adapters.torch.saving.flatten_state import put
+from ttp.adapters.torch.convert.contents import LazyTensor, WholeState, bytes_of, digest_of
+from ttp.adapters.torch.saving.flatten_state import StateValue, put
 from ttp.errors import GARBLED, CheckpointError, ConfigError, ToldAs
 from ttp.store.digest import HashingFile, Progress
 

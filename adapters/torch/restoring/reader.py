@@ -45,16 +45,14 @@ def load_chunks(
     """
     chunks = {steps: found for steps, found in wanted if found}
     saved = {of_value[0].path: of_value for of_value in by_path(item for item in items if item.path in chunks)}
-    for steps, found in chunks.items():
-        here = saved.get(steps, [])
-        whole = steps in padded or (bool(here) and here[0].shape == tuple(found[0].shape))
-        if not here or not whole:
+    for steps, found in chunks.items():  # all, before anything is modified
+        if steps not in saved or (steps not in padded and saved[steps][0].shape != tuple(found[0].shape)):
             raise CheckpointError(f"{path} has no tensor {'.'.join(map(str, steps))} of shape {tuple(found[0].shape)}")
+    for steps, found in chunks.items():
         missing = sum(chunk.tensor.numel() for chunk in found)
-        for item in here:
-            missing -= copy_overlaps(path, item, found)
+        missing -= sum(copy_overlaps(path, item, found) for item in saved[steps])
         if missing and steps not in padded:
-            key = here[0].key
+            key = saved[steps][0].key
             raise CheckpointError(f"{path} is incomplete: {missing} elements of {key} are in none of its pieces")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ttp.adapters.torch.saving.flatten_state import ToHost, dump, leaves, whole
+from ttp.adapters.torch.saving.flatten_state import StateValue, ToHost, dump, leaves, whole
 from ttp.adapters.torch.saving.piece_index import SHARD_KIND, IndexEntry, encode_table
 from ttp.adapters.torch.saving.tensor_serializer import TensorWriter
 from ttp.core.layout import Rank, Shard
@@ -50,15 +50,11 @@ TensorOrChunks = Tensor | Chunk | tuple[Chunk, ...]
 """One tensor of the state: the whole tensor, or the chunks of it that this rank holds. A chunk without elements is not
 written, unless the whole tensor has none."""
 
-
-Leaf = tuple[tuple[str | int, ...], tuple[int, ...], Any]
-"""An entry of a flattened state: (path, positions of int keys in the path, value). See ``leaves``."""
-
-Deal = Callable[[Iterable[Leaf]], tuple[Iterable[Leaf], str]]
+Deal = Callable[[Iterable[StateValue]], tuple[Iterable[StateValue], str]]
 """Takes the entries of a shard; returns those that belong to one part of it, and a digest of how it was divided."""
 
 
-def _everything(entries: Iterable[Leaf]) -> tuple[Iterable[Leaf], str]:
+def _everything(entries: Iterable[StateValue]) -> tuple[Iterable[StateValue], str]:
     return entries, ""
 
 
@@ -128,7 +124,7 @@ class _ShardWriter:
         self.items: list[IndexEntry] = []
         self.left_out: list[str] = []
 
-    def write(self, entries: Iterable[Leaf]) -> None:
+    def write(self, entries: Iterable[StateValue]) -> None:
         """Append the bytes of all values, and record where each of them is."""
         for path, int_keys, value in entries:
             self._stream.check()

@@ -6,7 +6,7 @@ import ctypes
 import io
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +23,27 @@ _OF_CONTENT = {"model": 2, "extra": 3, "optim": 4}
 """Least number of steps in the path of a value that a module or an optimizer has, by the first step."""
 
 
-def leaves(state: Mapping[Any, Any]) -> Iterator[tuple[StatePath, tuple[int, ...], Any]]:
-    """Yield every value of a nested state as ``(path, positions of int keys in the path, value)``.
+class StateValue(NamedTuple):
+    """One value of a nested state.
+
+    Args:
+        path: path of the value in the state.
+        int_keys: positions in ``path`` at which the mapping's key is an ``int``.
+        value: the value.
+    """
+
+    path: StatePath
+    int_keys: tuple[int, ...]
+    value: Any
+
+    @property
+    def key(self) -> str:
+        """The flattened name of the value."""
+        return ".".join(map(str, self.path))
+
+
+def leaves(state: Mapping[Any, Any]) -> Iterator[StateValue]:
+    """Yield every value of a nested state.
 
     Mappings are flattened, lists only if they hold a tensor or another flattened container, tuples never. Other than in
     stock torch, a mapping is a value if its keys cannot be told from their texts (a tuple; ``1`` beside ``"1"``), or if
@@ -35,15 +54,15 @@ def leaves(state: Mapping[Any, Any]) -> Iterator[tuple[StatePath, tuple[int, ...
         yield from _visit((str(key),), (0,) if type(key) is int else (), value)
 
 
-def _visit(path: StatePath, int_keys: tuple[int, ...], value: Any) -> Iterator[tuple[StatePath, tuple[int, ...], Any]]:
+def _visit(path: StatePath, int_keys: tuple[int, ...], value: Any) -> Iterator[StateValue]:
     if isinstance(value, Mapping):
         if not _has_lasting_keys(value) or (_is_of_content(path) and _is_small(value)):
-            yield path, int_keys, value if type(value) in _TYPED else dict(value)
+            yield StateValue(path, int_keys, value if type(value) in _TYPED else dict(value))
             return
         for key, inner in list(value.items()):
             yield from _visit((*path, str(key)), (*int_keys, len(path)) if type(key) is int else int_keys, inner)
     elif _is_leaf(value):
-        yield path, int_keys, value
+        yield StateValue(path, int_keys, value)
     else:
         for index, inner in enumerate(value):
             yield from _visit((*path, index), int_keys, inner)

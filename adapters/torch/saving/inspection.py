@@ -85,9 +85,9 @@ def replicated(names: ModelNames, optimizer: Optimizer) -> list[ComparedTensor]:
     found: dict[int, ComparedTensor] = {}
     for name, parameter in sorted(names.parameters.items()):
         found.setdefault(id(parameter), ComparedTensor(f"model.{name}", parameter, id(parameter) in trained, name))
-    for path, _, value in leaves({"optim": {"state": state}}):
-        if isinstance(value, Tensor):
-            found.setdefault(id(value), ComparedTensor(".".join(map(str, path)), value, True, str(path[2])))
+    for leaf in leaves({"optim": {"state": state}}):
+        if isinstance(leaf.value, Tensor):
+            found.setdefault(id(leaf.value), ComparedTensor(leaf.key, leaf.value, True, str(leaf.path[2])))
     return list(found.values())
 
 

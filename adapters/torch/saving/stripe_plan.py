@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ttp.adapters.torch.saving.checkpoint import Chunk, Leaf, chunks_of
+from ttp.adapters.torch.saving.checkpoint import Chunk, chunks_of
+from ttp.adapters.torch.saving.flatten_state import StateValue
 from ttp.adapters.torch.saving.piece_index import StatePath
 from ttp.store.digest import digest_bytes
 
@@ -43,24 +44,24 @@ class Share:
     count: int
     agreed: Callable[[StatePath], bool]
 
-    def of(self, entries: Iterable[Leaf]) -> tuple[list[Leaf], str]:
+    def of(self, entries: Iterable[StateValue]) -> tuple[list[StateValue], str]:
         """Return the entries of a shard that are in this part, and a digest of how the shard was divided."""
-        listed = sorted(entries, key=lambda entry: tuple(map(str, entry[0])))
-        stacks = [chunks_of(value) if self.agreed(path) else None for path, _, value in listed]
-        rest = [value for (_, _, value), stack in zip(listed, stacks, strict=True) if stack is None]
+        listed = sorted(entries, key=lambda entry: tuple(map(str, entry.path)))
+        stacks = [chunks_of(entry.value) if self.agreed(entry.path) else None for entry in listed]
+        rest = [entry.value for entry, stack in zip(listed, stacks, strict=True) if stack is None]
         fixed = sum(_size(chunks_of(value) or ()) for value in rest)
         line = _Line(stack for stack in stacks if stack is not None)
         bounds = _bounds(fixed, line.size, self.count)
-        mine: list[Leaf] = []
+        mine: list[StateValue] = []
         told: list[Any] = [self.count, fixed]
-        for (path, int_keys, value), stack in zip(listed, stacks, strict=True):
+        for entry, stack in zip(listed, stacks, strict=True):
             if stack is None:
-                mine += [(path, int_keys, value)] * (self.index == 1)
+                mine += [entry] * (self.index == 1)
                 continue
             at, pieces = line.cut(stack, bounds, self.index - 1)
             if pieces:
-                mine.append((path, int_keys, value if _size(pieces) == _size(stack) else tuple(pieces)))
-            told.append([list(map(str, path)), at, [_described(chunk) for chunk in stack]])
+                mine.append(entry if _size(pieces) == _size(stack) else entry._replace(value=tuple(pieces)))
+            told.append([list(map(str, entry.path)), at, [_described(chunk) for chunk in stack]])
         return mine, digest_bytes(json.dumps(told).encode())
 
 

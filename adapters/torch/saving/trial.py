@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ttp.adapters.torch.saving.checkpoint import objection
-from ttp.adapters.torch.saving.flatten_state import dump, leaves
-from ttp.adapters.torch.saving.piece_index import StatePath
+from ttp.adapters.torch.saving.flatten_state import StateValue, dump, leaves
 from ttp.adapters.torch.sharding.dtensor_chunks import local
 from ttp.adapters.torch.sharding.names import ModelNames
 from ttp.errors import ConfigError, UsageError
@@ -81,7 +80,7 @@ def try_before_training(state: State, model: nn.Module, names: ModelNames, no_me
 
 def left_out(state: State) -> list[str]:
     """Return the names of param group settings that have no form on disk. A restarted program makes them again."""
-    return [key for path, key, value in _values(state) if path[:2] == _SETTINGS and not _storable(value)]
+    return [leaf.key for leaf in _values(state) if leaf.path[:2] == _SETTINGS and not _storable(leaf.value)]
 
 
 class Trial:
@@ -288,28 +287,27 @@ def _wrong_tensors(state: State) -> Iterator[str]:
 
 
 def _wrong_values(state: State) -> Iterator[str]:
-    for path, key, value in _values(state):
-        if path[:2] != _SETTINGS and not _storable(value):
+    for leaf in _values(state):
+        if leaf.path[:2] != _SETTINGS and not _storable(leaf.value):
+            kind = type(leaf.value)
             yield (
-                f"{key} is a {type(value).__module__}.{type(value).__qualname__}, which has no form on disk that is "
+                f"{leaf.key} is a {kind.__module__}.{kind.__qualname__}, which has no form on disk that is "
                 "safe to load: keep tensors, numbers, strings, and lists and dicts of them"
             )
 
 
 def _wrong_names(state: State) -> Iterator[str]:
-    count = Counter(".".join(map(str, path)) for path, _, _ in leaves(state))
+    count = Counter(leaf.key for leaf in leaves(state))
     for key in (key for key, number in count.items() if number > 1):
         yield f"two values are called {key} if the keys to them are joined by dots: give one of them another key"
 
 
 def _tensors(state: State) -> Iterator[tuple[str, Tensor]]:
-    return ((".".join(map(str, path)), value) for path, _, value in leaves(state) if isinstance(value, Tensor))
+    return ((leaf.key, leaf.value) for leaf in leaves(state) if isinstance(leaf.value, Tensor))
 
 
-def _values(state: State) -> Iterator[tuple[StatePath, str, Any]]:
-    for path, _, value in leaves(state):
-        if not isinstance(value, Tensor):
-            yield path, ".".join(map(str, path)), value
+def _values(state: State) -> Iterator[StateValue]:
+    return (leaf for leaf in leaves(state) if not isinstance(leaf.value, Tensor))
 
 
 def _storable(value: Any) -> bool:
