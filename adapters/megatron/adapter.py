@@ -30,7 +30,6 @@ from ttp.adapters.torch.loop.hooks import Calls, attach
 from ttp.adapters.torch.loop.post_step_state import PostStepState
 from ttp.adapters.torch.loop.reporting import DeviceReporter
 from ttp.adapters.torch.restoring.compare import hand_to
-from ttp.adapters.torch.restoring.restore import Restored
 from ttp.adapters.torch.saving.job_state import JobState
 from ttp.adapters.torch.saving.preimage import PreImage
 from ttp.adapters.torch.sharding.exchange import connected, gather_or_refuse
@@ -198,19 +197,10 @@ class MegatronAdapter(TorchAdapter):
         manifest = Manifest.load(checkpoint)
         job = restore_into(checkpoint, manifest, self._held)
         notes = [*self._held.extra_states.restore(checkpoint, items_by_key(manifest)), *self._load_scheduler(job)]
-        restored = Restored(job.version, job, ())
-        for note in [*notes, *self._load_local(checkpoint, manifest, restored, rank, world_size)]:
+        for note in notes:
             log.warning("restored version %s, but %s", job.version, note)
-        if self._post_step is not None:
-            self._post_step.restored(job.version)
-        for fence in (self._source.begun, self._source.finished):
-            fence.record(job.version)
-        if self._source.preimage is not None:
-            self._source.preimage.forget()
         self._held.extra_states.take(job.version)
-        if protected:
-            self._capture.capture(job.version, final=True)
-        return Version(job.version)
+        return self._loaded(checkpoint, manifest, job, rank, world_size, protected=protected)
 
     def _load_scheduler(self, job: JobState) -> list[str]:
         """Restore scheduler and param groups, then make the scheduler's step if the save came before it.

@@ -18,10 +18,6 @@ log = logging.getLogger("ttp.adapters.torch")
 
 _KEPT = 4
 """Number of versions whose states are kept, because a host may be some updates ahead of its device."""
-_LEARNING = 4
-"""Number of first captures in which every module is asked for its state."""
-_PARTS = 16
-"""In later captures, modules that never had a state are asked in turns: 1/16 of them in each capture."""
 
 
 class ModuleStates:
@@ -35,7 +31,6 @@ class ModuleStates:
     def __init__(self, owners: Mapping[str, nn.Module], *, on_device: bool = False) -> None:
         self._owners, self._on_device = dict(owners), on_device
         self._kept: dict[int, dict[str, Any]] = {}
-        self._captures = 0
         self._seen: set[str] = set()  # names of modules that ever had an extra state
         self._complained = False
 
@@ -50,7 +45,7 @@ class ModuleStates:
     def take(self, version: int) -> None:
         """Capture the states now as those of ``version``, and drop all but the newest ``_KEPT`` versions."""
         try:
-            found = {key: copy.deepcopy(value) for key, value in self._find().items()}
+            found = {key: copy.deepcopy(value) for key, value in states_of(self._owners).items()}
         except Exception:
             if not self._complained:
                 self._complained = True
@@ -59,22 +54,6 @@ class ModuleStates:
         self._look_at_new(found)
         before = sorted(known for known in self._kept if known < version)[1 - _KEPT :]
         self._kept = {known: self._kept[known] for known in before} | {version: found}
-
-    def _find(self) -> dict[str, Any]:
-        """Return the present states, without asking every module that never had one (see ``_PARTS``).
-
-        Programs switch FP8 on after some steps, and for many modules at once: when a module has a state for the first
-        time, all modules are asked.
-        """
-        turn, self._captures = self._captures, self._captures + 1
-        if turn < _LEARNING:
-            return states_of(self._owners)
-        without = [key for key in self._owners if key not in self._seen]
-        asked = {key: self._owners[key] for key in (*self._seen, *without[turn % _PARTS :: _PARTS])}
-        found = states_of(asked)
-        if found.keys() <= self._seen:
-            return found
-        return found | states_of({key: self._owners[key] for key in without if key not in asked})
 
     def _look_at_new(self, found: Mapping[str, Any]) -> None:
         """Warn once that captures may wait for the device, and check new states."""

@@ -27,9 +27,10 @@ from ttp.adapters.torch.loop.repeating import Repeating
 from ttp.adapters.torch.restoring.compare import hand_to
 from ttp.adapters.torch.restoring.kept import Kept, UnlikeError
 from ttp.adapters.torch.restoring.reader import load_chunks, read_values
-from ttp.adapters.torch.restoring.restore import Restored, restore_into
+from ttp.adapters.torch.restoring.restore import restore_into
 from ttp.adapters.torch.restoring.transfer import give, receive
 from ttp.adapters.torch.saving.checkpoint import chunks_of
+from ttp.adapters.torch.saving.job_state import JobState
 from ttp.adapters.torch.saving.piece_index import SHARD_KIND, IndexEntry, items_of
 from ttp.adapters.torch.sharding.dtensor_chunks import is_distributed, stored
 from ttp.adapters.torch.sharding.exchange import connected, gather_bytes
@@ -223,23 +224,30 @@ class Restoring(abc.ABC):
         )
         self._resumed = True
         self._load_modules(checkpoint, manifest)
+        return self._loaded(checkpoint, manifest, restored.job, rank, world_size, protected=protected)
+
+    def _loaded(
+        self, checkpoint: Path, manifest: Manifest, job: JobState, rank: int, world_size: int, *, protected: bool
+    ) -> Version:
+        """Load the rank-local state too, and note that all objects hold the checkpoint's version."""
+        version = Version(job.version)
         if manifest.extra.get("disputed"):
             log.warning(
                 "replicas of %s differed when version %s was saved, and which was right is unknown: watch the loss",
                 ", ".join(map(str, manifest.extra["disputed"])),
                 manifest.version,
             )
-        for note in self._load_local(checkpoint, manifest, restored, rank, world_size):
-            log.warning("restored version %s, but %s", restored.version, note)
+        for note in self._load_local(checkpoint, manifest, job, rank, world_size):
+            log.warning("restored version %s, but %s", version, note)
         if self._post_step is not None:
-            self._post_step.restored(restored.version)
+            self._post_step.restored(version)
         for fence in (self._source.begun, self._source.finished):
-            fence.record(restored.version)
-        self._source.base = Version(restored.version)
+            fence.record(version)
+        self._source.base = version
         self._source.forget()
         if protected:
-            self._capture.capture(restored.version, final=True)
-        return Version(restored.version)
+            self._capture.capture(version, final=True)
+        return version
 
     def _load_modules(self, checkpoint: Path, manifest: Manifest) -> None:
         """Load the modules that were given as ``extra_state``, such as averages of the weights."""
@@ -258,20 +266,18 @@ class Restoring(abc.ABC):
                 whole = read_values(checkpoint, saved[name])["extra"][name]
                 hand_to(f"extra_state[{name!r}].load_state_dict()", module.load_state_dict, whole)
 
-    def _load_local(
-        self, checkpoint: Path, manifest: Manifest, restored: Restored, rank: int, world_size: int
-    ) -> list[str]:
+    def _load_local(self, checkpoint: Path, manifest: Manifest, job: JobState, rank: int, world_size: int) -> list[str]:
         """Load the rank-local state and return notes. In another layout it is derived anew: see docs/concepts.md."""
         if self.start is not None:
             self.start.put_back(self._capture)
             return []
-        constant = restored.job.extra.get("constant", {})
+        constant = job.extra.get("constant", {})
         same_world = self._same_places(manifest, world_size)
         owner = rank if same_world else 0
         local = read_local_state(checkpoint, manifest.pieces, owner)
         peers = self._from_peers(checkpoint, manifest, owner, local)
         if local is None:
-            reseed(restored.version, self._number(rank, world_size))
+            reseed(job.version, self._number(rank, world_size))
             notes = self._extra.restore({**constant, **peers})
             why = why_lost(manifest.pieces, rank) if same_world else "this job has another layout or number of ranks"
             return [
@@ -281,11 +287,11 @@ class Restoring(abc.ABC):
             ]
         died = is_provisional(manifest.pieces, owner)
         behind = [n for n in sorted(local.extra.keys() - peers) if died and may_be_behind(manifest.pieces, n)]
-        notes = [_BEHIND.format(owner, restored.version, ", ".join(map(repr, behind)))] if behind else []
+        notes = [_BEHIND.format(owner, job.version, ", ".join(map(repr, behind)))] if behind else []
         extra = {**constant, **local.extra, **peers}
         if same_world:
             return notes + self._capture.restore(replace(local, extra=extra))
-        reseed(restored.version, self._number(rank, world_size))
+        reseed(job.version, self._number(rank, world_size))
         return [
             *notes,
             *self._extra.restore(extra),
