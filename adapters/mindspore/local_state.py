@@ -14,7 +14,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import mindspore as ms
 import msgpack
@@ -139,8 +138,8 @@ class LocalCapture:
         if written and self.on_written is not None:
             self.on_written(version, final)
 
-    def restore(self, state: LocalState, *, streams: bool) -> list[str]:
-        """Restore the state of a page, and the random streams if ``streams``. Returns notes on missing streams.
+    def restore(self, state: LocalState) -> list[str]:
+        """Restore the state of a page. Returns notes on random streams that this process lacks.
 
         Raises:
             OtherModelError: the state does not fit this network.
@@ -153,8 +152,6 @@ class LocalCapture:
                     f"the checkpoint has a parameter {name}, {dtype}{list(shape)}, that this network does not have"
                 )
             put(self._memory, name, data)
-        if not streams:
-            return []
         with ToldAs(CheckpointError, "the saved random streams cannot be restored", *GARBLED, struct.error):
             notes = self._host.restore(*state.host)
         if state.stream:
@@ -231,6 +228,3 @@ class _Reader:
             raise ValueError(f"the header requires at least {self.at + size} bytes")
         self.at += size
         return self._data[self.at - size : self.at]
-
-
-__all__: list[Any] = ["STREAMS", "LocalCapture", "LocalState", "Position", "decode", "digests", "put"]

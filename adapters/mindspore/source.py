@@ -355,6 +355,3 @@ def _finite(block: Any) -> bool:
     if block.size == 0 or block.dtype.kind in "iub":
         return True
     return bool(np.isfinite(block.astype(np.float32) if block.dtype.kind not in "fc" else block).all())
-
-
-__all__: Sequence[str] = ["Inspector"]

@@ -132,7 +132,8 @@ def test_on_a_device_the_pre_image_goes_with_what_the_device_has_finished(make: 
     device.moving.clear()
     queue_update()
     assert job.gate.version == 2 and source.has_preimage, "the device still stands at 1 and has 0"
-    source.begun._pending[0][1].done = True
+    mark: Any = source.begun._devices[0]._pending[0][1]
+    mark.done = True
     assert not source.has_preimage, "an update is half done there"
     device.moving.set()
     assert source.has_preimage and all(fence.finished_version() >= 1 for fence in fences)
