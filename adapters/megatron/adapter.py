@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,9 +27,9 @@ from ttp.adapters.torch.local_state.capture import LocalCapture
 from ttp.adapters.torch.local_state.extra_state import ExtraState, by_name
 from ttp.adapters.torch.loop.barrier import UpdateBarrier
 from ttp.adapters.torch.loop.combined_optimizer import combined
+from ttp.adapters.torch.loop.device_marks import with_marks
 from ttp.adapters.torch.loop.hooks import Calls, attach
 from ttp.adapters.torch.loop.post_step_state import PostStepState
-from ttp.adapters.torch.loop.reporting import DeviceReporter
 from ttp.adapters.torch.restoring.compare import hand_to
 from ttp.adapters.torch.saving.job_state import JobState
 from ttp.adapters.torch.saving.preimage import PreImage
@@ -61,7 +62,6 @@ class MegatronAdapter(TorchAdapter):
     """
 
     _source: MegatronSource
-    _followers = None
 
     def __init__(
         self,
@@ -94,6 +94,7 @@ class MegatronAdapter(TorchAdapter):
             modules, names, self._together, self._capture, self._extra, devices, held=self._held, args=args
         )
         self._attachment = None
+        self._hooks = contextlib.ExitStack()
         self._processor: Processor | None = None
         self._barrier: UpdateBarrier | None = None
         self._post_step: PostStepState | None = None
@@ -143,18 +144,20 @@ class MegatronAdapter(TorchAdapter):
         barrier = self._barrier = self._make_barrier(processor)
         calls = Calls(before_gate=lambda: self._at_gate(processor, barrier), after_update=self._updated)
         if source.preimage is not None:
-            calls = calls._replace(before_update=source.preimage.take)
+            calls = calls._replace(before_update=source.preimage.before_update)
         self._attachment = attach(
             self._held.stepping,
             self._chunks[0],
-            DeviceReporter(processor, source) if source.on_device else processor,
+            processor,
             self._capture,
             post_step=self._post_step,
             fence=source.finished,
             version=lambda: processor.gate.version,
-            calls=calls,
+            calls=with_marks(calls, source, processor.gate) if source.on_device else calls,
         )
+        self._hooks.callback(self._attachment)
         self._syncs.attach(self._held.stepping)
+        self._hooks.callback(self._syncs.detach)
         source.exchanges = True  # parameters are gathered before the scheduler is stepped
         source.connect(processor, self._attachment, self.sharding(processor.env.world_size))
         self._held.extra_states.take(processor.gate.version)
@@ -172,11 +175,6 @@ class MegatronAdapter(TorchAdapter):
 
     def _why_wait(self) -> str:
         return "Megatron's optimizer exchanges weights between ranks"
-
-    def detach(self) -> None:
-        """Remove the hooks; ``attach`` registers them again."""
-        super().detach()
-        self._syncs.detach()
 
     def _note_increment(self) -> None:
         """Note the increment of the loop's last scheduler step: a restore may have to repeat that step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -20,13 +21,13 @@ from ttp.adapters.torch.local_state.extra_state import ExtraState
 from ttp.adapters.torch.loop.barrier import UpdateBarrier, needs_barrier
 from ttp.adapters.torch.loop.between import BetweenSteps
 from ttp.adapters.torch.loop.combined_optimizer import combined, members_of, refuse_shared, tell_forgotten
+from ttp.adapters.torch.loop.device_marks import with_marks
 from ttp.adapters.torch.loop.followers import Followers, called, untrained
 from ttp.adapters.torch.loop.hook import Hook
 from ttp.adapters.torch.loop.hooks import Attachment, Calls, attach, gathering
 from ttp.adapters.torch.loop.misuse import capturing, refuse_lazy
 from ttp.adapters.torch.loop.post_step_state import PostStepState
 from ttp.adapters.torch.loop.repeating import Repeating
-from ttp.adapters.torch.loop.reporting import DeviceReporter
 from ttp.adapters.torch.loop.swapped import Swapped
 from ttp.adapters.torch.loop.turns import Turns
 from ttp.adapters.torch.loop.untouched import Untouched
@@ -75,8 +76,6 @@ class TorchAdapter(Restoring):
         UsageError: there is no optimizer, an extra state cannot be stored, or a scheduler changes unsaved param groups.
     """
 
-    _forward: Sequence[Any] = ()  # the hooks that capture extra states of modules
-
     def __init__(
         self,
         optimizer: Optimizer | Sequence[Optimizer],
@@ -109,6 +108,7 @@ class TorchAdapter(Restoring):
         devices = devices_of([*model.parameters(), *model.buffers(), *owned, *averages])
         self._source = TorchSource(model, self._names, self._optimizer, self._capture, self._extra, devices)
         self._attachment: Attachment | None = None
+        self._hooks = contextlib.ExitStack()  # removes all hooks
         self._processor: Processor | None = None
         self._looked = False  # whether the optimizers were checked for state that cannot be saved
         self._followers: Followers | None = None
@@ -183,6 +183,7 @@ class TorchAdapter(Restoring):
         post_step = self._post_step = source.post_step = self._make_post_step()
         if others:
             self._followers = Followers(self._model, others, source.on_host, self._followed)
+            self._hooks.callback(self._followers.close)
             self._followed(self._followers.small)
         self._buckets = source.buckets = LayoutWatch(ddps, self._names)
         self._trial = self._make_trial(processor, sharding)
@@ -197,10 +198,11 @@ class TorchAdapter(Restoring):
         hidden = next((name for each in self._given if (name := hides_its_step(each))), "")
         turns = Turns(names_of(takers), skipped=post_step.skipped, scaled=self._scaler is not None, hidden=hidden)
         gate = processor.gate
+        calls = self._calls(turns, takers, len(processor.layout.groups) > 1)
         self._attachment = attach(
             takers,
             self._model,
-            DeviceReporter(processor, source) if source.on_device else processor,
+            processor,
             self._capture,
             post_step=post_step,
             turns=turns,
@@ -208,11 +210,13 @@ class TorchAdapter(Restoring):
             fence=source.finished,
             version=partial(attrgetter("version"), gate),  # without a call of Python, as it runs several times a step
             ddps=ddps,
-            calls=self._calls(turns, takers, len(processor.layout.groups) > 1),
+            calls=with_marks(calls, source, gate) if source.on_device else calls,
         )
+        self._hooks.callback(self._attachment)
         if self._names.extra_states:
             hook = Hook(self._forward_begins)  # first of all: another hook (of FSDP) may wait for a rank that is dead
-            self._forward = [each.register_forward_pre_hook(hook, prepend=True) for each in called(self._model)]
+            for each in called(self._model):
+                self._hooks.callback(each.register_forward_pre_hook(hook, prepend=True).remove)
         source.connect(processor, self._attachment, sharding)
         scaler, layout = self._scaler, processor.layout
         self.repeating = Repeating(self._model, self._given, scaler, self._capture, self._extra, layout, ddps)
@@ -270,7 +274,7 @@ class TorchAdapter(Restoring):
             calls = calls._replace(before_forward=swapped.entered, before_backward=swapped.used)
             calls = calls._replace(evaluating=swapped.evaluates)
         if (preimage := self._source.preimage) is not None:
-            return calls._replace(before_update=preimage.take, before_turn=lambda *_: not preimage.broken)
+            return calls._replace(before_update=preimage.before_update, before_turn=lambda *_: not preimage.broken)
         return calls._replace(before_turn=between.before_turn)
 
     def _before_gate(self) -> None:
@@ -336,7 +340,7 @@ class TorchAdapter(Restoring):
         if processor.config.stream_barrier and self._source.on_device:
             stream = self._source.runtime_for_barrier, self._why_wait
         runtimes = self._source.runtimes
-        barrier = UpdateBarrier(processor.env.world_size, runtimes, processor, self._gradient_final, stream)
+        barrier = UpdateBarrier(processor.env.world_size, runtimes, processor, stream)
         self._source.stream_barrier = barrier.stream
         return barrier
 
@@ -350,10 +354,6 @@ class TorchAdapter(Restoring):
             return "an update is made by several optimizers, or by one that exchanges weights between ranks"
         return ""
 
-    def _gradient_final(self) -> None:
-        assert self._processor is not None
-        self._source.reduced.record(self._processor.gate.version + 1)
-
     def keep(self, incident: str) -> Kept:
         """See ``TorchSource.keep``."""
         return self._source.keep(incident)
@@ -365,26 +365,15 @@ class TorchAdapter(Restoring):
 
     def detach(self) -> None:
         """Remove the hooks; ``attach`` registers them again."""
-        if self._attachment is not None:
-            self._attachment()
-            self._attachment = None
-        for handle in self._forward:
-            handle.remove()
-        self._forward = ()
-        if self._followers is not None:
-            self._followers.close()
-            self._followers = None
+        self.forget()
         if self._barrier is not None:
             self._barrier.close()
             self._barrier = None
 
     def forget(self) -> None:
         """Remove the hooks in a forked child, which is not the rank. Takes no lock: its holder may be gone."""
-        attachment, self._attachment = self._attachment, None
-        if attachment is not None:
-            attachment()
-        for handle in self._forward:
-            handle.remove()
+        self._hooks.close()
+        self._attachment = self._followers = None
 
     def step_done(self) -> None:
         """See ``ttp.step_done``."""

@@ -82,7 +82,6 @@ class UpdateBarrier:
         world_size: number of ranks of the job; all of them take part.
         runtimes: the devices on which the state is.
         processor: the processor of this rank.
-        reduced: called when the gradient is final, before this rank waits for others.
         stream: two functions for ``StreamBarrier``: one returns the device that is to wait instead of its host, the
             other returns why it may not; None: the host waits.
         timeout: how long to wait for the other ranks before the barrier raises; None: torch's half an hour
@@ -97,7 +96,6 @@ class UpdateBarrier:
         world_size: int,
         runtimes: Sequence[Runtime],
         processor: Frozen,
-        reduced: Callable[[], None] = lambda: None,
         stream: tuple[Callable[[], Runtime], Callable[[], str]] | None = None,
         timeout: timedelta | None = None,
     ) -> None:
@@ -109,7 +107,7 @@ class UpdateBarrier:
                 f"each update, and torch.distributed {found}: call init_process_group() before wrap_optimizer(), or "
                 'give wrap_optimizer() undo="preimage"'
             )
-        self._runtimes, self._processor, self._reduced = runtimes, processor, reduced
+        self._runtimes, self._processor = runtimes, processor
         self._timeout_s = timeout.total_seconds() if timeout is not None else COMES_S
         place = find_place(dist.get_rank(), processor.page_dir, gather_bytes)
         wide = len(place.firsts) > 1
@@ -143,12 +141,10 @@ class UpdateBarrier:
         self._turn += 1
         gate, stream = self._processor.gate, self.stream
         if stream is not None and stream.ready(self._turn):
-            self._reduced()
             stream.queue(self._turn, gate.version + 1)
             return
         for runtime in self._runtimes:
             runtime.mark(side=False).synchronize()
-        self._reduced()
         with gate.nearby(self._ring):
             try:
                 if not run(self.meeting.come(self._turn)):

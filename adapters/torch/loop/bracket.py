@@ -72,7 +72,8 @@ class Calls(NamedTuple):
 
     Args:
         before_gate: called when the gradient is reduced, before the gate; may block, and may raise like any collective.
-        before_update: called after the gate, with the number of finished updates; may not raise.
+        before_update: called after the gate, with the number of finished updates, and whether the state is that of this
+            version: after a half-made update it is of none. May not raise.
         before_turn: called after the gate, before a step in or after which training may stop with the version
             unfinished. Takes the number of finished updates, the number of the optimizer, and whether training may
             stop inside of that step. Returns whether training can go back to the last version. May not raise.
@@ -85,7 +86,7 @@ class Calls(NamedTuple):
     """
 
     before_gate: Callable[[], None] = _nothing
-    before_update: Callable[[int], None] = _nothing
+    before_update: Callable[[int, bool], None] = _nothing
     before_turn: Callable[[int, int, bool], bool] = _no_way_back
     after_update: Callable[[], None] = _nothing
     after_end: Callable[[], None] = _nothing
@@ -297,8 +298,7 @@ class Bracket:
             self._calls.before_gate()
         self._reporter.begin_update(again)
         self._begun = True
-        if not self._left:  # else the state belongs to no version, so a copy of it would be of no use
-            self._calls.before_update(self._version())
+        self._calls.before_update(self._version(), not self._left)
         self._left = self._again = False
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:

@@ -127,6 +127,11 @@ class PreImage:
             self._memory.clear()
             log.warning("training goes on, but updates cannot be undone: the state could not be copied (%s)", problem)
 
+    def before_update(self, version: int, fresh: bool) -> None:
+        """Copy the whole state before an update; after a half-made one (not ``fresh``) a copy would be of no use."""
+        if fresh:
+            self.take(version)
+
     def forget(self) -> None:
         """Drop the copies. Call this when a restore has replaced the state."""
         self._images.clear()

@@ -148,7 +148,9 @@ class TestCaught:
         """Undo needs the copy of the version before. A copy of half an update belongs to no version."""
         job = loop()
         copies: list[int] = []
-        job.detach._calls = job.detach._calls._replace(before_update=copies.append)
+        job.detach._calls = job.detach._calls._replace(
+            before_update=lambda version, fresh: copies.append(version) if fresh else None
+        )
         job.backward()
         job.optimizer.step()
         job.backward()

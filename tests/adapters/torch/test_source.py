@@ -21,7 +21,7 @@ from tests.adapters.torch.stub_processor import Loop
 from tests.making import making
 from ttp.adapters.torch.device.accelerator import Fence
 from ttp.adapters.torch.device.to_host import HostCopier
-from ttp.adapters.torch.loop.reporting import DeviceReporter
+from ttp.adapters.torch.loop.device_marks import with_marks
 from ttp.adapters.torch.loop.swapped import Swapped
 from ttp.adapters.torch.restoring.reader import read_values
 from ttp.adapters.torch.saving import standing
@@ -95,19 +95,12 @@ class TestGradient:
         job = make()
         device: Any = FakeRuntime()
         job.source.runtimes, job.source.reduced = [device], Fence([device])
-        job.adapter._attachment._reporter = DeviceReporter(job.processor, job.source)
+        job.adapter._attachment._calls = with_marks(job.adapter._attachment._calls, job.source, job.gate)
         device.moving.clear()
         job.park()
         assert not job.source.gradient_ready()
         device.moving.set()
         assert job.source.gradient_ready()
-
-
-def test_on_a_device_too_the_processor_is_told_where_the_step_is(make: Callable[..., Job]) -> None:
-    job = make()
-    reporter = DeviceReporter(job.processor, job.source)
-    reporter.mark, reporter.activity = 2, "evaluation"
-    assert (job.processor.mark, job.processor.activity) == (reporter.mark, reporter.activity) == (2, "evaluation")
 
 
 def test_on_a_device_the_pre_image_goes_with_what_the_device_has_finished(make: Callable[..., Job]) -> None:
@@ -150,8 +143,8 @@ class OnDevice:
         self.put()
         source.swapped = Swapped([job.optimizer], {}, [runtime])
         source._copier = HostCopier([runtime], buffer_bytes=256)
-        reporter: Any = DeviceReporter(job.processor, source)
-        job.adapter._attachment._reporter, job.adapter._attachment._fence = reporter, source.finished
+        attachment: Any = job.adapter._attachment
+        attachment._calls, attachment._fence = with_marks(attachment._calls, source, job.gate), source.finished
 
     def put(self) -> None:
         kept = [v for values in self.job.optimizer.state.values() for v in values.values() if v.dim()]
