@@ -287,10 +287,8 @@ class MindSporeAdapter:
         self.position, notes = load_into(self._memory, self._capture, checkpoint, manifest, rank, world_size)
         for note in notes:
             log.warning("restored version %s, but %s", manifest.version, note)
-        self._memory.look()
+        self._replaced()
         self._begins_with = Version(manifest.version)
-        if self._preimage is not None:
-            self._preimage.forget()
         if protected:
             self._capture.read_stream()
             self._capture.capture(manifest.version, self.position, final=True)
@@ -316,11 +314,15 @@ class MindSporeAdapter:
         absent, _ = ms.load_param_into_net(self.network, values, strict_load=True, remove_redundancy=bool(shared))
         if absent and not shared:  # else other ranks have sent them
             raise UsageError(f"ckpt_load_fn() must return all parameters of the network, and lacks {absent}")
+        self._replaced()
+        self.begin(self.version, position_in(values))
+        return self.version
+
+    def _replaced(self) -> None:
+        """Note that a load has replaced the state."""
         self._memory.look()
         if self._preimage is not None:
             self._preimage.forget()
-        self.begin(self.version, position_in(values))
-        return self.version
 
 
 def _warn_of_newer(save_dir: Path, version: Version) -> None:

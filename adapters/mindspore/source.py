@@ -207,7 +207,8 @@ class MindSporeSource(PagedSource):
             raise Cancelled
         directory = (draft / file).parent
         directory.mkdir(exist_ok=True)
-        entries = [*self._entries(version, local, undo), *self._numbers(rank, version, local)]
+        numbers = self._append_dict(rank, version, local)
+        entries = [*self._entries(version, local, undo), *(number(name, value) for name, value in numbers.items())]
         with piece_file(draft / file, self.wrote) as target:
             write_entries(target, entries, cancelled)
             size, digest = target.sync_and_close()
@@ -244,10 +245,20 @@ class MindSporeSource(PagedSource):
                 memory = self._memory.of(name).memory
             yield TensorToWrite(name, held.dtype, held.shape, memory)
 
-    def _numbers(self, rank: int, version: int, local: LocalState) -> list[TensorToWrite]:
-        """Return the numbers that MindSpore's TFTRegister adds to a file, except those that are parameters already."""
-        found = append_dict(rank, version, local.position) | {"loss_scale": self._loss_scale(local)}
-        return [number(name, value) for name, value in found.items() if name not in self._memory.held]
+    def _append_dict(self, rank: int, version: int, local: LocalState) -> dict[str, Any]:
+        """Return the numbers that MindSpore's TFTRegister adds to a file, except those that are parameters already.
+
+        ``step_num`` counts from the beginning of the first epoch; ``global_step`` is the version.
+        """
+        found: dict[str, Any] = {
+            "epoch_num": local.position.epoch,
+            "step_num": local.position.step,
+            "cur_rank": rank,
+            "batch_num": local.position.batch_num,
+            "global_step": version,
+            "loss_scale": self._loss_scale(local),
+        }
+        return {name: value for name, value in found.items() if name not in self._memory.held}
 
     def _loss_scale(self, local: LocalState) -> float:
         for name in SCALES:
@@ -260,23 +271,8 @@ class MindSporeSource(PagedSource):
         self, save: SaveFunction, order: SaverOrder, version: Version, local: LocalState
     ) -> list[Piece]:
         if order.shards:
-            found = append_dict(order.rank, version, local.position) | {"loss_scale": self._loss_scale(local)}
-            save(self.cb_params, {name: value for name, value in found.items() if name not in self._memory.held})
+            save(self.cb_params, self._append_dict(order.rank, version, local))
         return []
-
-
-def append_dict(rank: int, version: int, position: Position) -> dict[str, Any]:
-    """Return the numbers that MindSpore's TFTRegister saves too.
-
-    ``step_num`` counts from the beginning of the first epoch; ``global_step`` is the version.
-    """
-    return {
-        "epoch_num": position.epoch,
-        "step_num": position.step,
-        "cur_rank": rank,
-        "batch_num": position.batch_num,
-        "global_step": version,
-    }
 
 
 def _job_state(version: int, position: Position) -> bytes:

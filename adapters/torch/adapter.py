@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ttp.adapters.torch.device.cuda import devices_of
-from ttp.adapters.torch.given import distinct, names_of, owners_in, schedulers_in
 from ttp.adapters.torch.local_state.capture import LocalCapture
 from ttp.adapters.torch.local_state.extra_state import ExtraState
 from ttp.adapters.torch.loop.barrier import UpdateBarrier, needs_barrier
@@ -31,7 +30,16 @@ from ttp.adapters.torch.loop.repeating import Repeating
 from ttp.adapters.torch.loop.swapped import Swapped
 from ttp.adapters.torch.loop.turns import Turns
 from ttp.adapters.torch.loop.untouched import Untouched
-from ttp.adapters.torch.loop.unwrap_optimizer import hides_its_step, is_sharded, turn_takers, unwrap_optimizer
+from ttp.adapters.torch.loop.unwrap_optimizer import (
+    distinct,
+    hides_its_step,
+    is_sharded,
+    names_of,
+    owners_in,
+    schedulers_in,
+    turn_takers,
+    unwrap_optimizer,
+)
 from ttp.adapters.torch.restoring.kept import Kept, begin_in_first_mode
 from ttp.adapters.torch.restoring.registered import Restoring
 from ttp.adapters.torch.saving.preimage import PreImage

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ttp.adapters.torch.device.accelerator import Event, Hold, Runtime
-from ttp.adapters.torch.loop.stream_hold import StreamHold, check, driver, noticing
+from ttp.adapters.torch.device.stream_hold import StreamHold, check, driver, noticing
 
 log = logging.getLogger("ttp.adapters.torch")
 

@@ -29,13 +29,13 @@ from torch.optim import Optimizer
 from ttp.adapters.torch.device.accelerator import AHEAD_MAX, Numbers, Runtime, number
 from ttp.adapters.torch.local_state.hyperparameters import Hyperparameters, ParamGroups, hyperparameters_of
 from ttp.adapters.torch.loop.schedule_habit import Habit, Reading
+from ttp.adapters.torch.loop.unwrap_optimizer import listed
 from ttp.adapters.torch.saving.job_state import JobState, Schedule
 from ttp.errors import CheckpointError, ToldAs, UsageError
 from ttp.store.encoding import EncodingError, encode
 
 _READS_MAX = 20
 _SCALING = "_per_optimizer_states"
-_FOUND_INF = "found_inf "
 
 
 class _Snapshot(NamedTuple):
@@ -48,6 +48,7 @@ class _Snapshot(NamedTuple):
         groups: the hyperparameters of each optimizer.
         scaling: an object of the scaler that ``scaler.update()`` replaces, which shows that it was called.
         updated: whether ``scaler.update()`` was called after the update to this version.
+        skipping: the flags by which the scaler has told fused optimizers to skip the step.
     """
 
     version: int
@@ -56,6 +57,7 @@ class _Snapshot(NamedTuple):
     groups: Hyperparameters
     scaling: Any = None
     updated: bool = False
+    skipping: tuple[Any, ...] = ()
 
 
 class PostStepState:
@@ -186,7 +188,7 @@ class PostStepState:
             pending = pending or self._is_updated(found)  # the host has queued the update: see ``_after``
         schedules = [Schedule(each.state, now) for each, now in zip(found.schedules, due, strict=True)]
         job = JobState.of(version, schedules, _scaler_state(found.scaler), pending)
-        return replace(job, scaler_skipped=pending and _skipped(found.scaler))
+        return replace(job, scaler_skipped=pending and any(float(number(flag)) for flag in found.skipping))
 
     def param_groups(self, version: int, job: JobState | None = None) -> list[ParamGroups]:
         """Return the hyperparameters of ``version``, per optimizer.
@@ -258,8 +260,10 @@ class PostStepState:
             groups = hyperparameters_of(self._optimizers, last.groups)
         if self._scaler is None:
             return _Snapshot(version, schedules, None, groups)
-        scaler = self._brought(_scaler_numbers(self._scaler) | self._found_infs())
-        return _Snapshot(version, schedules, scaler, groups, getattr(self._scaler, _SCALING, None))
+        told = (getattr(each, "found_inf", None) for each in self._optimizers)
+        skipping = tuple(self._numbers.bring(flag) for flag in told if flag is not None)
+        scaling, scaler = getattr(self._scaler, _SCALING, None), self._brought(_scaler_numbers(self._scaler))
+        return _Snapshot(version, schedules, scaler, groups, scaling, skipping=skipping)
 
     def _after(self, last: _Snapshot, *, schedules: bool = True, training: bool = False) -> _Snapshot:
         """Return ``last`` brought up to now: with the scaler's update and the schedulers' steps that followed it.
@@ -280,7 +284,7 @@ class PostStepState:
         if all(map(is_, now, last.schedules)):
             return last
         groups = hyperparameters_of(self._optimizers, last.groups)
-        return _Snapshot(last.version, now, last.scaler, groups, last.scaling, last.updated)
+        return _Snapshot(last.version, now, last.scaler, groups, last.scaling, last.updated, last.skipping)
 
     def _is_updated(self, last: _Snapshot) -> bool:
         return last.updated or (last.scaling is not None and getattr(self._scaler, _SCALING, None) is not last.scaling)
@@ -292,22 +296,10 @@ class PostStepState:
     def _brought(self, numbers: dict[str, Any]) -> dict[str, Any]:
         return {key: self._numbers.bring(value) for key, value in numbers.items()}
 
-    def _found_infs(self) -> dict[str, Any]:
-        """Return the flags by which the scaler has told fused optimizers to skip the step."""
-        found = [told for opt in self._optimizers if (told := getattr(opt, "found_inf", None)) is not None]
-        return {f"{_FOUND_INF}{number}": told for number, told in enumerate(found)}
-
     def _check(self) -> None:
         for habit in self._habits:
             with ToldAs(UsageError, "the state of the scheduler cannot be stored", EncodingError):
                 encode(habit.look().state, "scheduler.state_dict()")
-
-
-def listed(one_or_several: Any) -> list[Any]:
-    """Return as a list an argument that may be one object, None, or a list."""
-    if isinstance(one_or_several, (list, tuple)):
-        return [each for each in one_or_several if each is not None]
-    return [] if one_or_several is None else [one_or_several]
 
 
 def _scaler_numbers(scaler: Any) -> dict[str, Any]:
@@ -328,9 +320,4 @@ def _scaler_numbers(scaler: Any) -> dict[str, Any]:
 def _scaler_state(numbers: dict[str, Any] | None) -> dict[str, Any] | None:
     if numbers is None:
         return None
-    known = {key: value for key, value in numbers.items() if not key.startswith(_FOUND_INF)}
-    return {key: number(value) for key, value in known.items()}
-
-
-def _skipped(numbers: dict[str, Any] | None) -> bool:
-    return any(float(number(value)) for key, value in (numbers or {}).items() if key.startswith(_FOUND_INF))
+    return {key: number(value) for key, value in numbers.items()}

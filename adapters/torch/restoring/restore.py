@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 
 from ttp.adapters.torch.local_state.buffers import overlaps
 from ttp.adapters.torch.loop.combined_optimizer import members_of
-from ttp.adapters.torch.loop.schedules import load_scaler, load_scheduler
 from ttp.adapters.torch.loop.unwrap_optimizer import unwrap_optimizer
 from ttp.adapters.torch.restoring.compare import hand_to, is_left_out, model_differences, optimizer_differences
 from ttp.adapters.torch.restoring.kept import Kept, UnlikeError, hand_over
 from ttp.adapters.torch.restoring.reader import load_chunks, read_value, read_values
+from ttp.adapters.torch.restoring.schedules import load_scaler, load_scheduler
 from ttp.adapters.torch.saving.flatten_state import put
 from ttp.adapters.torch.saving.job_state import FROZEN, JobState, read_job_state
 from ttp.adapters.torch.saving.metadata import fitting

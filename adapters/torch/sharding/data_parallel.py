@@ -11,13 +11,14 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import compress
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ttp.adapters.torch.sharding.ddp_buckets import BucketWatch, Ddp, apply_bucket_layout, missing_layout
-from ttp.adapters.torch.sharding.instances import instances_of
 from ttp.adapters.torch.sharding.names import ModelNames
 
 _log = logging.getLogger("ttp.adapters.torch")
@@ -25,6 +26,24 @@ _log = logging.getLogger("ttp.adapters.torch")
 Layouts = str | dict[str, str]
 """The bucket layout of the only DistributedDataParallel, as ``bucket_layout`` returns it. If there are several: their
 known layouts, by the name of each module's first parameter."""
+
+
+T = TypeVar("T")
+
+
+def instances_of(kind: type[T]) -> list[T]:
+    """Return the live objects of a class and its subclasses. Takes about 0.1 s in a process with torch.
+
+    ``isinstance`` is not used: it reads ``__class__`` of every object, and some objects warn, load lazy modules or
+    raise then.
+    """
+    kinds = {kind}
+    fresh = [kind]
+    while fresh:
+        fresh = [below for above in fresh for below in type.__subclasses__(above) if below not in kinds]
+        kinds.update(fresh)
+    things = gc.get_objects()
+    return list(compress(things, map(kinds.__contains__, map(type, things))))
 
 
 def ddps_of(model: nn.Module, known: Sequence[Ddp] = ()) -> list[Ddp]:

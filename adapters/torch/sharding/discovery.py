@@ -36,7 +36,7 @@ from ttp.store.encoding import decode, encode
 log = logging.getLogger("ttp.adapters.torch")
 
 COMMON = "common"
-"""Name of the shard that every rank holds, in a job with further shards."""
+"""Name of the shard that every rank holds, in a job with further shards; with ZeRO-1 the state in no partition."""
 _LISTED_MAX = 4
 
 Identity = tuple[Any, ...]

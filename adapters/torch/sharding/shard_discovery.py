@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from ttp.adapters.torch.device.accelerator import flat_bytes
 from ttp.adapters.torch.saving.checkpoint import Chunk, TensorOrChunks
 from ttp.adapters.torch.sharding import dtensor_chunks
+from ttp.adapters.torch.sharding.data_parallel import instances_of
 from ttp.adapters.torch.sharding.dtensor_chunks import Ranks
 from ttp.adapters.torch.sharding.fsdp1 import flat_scopes
-from ttp.adapters.torch.sharding.instances import instances_of
 from ttp.adapters.torch.sharding.names import module_tensors
 from ttp.adapters.torch.sharding.sharding import TrainingObjects
 from ttp.core.layout import Rank, Shard, compact_ranks

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ttp.adapters.torch.loop.unwrap_optimizer import unwrap_optimizer
+from ttp.adapters.torch.sharding.discovery import COMMON, Identity, named
 from ttp.adapters.torch.sharding.exchange import connected, gather_bytes
 from ttp.adapters.torch.sharding.replicated_optimizer import ReplicatedOptimizer
 from ttp.adapters.torch.sharding.sharding import Sharding, TrainingObjects
@@ -19,8 +20,6 @@ from ttp.errors import ConfigError
 
 log = logging.getLogger("ttp.adapters.torch")
 
-COMMON = Shard("common")
-"""The shard of all state that is in no partition; every rank holds it."""
 _NOTHING = b"-"
 """What a rank with an empty partition sends instead of a digest."""
 
@@ -76,14 +75,14 @@ def partitions(said: Sequence[bytes], rank: int) -> tuple[Layout, Shard | None]:
         said: for each rank a digest of its partition; ranks with the same digest are replicas.
         rank: this rank.
     """
-    everybody = tuple(Rank(r) for r in range(len(said)))
-    distinct = [one for one in dict.fromkeys(said) if one != _NOTHING]
-    if len(distinct) < 2 and _NOTHING not in said:
-        return Layout(len(said), {REPLICATED: everybody}), REPLICATED
-    width = len(str(len(distinct) - 1))
-    names = {one: Shard(f"{REPLICATED}-{number:0{width}d}") for number, one in enumerate(distinct)}
-    groups = {names[one]: tuple(r for r in everybody if said[r] == one) for one in distinct}
-    return Layout(len(said), {**groups, COMMON: everybody}), names.get(said[rank])
+    held: dict[Identity, list[Rank]] = {}
+    for number, one in enumerate(said):
+        if one != _NOTHING:
+            held.setdefault((one,), []).append(Rank(number))
+    if len(held) > 1 or _NOTHING in said:
+        held[(COMMON,)] = [Rank(number) for number in range(len(said))]
+    layout, names = named(held, len(said))
+    return layout, names.get((said[rank],))
 
 
 def _parameters(optimizer: Optimizer) -> set[int]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ttp.adapters.torch.device import cuda
-from ttp.adapters.torch.loop.stream_hold import StreamHold
+from ttp.adapters.torch.device.stream_hold import StreamHold
 
 OURS, FIRST = 3, 0
 

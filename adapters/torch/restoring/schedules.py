@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ttp.adapters.torch.loop.post_step_state import listed
+from ttp.adapters.torch.loop.unwrap_optimizer import listed
 from ttp.adapters.torch.restoring.compare import hand_to
 from ttp.adapters.torch.saving.job_state import JobState
 
