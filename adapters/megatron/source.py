@@ -125,13 +125,12 @@ class MegatronSource(TorchSource):
 
         Apex, Transformer Engine and Megatron's checkpoints keep one count per param group instead.
         """
-        assert self._processor is not None
         preimage = self._preimage_now
         image = preimage.image(version) if preimage is not None and preimage.version == version else None
         for holding in inner.holdings:
             kept = (inner.optimizer.state if image is None else image.state).get(holding.main, {})
             if kept.get("step") is not None:
-                ahead = 0 if image is not None else self._processor.gate.version - version  # the device is behind
+                ahead = 0 if image is not None else self.processor.gate.version - version  # the device is behind
                 step = self.host_values.value(kept, "step", version) if ahead and self.on_device else kept["step"]
                 value = float(self._to_host(step) if isinstance(step, Tensor) else step)
                 return value if self.on_device else value - ahead
@@ -139,12 +138,11 @@ class MegatronSource(TorchSource):
 
     def _state(self, pages: Pages, job: JobState, image: Image | None, shards: Sequence[Shard]) -> dict[str, Any]:
         """Return the values from which ``_state_of`` makes the state of each shard."""
-        assert self._processor is not None
-        if image is None and not self.on_device and self._processor.gate.version != job.version:
-            raise CheckpointError(f"this rank holds version {self._processor.gate.version}, not {job.version}")
+        if image is None and not self.on_device and self.processor.gate.version != job.version:
+            raise CheckpointError(f"this rank holds version {self.processor.gate.version}, not {job.version}")
         buffers: Mapping[str, Tensor] = {}
         if pages.data:
-            own = pages.data.get(Rank(self._processor.env.rank), pages.data[min(pages.data)])
+            own = pages.data.get(Rank(self.processor.env.rank), pages.data[min(pages.data)])
             buffers = decode(own).buffers
         saved = dict(zip(self.held.shards, job.extra[JOB_KEY]["optimizers"], strict=True))
         return {"image": image, "buffers": buffers, "extra": self.held.extra_states.of(job.version), "saved": saved}

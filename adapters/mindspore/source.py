@@ -110,8 +110,7 @@ class MindSporeSource(PagedSource):
 
         A step does not end if it has raised, or waits at the gate again.
         """
-        assert self._processor is not None
-        stays = self._processor.broken or self._processor.gate.state().parked
+        stays = self.processor.broken or self.processor.gate.state().parked
         return super().post_step_s if stays else CALLBACKS_S
 
     def wait_post_step(self, cancelled: Callable[[], bool]) -> None:
@@ -181,8 +180,7 @@ class MindSporeSource(PagedSource):
         Raises:
             CheckpointError: this rank's page is missing, so the position of the version in the data is unknown.
         """
-        assert self._processor is not None
-        rank = Rank(self._processor.env.rank)
+        rank = Rank(self.processor.env.rank)
         pages = self.read_pages((rank,), version)
         if rank not in pages.data:
             raise CheckpointError(
@@ -217,8 +215,7 @@ class MindSporeSource(PagedSource):
 
     def _write_group(self, draft: Path, shard: Shard, rank: Rank) -> Piece:
         """Write ``group_info.pb``, as MindSpore does when it compiles: the ranks that may load this rank's file."""
-        assert self._processor is not None
-        replicas = encode_group_info(self._processor.layout.groups[shard])
+        replicas = encode_group_info(self.processor.layout.groups[shard])
         return write_piece(draft, f"rank_{rank}/{NAME}", replicas, GROUP_KIND, rank)
 
     def _entries(self, version: Version, local: LocalState, undo: bool) -> Iterator[TensorToWrite]:
@@ -230,8 +227,7 @@ class MindSporeSource(PagedSource):
         Raises:
             CheckpointError: the live memory, or the pre-image, is of another version.
         """
-        assert self._processor is not None
-        have = self._processor.gate.version
+        have = self.processor.gate.version
         if undo:
             kept = self.preimage.of(version)
         elif have != version:

@@ -168,8 +168,7 @@ class TorchSource(Standing):
             UnlikeError: the state may differ from the checkpoint of that incident, or cannot be kept; the text says
                 why.
         """
-        assert self._processor is not None and self.sharding is not None
-        now, stopped = self._processor.gate.state(), self.stopped
+        now, stopped = self.processor.gate.state(), self.stopped
         if self._extra.modules or self._capture.problem:
             raise UnlikeError("extra_state holds modules, or some of the state of this rank cannot be captured")
         self.inspect(now.version)
@@ -271,7 +270,6 @@ class TorchSource(Standing):
         Raises:
             MovedError: the state is not, or no longer, that of ``version``.
         """
-        assert self._processor is not None
         if image is not None:
             preimage = self._preimage_now
             kept = None if preimage is None else preimage.version
@@ -280,7 +278,7 @@ class TorchSource(Standing):
             done, begun = self.finished.finished_version(), self.begun.finished_version()
             stands, found = done == version >= begun, f"the device has finished version {done} and begun {begun}"
         else:
-            state = self._processor.gate.state()
+            state = self.processor.gate.state()
             stands = state.version == version and state.phase in (Phase.IDLE, Phase.DONE)
             found = f"this rank holds version {state.version}, not {version} ({state.phase.value})"
         if image is None and stands and self.swapped is not None and self.swapped.since(evaluations):
@@ -299,10 +297,9 @@ class TorchSource(Standing):
         return replace(job, ddp_buckets=self._bucket_layout(version))
 
     def _bucket_layout(self, version: Version) -> Layouts | None:
-        assert self._processor is not None
         if self.buckets is None:
             return None
-        return self.buckets.previous if version < self._processor.gate.version else self.buckets.layout
+        return self.buckets.previous if version < self.processor.gate.version else self.buckets.layout
 
     def _write_shard(
         self,
@@ -313,9 +310,9 @@ class TorchSource(Standing):
         generation: int,
         cancelled: Callable[[], bool],
     ) -> Piece:
-        assert self._processor is not None and self.sharding is not None
+        assert self.sharding is not None
         part = stripes.parse(shard)
-        name = f"__{list(self._processor.layout.groups).index(part.shard)}_{generation}"
+        name = f"__{list(self.processor.layout.groups).index(part.shard)}_{generation}"
         cut: dict[str, Any] = {}
         if part.count > 1:
             name += f"_{part.index}of{part.count}"
@@ -354,8 +351,7 @@ class TorchSource(Standing):
         Buffers come from the page of the lowest rank in the replica group whose page was read, as they were when the
         version was finished: DistributedDataParallel broadcasts the buffers of rank 0.
         """
-        assert self._processor is not None
-        groups = self._processor.layout.groups
+        groups = self.processor.layout.groups
         widest = max((groups[stripes.base_of(shard)] for shard in shards), key=len)
         alike = set(widest) & pages.data.keys()
         captured: dict[str, Any] = dict(self.module_states.values(job.version) or {})
@@ -363,7 +359,7 @@ class TorchSource(Standing):
             captured |= decode(pages.data[min(alike)]).buffers
         state = checkpoint_state(self._names, self._optimizer, captured, job, image)
         assert self.post_step is not None
-        ahead = 0 if image is not None else self._processor.gate.version - job.version
+        ahead = 0 if image is not None else self.processor.gate.version - job.version
         if ahead and not self.on_device:
             raise CheckpointError(f"this rank holds version {job.version + ahead}, not {job.version}")
         if ahead:

@@ -47,6 +47,12 @@ class PagedSource(StateSource):
         self._page_dir: Path | None = None
         self._incarnation = 0
 
+    @property
+    def processor(self) -> Processor:
+        """The processor of this rank. Not before the adapter is attached to it."""
+        assert self._processor is not None
+        return self._processor
+
     def on_welcome(self, rank: Rank, incarnation: int, page_dir: Path) -> None:
         """Open the page of this rank."""
         self._page_dir, self._incarnation = page_dir, incarnation
@@ -88,5 +94,4 @@ class PagedSource(StateSource):
 
     def wrote(self, count: int) -> None:
         """Count bytes that were written: the storage may be slow, but it does not hang."""
-        assert self._processor is not None
-        self._processor.written += count
+        self.processor.written += count

@@ -97,8 +97,7 @@ class Standing(PagedSource):
 
     def _host_holds_state(self) -> bool:
         """Return whether the host holds state other than scalars, of which ``HostValues`` keeps older versions."""
-        assert self._processor is not None
-        version = self._processor.gate.version
+        version = self.processor.gate.version
         if self._mixed[0] != version:  # computed once per version, because ``device_version`` polls it
             self._mixed = version, self.has_state_on_host()
         return self._mixed[1]
@@ -117,8 +116,7 @@ class Standing(PagedSource):
         Args:
             within_s: seconds to wait for the end of a running update.
         """
-        assert self._processor is not None
-        gate, deadline = self._processor.gate, time.monotonic() + within_s
+        gate, deadline = self.processor.gate, time.monotonic() + within_s
         if never := letting_go.why_never(gate.version, self.base):
             return never
         while True:

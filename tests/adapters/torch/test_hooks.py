@@ -79,7 +79,7 @@ class TestBracket:
     def test_what_comes_before_the_gate_and_what_behind_it(self) -> None:
         job = Job()
         note = job.log.append
-        job.detach._calls = Calls(lambda: note("barrier"), lambda version: note(("copy of", version)))
+        job.detach._calls = Calls(lambda: note("barrier"), lambda version, _: note(("copy of", version)))
         job.optimizer.step()
         assert job.taken() == [(1, "again"), "barrier", "begin", ("copy of", 0), (1, "final"), "end"]
 

@@ -15,8 +15,8 @@ from torch.optim import lr_scheduler as lr
 from tests.adapters.torch.hooked import exponential
 from tests.adapters.torch.loops import Loop
 from ttp.adapters.torch.device.accelerator import AHEAD_MAX
-from ttp.adapters.torch.loop import schedules
 from ttp.adapters.torch.loop.post_step_state import PostStepState
+from ttp.adapters.torch.restoring import schedules
 from ttp.adapters.torch.saving.job_state import JobState
 from ttp.errors import CheckpointError, UsageError
 

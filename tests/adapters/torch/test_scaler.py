@@ -16,8 +16,8 @@ from tests.adapters.torch.fake_runtime import FakeRuntime
 from tests.adapters.torch.hooked import exponential
 from tests.adapters.torch.loops import Loop
 from ttp.adapters.torch.device import accelerator
-from ttp.adapters.torch.loop import schedules
 from ttp.adapters.torch.loop.post_step_state import PostStepState
+from ttp.adapters.torch.restoring import schedules
 from ttp.adapters.torch.saving.job_state import JobState
 from ttp.errors import CheckpointError
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ttp.adapters.torch.saving import stripe_plan
 from ttp.adapters.torch.saving.checkpoint import Chunk, chunks_of, write_shard
-from ttp.adapters.torch.saving.flatten_state import leaves
+from ttp.adapters.torch.saving.flatten_state import StateValue, leaves
 from ttp.adapters.torch.saving.inspection import agreed_on
 from ttp.adapters.torch.saving.metadata import finalise
 from ttp.adapters.torch.saving.stripe_plan import Share
@@ -68,14 +68,14 @@ def example() -> dict[str, Any]:
     }
 
 
-def shares(state: dict[str, Any], count: int) -> list[list[tuple[Any, ...]]]:
+def shares(state: dict[str, Any], count: int) -> list[list[StateValue]]:
     """Return the entries of each part. Asserts that all parts were cut in the same way."""
     dealt = [Share(index, count, agreed).of(leaves(state)) for index in range(1, count + 1)]
     assert len({told for _, told in dealt}) == 1
     return [entries for entries, _ in dealt]
 
 
-def covered(state: dict[str, Any], parts: list[list[tuple[Any, ...]]]) -> dict[str, Tensor]:
+def covered(state: dict[str, Any], parts: list[list[StateValue]]) -> dict[str, Tensor]:
     """Return how often each element of each tensor is written."""
     seen: dict[str, Tensor] = {}
     for path, _, value in (entry for entries in parts for entry in entries):
