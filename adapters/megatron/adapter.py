@@ -28,7 +28,7 @@ from ttp.adapters.torch.local_state.extra_state import ExtraState, by_name
 from ttp.adapters.torch.loop.barrier import UpdateBarrier
 from ttp.adapters.torch.loop.combined_optimizer import combined
 from ttp.adapters.torch.loop.device_marks import with_marks
-from ttp.adapters.torch.loop.hooks import Calls, attach
+from ttp.adapters.torch.loop.hooks import Attachment, Calls
 from ttp.adapters.torch.loop.post_step_state import PostStepState
 from ttp.adapters.torch.restoring.compare import hand_to
 from ttp.adapters.torch.saving.job_state import JobState
@@ -145,8 +145,8 @@ class MegatronAdapter(TorchAdapter):
         calls = Calls(before_gate=lambda: self._at_gate(processor, barrier), after_update=self._updated)
         if source.preimage is not None:
             calls = calls._replace(before_update=source.preimage.before_update)
-        self._attachment = attach(
-            self._held.stepping,
+        self._attachment = Attachment(
+            [[optimizer] for optimizer in self._held.stepping],
             self._chunks[0],
             processor,
             self._capture,

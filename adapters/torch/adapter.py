@@ -23,7 +23,7 @@ from ttp.adapters.torch.loop.combined_optimizer import combined, members_of, ref
 from ttp.adapters.torch.loop.device_marks import with_marks
 from ttp.adapters.torch.loop.followers import Followers, called, untrained
 from ttp.adapters.torch.loop.hook import Hook
-from ttp.adapters.torch.loop.hooks import Attachment, Calls, attach, gathering
+from ttp.adapters.torch.loop.hooks import Attachment, Calls, gathering
 from ttp.adapters.torch.loop.misuse import capturing, refuse_lazy
 from ttp.adapters.torch.loop.post_step_state import PostStepState
 from ttp.adapters.torch.loop.repeating import Repeating
@@ -207,7 +207,7 @@ class TorchAdapter(Restoring):
         turns = Turns(names_of(takers), skipped=post_step.skipped, scaled=self._scaler is not None, hidden=hidden)
         gate = processor.gate
         calls = self._calls(turns, takers, len(processor.layout.groups) > 1)
-        self._attachment = attach(
+        self._attachment = Attachment(
             takers,
             self._model,
             processor,

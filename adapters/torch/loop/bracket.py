@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from ttp.adapters.torch.device.accelerator import Fence
@@ -96,7 +95,7 @@ class Calls(NamedTuple):
 
 
 class Bracket:
-    """Reports the beginning and the end of each update to the processor; see ``hooks.attach`` for the arguments.
+    """Reports the beginning and the end of each update to the processor; see ``hooks.Attachment`` for the arguments.
 
     When ``step`` of a subclass calls ``super().step()``, the hooks fire twice: only the outermost call counts. If
     ``step()`` raises, the update stays unfinished, so the copy counts as torn, which it is. If the program catches the
@@ -112,6 +111,7 @@ class Bracket:
 
     def __init__(
         self,
+        optimizers: Sequence[Sequence[Optimizer]],
         reporter: UpdateReporter,
         capture: Capture,
         turns: Turns,
@@ -120,6 +120,7 @@ class Bracket:
         fence: Fence,
         version: Callable[[], int],
         calls: Calls,
+        no_sync: NoSync,
     ) -> None:
         self._reporter = reporter
         self._capture = capture
@@ -129,7 +130,8 @@ class Bracket:
         self._calls = calls
         self.redoable = False
         """Whether the update at the gate needs only its gradient, and neither a closure nor ``step_done()``."""
-        self._stepping = Stepping(())
+        self._stepping = Stepping([each for several in optimizers for each in several])
+        self._no_sync = no_sync
         self._aside = False  # the step that runs only creates the state of its optimizer
         self._begun = False  # an update has begun and not ended
         self._stands = False  # training may have to stop between the steps of the open update
@@ -138,7 +140,7 @@ class Bracket:
         self._turns, self._untouched = turns, untouched
         self.toggled: Collection[int] = () if untouched is None else untouched.toggled
         """Identities of parameters whose ``requires_grad`` the loop changes to and fro, as far as known."""
-        self._numbers: dict[int, int] = {}  # number of each optimizer, by its identity
+        self._numbers = {id(each): number for number, several in enumerate(optimizers) for each in several}
         self._number = 0  # number of the optimizer that steps now, or stepped last
         self._opened = False  # that optimizer may write
         self._left = False  # an exception left the last update half made, and no other update has begun since
@@ -151,7 +153,6 @@ class Bracket:
         self._evaluating = False
         self._complained = False
         self._said: set[str] = set()
-        self._no_sync = NoSync(nn.Module())
 
     def step_done(self) -> None:
         """End the version, because the user's loop declares its step done. From now on only this call ends versions.

@@ -39,37 +39,23 @@ from ttp.adapters.torch.loop.hook import Hook
 from ttp.adapters.torch.loop.misuse import Strangers, capturing, graph_task, refuse_in_backward
 from ttp.adapters.torch.loop.no_sync import NoSync
 from ttp.adapters.torch.loop.post_step_state import PostStepState
-from ttp.adapters.torch.loop.stepping import Stepping
 from ttp.adapters.torch.loop.turns import Turns
 from ttp.adapters.torch.loop.untouched import Untouched
 from ttp.adapters.torch.sharding.data_parallel import ddps_of
 from ttp.adapters.torch.sharding.ddp_buckets import Ddp
 from ttp.processor.source import UpdateReporter
 
-__all__ = ["EVALUATING", "Attachment", "Calls", "attach", "gathering", "gradient_triggers"]
+__all__ = ["EVALUATING", "Attachment", "Calls", "gathering", "gradient_triggers"]
 
 _is_compiling, _learns = torch.compiler.is_compiling, torch.is_grad_enabled
 
 
-def attach(
-    optimizers: Optimizer | Sequence[Optimizer | Sequence[Optimizer]],
-    model: nn.Module,
-    reporter: UpdateReporter,
-    capture: Capture,
-    *,
-    post_step: PostStepState,
-    fence: Fence,
-    version: Callable[[], int],
-    turns: Turns | None = None,
-    untouched: Untouched | None = None,
-    ddps: Sequence[Ddp] | None = None,
-    calls: Calls | None = None,
-) -> Attachment:
-    """Register hooks that report every update of ``optimizers`` and capture the state that belongs to it.
+class Attachment(Bracket):
+    """Hooks that report every update of some optimizers, and capture the state that belongs to it. Call it to end that.
 
     Args:
-        optimizers: one optimizer, or several that make one version together. A wrapper is given as a list of itself and
-            the optimizers inside of it; of their nested steps only the outermost counts.
+        optimizers: the optimizers that make one version together. A wrapper is given as a list of itself and the
+            optimizers inside of it; of their nested steps only the outermost counts.
         model: the outermost module that the loop calls.
         reporter: gets a call for each update; its ``begin_update`` waits while the job is frozen.
         capture: captures the rank-local state.
@@ -82,37 +68,39 @@ def attach(
         ddps: the DistributedDataParallel modules that reduce the gradients of ``model``; None: find them.
         calls: further functions to call around an update; None: none.
 
-    Returns:
-        The attachment; call it to remove the hooks.
+    Raises:
+        UsageError: parameters are updated in the backward pass.
     """
-    each_or_several = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
-    many = [[each] if isinstance(each, Optimizer) else each for each in each_or_several]
-    turns = turns or Turns([type(each[0]).__name__ for each in many], chained=True)
-    attachment = Attachment(reporter, capture, turns, untouched, post_step, fence, version, calls or Calls())
-    attachment.connect(many, model, ddps_of(model) if ddps is None else ddps)
-    return attachment
-
-
-class Attachment(Bracket):
-    """A ``Bracket`` whose hooks are registered with torch, plus hooks for forward and backward passes."""
 
     __slots__ = ("_backward_begins", "_handles", "_strangers", "_task")
 
-    def connect(self, optimizers: Sequence[Sequence[Optimizer]], model: nn.Module, ddps: Sequence[Ddp]) -> None:
-        """Register the hooks on optimizers, parameters and model; see ``attach`` for the arguments.
-
-        Raises:
-            UsageError: parameters are updated in the backward pass.
-        """
+    def __init__(
+        self,
+        optimizers: Sequence[Sequence[Optimizer]],
+        model: nn.Module,
+        reporter: UpdateReporter,
+        capture: Capture,
+        *,
+        post_step: PostStepState,
+        fence: Fence,
+        version: Callable[[], int],
+        turns: Turns | None = None,
+        untouched: Untouched | None = None,
+        ddps: Sequence[Ddp] | None = None,
+        calls: Calls | None = None,
+    ) -> None:
         refuse_in_backward(model)
+        turns = turns or Turns([type(each[0]).__name__ for each in optimizers], chained=True)
+        ddps = ddps_of(model) if ddps is None else ddps
+        no_sync = NoSync(model, ddps)
+        super().__init__(
+            optimizers, reporter, capture, turns, untouched, post_step, fence, version, calls or Calls(), no_sync
+        )
         self._handles: list[Any] = []
         self._backward_begins = Hook(self._backward_enters, traced=False)  # it may be part of a compiled backward pass
         self._task = -1
-        self._numbers = {id(each): number for number, several in enumerate(optimizers) for each in several}
         every = [each for several in optimizers for each in several]
-        self._stepping = Stepping(every)
         self._strangers = Strangers(every, model, lambda: self._begun)
-        self._no_sync = NoSync(model, ddps)
         for optimizer in every:
             self._handles.append(optimizer.register_step_pre_hook(Hook(self._before_step, traced=False)))
             self._handles.append(optimizer.register_step_post_hook(Hook(self._after_step, traced=False)))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ttp.adapters.torch.device.accelerator import Fence
-from ttp.adapters.torch.loop.hooks import Calls, attach
+from ttp.adapters.torch.loop.hooks import Attachment, Calls
 from ttp.adapters.torch.loop.post_step_state import PostStepState
 from ttp.processor.gate.gate import Gate
 
@@ -37,8 +37,8 @@ class Job:
         self.connect()
 
     def connect(self) -> None:
-        self.detach = attach(
-            self.optimizers if len(self.optimizers) > 1 else self.optimizer,
+        self.detach = Attachment(
+            [[each] for each in self.optimizers],
             self.model,
             self,
             self,

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ttp.adapters.torch.device.accelerator import Fence
-from ttp.adapters.torch.loop.hooks import attach, gradient_triggers
+from ttp.adapters.torch.loop.hooks import Attachment, gradient_triggers
 from ttp.adapters.torch.loop.post_step_state import PostStepState
 from ttp.processor.gate.gate import Gate
 
@@ -74,8 +74,8 @@ def run(directory: Path, case: str, capture: Holder) -> dict[str, Any]:
     assert len(gradient_triggers(ddp, [ddp])) == (8 if case in ("unused", "static") else 1)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     gate = Reporter()
-    attach(
-        optimizer,
+    Attachment(
+        [[optimizer]],
         ddp,
         gate,
         capture,
