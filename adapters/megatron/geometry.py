@@ -46,21 +46,15 @@ class CheckpointBox:
     box: LocalChunk
     flexible: bool
 
-    def view(self, memory: Tensor, begin: int) -> Tensor:
-        """Return the box as a view of ``memory``, in shape ``sizes``.
+    def chunk(self, memory: Tensor, begin: int) -> Chunk:
+        """Return the box as a chunk to be written or read.
 
         Args:
             memory: a vector over the memory of the rank's tensor.
             begin: position of the vector's first element in that memory, in elements.
         """
         found = self.box.of(memory, begin)
-        while found.dim() < len(self.sizes):
-            found = found.unsqueeze(0)
-        return found
-
-    def chunk(self, memory: Tensor, begin: int) -> Chunk:
-        """Return the box as a chunk to be written; see ``view`` for the arguments."""
-        return Chunk(self.view(memory, begin), self.shape, self.offsets)
+        return Chunk(found[(None,) * (len(self.sizes) - found.dim())], self.shape, self.offsets)
 
 
 @dataclass(frozen=True, slots=True)

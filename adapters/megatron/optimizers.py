@@ -69,11 +69,6 @@ class Inner:
         """Whether this rank has nothing to write, because its range is padding only."""
         return not (self.holdings or self.fixed)
 
-    @property
-    def expert(self) -> bool:
-        """Whether it updates experts, whose replica groups differ from those of the rest of the model."""
-        return self.kind == "expert"
-
 
 def inner_optimizers(optimizer: Any, geometry: Geometry) -> list[Inner]:
     """Return the plain optimizers that ``optimizer`` wraps, in the order of their steps, without stubs.

@@ -60,7 +60,7 @@ def _name(inner: Inner) -> str:
     from megatron.core import parallel_state as state
 
     parts = [inner.kind]
-    if inner.expert:
+    if inner.kind == "expert":  # experts have replica groups of their own
         parts += _coordinate("ep", state.get_expert_model_parallel_rank(), state.get_expert_model_parallel_world_size())
         parts += _coordinate(
             "tp", state.get_expert_tensor_parallel_rank(), state.get_expert_tensor_parallel_world_size()

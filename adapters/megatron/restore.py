@@ -43,7 +43,7 @@ class Wants:
         """Paths of tensors that may have another shape in the checkpoint: the vocabulary is padded to some size."""
 
     def add(self, prefix: str, part: CheckpointBox, memory: Tensor, begin: int) -> None:
-        """Add a box; see ``CheckpointBox.view`` for ``memory`` and ``begin``.
+        """Add a box.
 
         Args:
             prefix: prefix of the tensor's name: empty for a weight.

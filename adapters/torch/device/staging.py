@@ -262,7 +262,7 @@ class DeviceBuffers:
         self._reuse(small.runtime, twin)
         for targets, sources in pairs:
             torch._foreach_copy_(targets, sources)
-        return self._leave(small.runtime, twin, [(pinned, twin.memory)])
+        return self._leave(small.runtime, twin, pinned, twin.memory)
 
     def _bring_large(self, entry: BufferEntry, events: list[Event], learning: bool) -> _Held | None:
         """Return a copy of a large buffer: the last one if the buffer is unchanged, else a new one.
@@ -296,7 +296,7 @@ class DeviceBuffers:
             self._reuse(runtime, twin)
             there = twin.memory[: source.numel()]
             there.copy_(source)
-            events.append(self._leave(runtime, twin, [(target, there)]))
+            events.append(self._leave(runtime, twin, target, there))
         return held
 
     def _memory_for(self, large: _Large) -> Tensor | None:
@@ -312,12 +312,11 @@ class DeviceBuffers:
             runtime.training_waits_for(twin.left)
 
     @staticmethod
-    def _leave(runtime: Runtime, twin: _Twin, copies: Sequence[tuple[Tensor, Tensor]]) -> Event:
-        """Queue copies (target, source) out of a twin on the side stream, behind the training's work so far."""
+    def _leave(runtime: Runtime, twin: _Twin, target: Tensor, source: Tensor) -> Event:
+        """Queue a copy out of a twin on the side stream, behind the training's work so far."""
         runtime.side_waits_for(runtime.mark(side=False))
         with runtime.on_side():
-            for target, source in copies:
-                target.copy_(source, non_blocking=True)
+            target.copy_(source, non_blocking=True)
         twin.left = runtime.mark(side=True)
         return twin.left
 

@@ -219,7 +219,7 @@ class PostStepState:
             if any(due):
                 return self._after(last, schedules=False), due
             now = self._after(last)
-            if self._snapshot is last and self._open and all(map(Habit.is_at, self._habits, now.schedules)):
+            if self._snapshot is last and self._open and not any(map(Habit.began, self._habits, now.schedules)):
                 return now, due
         return self._snapshot, [False] * len(self._habits)
 

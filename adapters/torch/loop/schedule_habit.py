@@ -94,10 +94,6 @@ class Habit:
         """Return whether a step that began since ``before`` has ended."""
         return getattr(self.scheduler, "_last_lr", None) is not before.rates
 
-    def is_at(self, reading: Reading) -> bool:
-        """Return whether no step has begun since this reading."""
-        return not self.began(reading)
-
     def post_step_ended(self, steps: int) -> None:
         """Note that a post-step is over, in which the loop has stepped the scheduler ``steps`` times."""
         self.leading = self.leading and not steps

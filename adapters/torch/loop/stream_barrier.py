@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from ttp.adapters.torch.device.accelerator import Event, Runtime, poll
 from ttp.processor.faults import describe
@@ -158,7 +158,7 @@ class StreamBarrier:
 
     def _run(self) -> None:
         try:
-            for turn, version, mark in self._turns():
+            for turn, version, mark in iter(self._inbox.get, None):
                 mark.synchronize()
                 self._held = turn, version
                 self._meet(turn, version)
@@ -170,10 +170,6 @@ class StreamBarrier:
         except Exception as problem:  # the device is gone, or there are no futexes any more
             self._problem = describe(problem)
             log.warning("this rank has left the barrier: its device makes no further update: %s", self._problem)
-
-    def _turns(self) -> Iterator[_Turn]:
-        while (item := self._inbox.get()) is not None:
-            yield item
 
     def _meet(self, turn: int, version: int) -> None:
         """Return when all ranks have come, or when this rank is ordered to go on without them; else never return."""

@@ -33,7 +33,7 @@ SavedGroups = Sequence[Mapping[str, Any]]
 
 
 def model_differences(
-    names: ModelNames, items: Sequence[IndexEntry], left_out: Collection[str], cutter: Cutter | None = None
+    names: ModelNames, items: Sequence[IndexEntry], left_out: Collection[str], cutter: Cutter
 ) -> list[str]:
     """Return the differences between a model and a checkpoint of a model, as sentences; empty if there are none.
 
@@ -43,13 +43,10 @@ def model_differences(
         names: names of the live model's tensors.
         items: the entries of the checkpoint about the model.
         left_out: names of values that the checkpoint does not have, because they could not be stored.
-        cutter: knows the whole shapes of sharded parameters; None: all tensors are whole.
+        cutter: knows the whole shapes of sharded parameters.
     """
     here: dict[str, str] = {
-        name: _signature(
-            str(tensor.dtype).removeprefix("torch."),
-            tuple(tensor.shape) if cutter is None else cutter.shape(name, tensor),
-        )
+        name: _signature(str(tensor.dtype).removeprefix("torch."), cutter.shape(name, tensor))
         for name, tensor in (names.parameters | names.buffers).items()
     }
     kept = {name: "" for name in names.extra_states if not is_left_out(name, left_out)}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -58,14 +58,9 @@ class ModelNames:
         found = ((name, owner._buffers.get(key)) for name, (owner, key) in self._buffer_owners.items())
         return {name: tensor for name, tensor in found if tensor is not None}
 
-    @property
-    def buffer_names(self) -> Set[str]:
-        """The names of all buffers that belong into a checkpoint, also of those that are ``None``."""
-        return self._buffer_owners.keys()
-
     def made_late(self) -> list[str]:
         """Return the names of buffers that the model has now and did not have when this object was made."""
-        return sorted(ModelNames(self._model, None).buffer_names - self.buffer_names)
+        return sorted(ModelNames(self._model, None)._buffer_owners.keys() - self._buffer_owners.keys())
 
     def lacking(self) -> list[str]:
         """Return the keys of buffers that no checkpoint has, because they were made in mid-run. Never raises."""
