@@ -7,6 +7,7 @@ An iteration whose gradients overflowed makes no version; Megatron counts it, an
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from ttp.adapters.torch.local_state.rng import RngState
 
 log = logging.getLogger("ttp.adapters.megatron")
 
@@ -150,6 +153,31 @@ class TrackedStreams:
             else:
                 states[name] = saved.clone()
         tracker.set_states(states)
+
+
+def streams_now() -> dict[str, Any]:
+    """Return a copy of all random streams of this rank: the global ones and those of Megatron's tracker."""
+    data = b"".join(bytes(part) for part in _global_streams().capture())
+    tracked = {name: _bytes_of(state).clone() for name, state in _tracker_states().items()}
+    return {
+        "random": torch.frombuffer(bytearray(data), dtype=torch.uint8),
+        "tracked": {"place": _place(), "streams": tracked},
+    }
+
+
+def set_streams(saved: dict[str, Any]) -> list[str]:
+    """Set all random streams to a result of ``streams_now``. Data-parallel ranks may exchange theirs.
+
+    Returns notes for the log on streams that this process lacks.
+    """
+    TrackedStreams().load_state_dict({**saved["tracked"], "place": _place()})
+    return _global_streams().restore(saved["random"].numpy().tobytes())
+
+
+@functools.cache
+def _global_streams() -> RngState:
+    """Return the same object each time: to find the memory of the streams takes half a millisecond."""
+    return RngState()
 
 
 def _tracker_states() -> dict[str, Any]:

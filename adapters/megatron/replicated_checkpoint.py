@@ -32,7 +32,7 @@ from torch import Tensor
 
 from ttp import session
 from ttp.adapters.megatron.optimizers import unchained
-from ttp.adapters.megatron.rank_state import samples_after
+from ttp.adapters.megatron.rank_state import samples_after, set_streams
 from ttp.adapters.megatron.replicated_loading import put_back, put_fixed
 from ttp.adapters.megatron.replicated_optimizer import ReplicatedOptimizer
 from ttp.adapters.torch.sharding.exchange import gather_bytes
@@ -200,7 +200,7 @@ def load_checkpoint(model: Any, optimizer: Any, opt_param_scheduler: Any = None,
         opt_param_scheduler.load_state_dict(common["scheduler"])
     if own.grad_scaler and common["scaler"]:
         own.grad_scaler.load_state_dict(common["scaler"])
-    for note in own.restore_streams(common["streams"]) if common["streams"] else ():
+    for note in set_streams(common["streams"]) if common["streams"] else ():
         log.warning("%s", note)
     own.current_step = step
     own.note_streams()

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
@@ -25,8 +24,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
-from ttp.adapters.megatron.rank_state import TrackedStreams
-from ttp.adapters.torch.local_state.rng import RngState
+from ttp.adapters.megatron.rank_state import streams_now
 from ttp.adapters.torch.sharding.gather import block_gather
 from ttp.adapters.torch.sharding.partition import ShardPlacement, assign
 from ttp.errors import ConfigError
@@ -81,7 +79,6 @@ class ReplicatedOptimizer(Float16OptimizerWithFloat16Params):
         self._main = dict(self._pairs())
         ranks = list(dist.get_process_group_ranks(self.data_parallel_ranks))
         self._gather = block_gather(self.placement, self._place, ranks, self.data_parallel_ranks, self._shards)
-        self._streams, self._tracked = RngState(), TrackedStreams()
         self.current_step = 0
         """Number of finished updates, which programs give to ``ttp_end_updating_os``."""
         self.streams: dict[str, Any] = {}
@@ -107,16 +104,7 @@ class ReplicatedOptimizer(Float16OptimizerWithFloat16Params):
 
     def note_streams(self) -> None:
         """Copy the random streams: a save runs on another thread, when the next step may already have used them."""
-        data = b"".join(bytes(part) for part in self._streams.capture())
-        self.streams = {"random": torch.frombuffer(bytearray(data), dtype=torch.uint8)}
-        self.streams |= {"tracked": self._tracked.state_dict()}
-
-    def restore_streams(self, streams: dict[str, Any]) -> list[str]:
-        """Restore a saved value of ``streams``. Returns notes for the log on streams that this process lacks."""
-        notes = self._streams.restore(streams["random"].numpy().tobytes())
-        here = self._tracked.state_dict()["place"]  # data-parallel ranks draw the same numbers
-        self._tracked.load_state_dict({**streams["tracked"], "place": here})
-        return notes
+        self.streams = streams_now()
 
     def get_grad_stats_parallel_group(self) -> Any:
         """Return the model-parallel group: each data-parallel rank has all gradients, so no other ranks are needed."""

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import ttp
-from ttp.adapters.megatron.rank_state import TrackedStreams
-from ttp.adapters.torch.local_state.rng import RngState
+from ttp.adapters.megatron.rank_state import set_streams, streams_now
 from ttp.api import register
 from ttp.errors import ConfigError
 
@@ -84,34 +83,13 @@ def install(
     ``setup_model_and_optimizer`` then raises ``ConfigError`` if Megatron has loaded a later iteration than ttp.
     """
     module: Any = training or importlib.import_module("megatron.training.training")
-    streams = _Streams()
+    streams: dict[str, Any] = {}  # as the restore has left them, until the training begins
     how = {"extra_state": extra_state, "undo": undo, "buddy": buddy}
     module.setup_model_and_optimizer = _restoring(module, save_dir, streams, **how)
     module.train = ttp.ttp_to_persist(_beginning_with(module.train, streams))
 
 
-class _Streams:
-    """A copy of all random streams of this rank, taken by ``keep`` and set again by ``put_back``."""
-
-    def __init__(self) -> None:
-        self._rng: bytes | None = None
-        self._tracked: dict[str, Any] = {}
-
-    def keep(self) -> None:
-        """Copy the present streams."""
-        self._rng = b"".join(bytes(part) for part in RngState().capture())
-        tracked = TrackedStreams().state_dict()
-        self._tracked = tracked | {"streams": {name: state.clone() for name, state in tracked["streams"].items()}}
-
-    def put_back(self) -> None:
-        """Set the streams to the copy; later calls do nothing until ``keep`` is called again."""
-        if self._rng is not None:
-            TrackedStreams().load_state_dict(self._tracked)
-            RngState().restore(self._rng)
-            self._rng = None
-
-
-def _restoring(module: Any, save_dir: str | Path | None, streams: _Streams, **how: Any) -> Any:
+def _restoring(module: Any, save_dir: str | Path | None, streams: dict[str, Any], **how: Any) -> Any:
     setup = module.setup_model_and_optimizer
 
     @functools.wraps(setup)
@@ -124,7 +102,7 @@ def _restoring(module: Any, save_dir: str | Path | None, streams: _Streams, **ho
         loaded = getattr(args, "iteration", 0)
         if ttp.restore():  # restores the counters in ``args`` too
             _refuse_older(loaded, args.iteration, directory)
-            streams.keep()
+            streams.update(streams_now())
         return made
 
     return setup_model_and_optimizer
@@ -139,10 +117,12 @@ def _refuse_older(loaded: int, restored: int, directory: str | Path) -> None:
         )
 
 
-def _beginning_with(train: Callable[..., Any], streams: _Streams) -> Callable[..., Any]:
+def _beginning_with(train: Callable[..., Any], streams: dict[str, Any]) -> Callable[..., Any]:
     @functools.wraps(train)
     def training(*positional: Any, **named: Any) -> Any:
-        streams.put_back()
+        if streams:
+            set_streams(streams)
+            streams.clear()
         return train(*positional, **named)
 
     return training
