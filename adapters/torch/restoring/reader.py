@@ -6,6 +6,7 @@ overlap these, so a checkpoint of any layout can be read in any other.
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
@@ -20,6 +21,10 @@ from ttp.adapters.torch.saving.flatten_state import put
 from ttp.adapters.torch.saving.piece_index import IndexEntry, StatePath
 from ttp.errors import CheckpointError, ToldAs
 from ttp.store.plain_file import open_plain
+
+
+_SMALL_BYTES = 64 << 10
+"""Up to this size a value is read at once: torch makes about twenty small reads for each."""
 
 
 def load_chunks(
@@ -152,6 +157,8 @@ def read_value(path: Path, item: IndexEntry) -> Any:
             if item.offset + item.length > size:
                 raise ValueError(f"it would end at byte {item.offset + item.length}, and the file has {size} bytes")
             view: Any = _create_file_view(file, item.offset, item.length)
+            if item.length <= _SMALL_BYTES:
+                view = io.BytesIO(view.read())
             value = torch.load(view, weights_only=True, map_location="cpu")
     told = (item.torch_dtype, tuple(item.sizes)) if item.is_tensor else None
     if told and (not isinstance(value, Tensor) or (value.dtype, tuple(value.shape)) != told):
