@@ -22,7 +22,6 @@ from ttp.adapters.torch.saving.piece_index import IndexEntry, StatePath
 from ttp.errors import CheckpointError, ToldAs
 from ttp.store.plain_file import open_plain
 
-
 _SMALL_BYTES = 64 << 10
 """Up to this size a value is read at once: torch makes about twenty small reads for each."""
 
