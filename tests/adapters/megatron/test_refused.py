@@ -4,6 +4,7 @@ for.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,6 @@ from ttp.adapters.megatron import contents, offer_to_megatron, stock, training
 from ttp.adapters.megatron.adapter import MegatronAdapter
 from ttp.adapters.megatron.geometry import Described, Geometry, TensorView
 from ttp.adapters.megatron.optimizers import Holding, Inner, _dealt, _refuse_unknown, unchained, with_counts
-from ttp.adapters.megatron.param_sync import ParamSyncs
 from ttp.adapters.megatron.rank_state import Progress
 from ttp.adapters.megatron.restore import Wants, _install_groups, _moments, _other_optimizers, restore_groups
 from ttp.adapters.megatron.source import MegatronSource
@@ -208,7 +208,7 @@ def test_an_update_that_is_undone_is_not_counted(copied: int | None, finished: i
     image = SimpleNamespace(state={main: {"step": torch.tensor(3.0)}})
     source: Any = SimpleNamespace(
         _preimage_now=SimpleNamespace(version=copied, image=lambda _: image),
-        _processor=SimpleNamespace(gate=SimpleNamespace(version=finished)),
+        processor=SimpleNamespace(gate=SimpleNamespace(version=finished)),
         _to_host=lambda tensor: tensor,
         on_device=False,
     )
@@ -305,8 +305,7 @@ def test_what_the_adapter_for_torch_asks_has_an_answer() -> None:
     adapter._processor = SimpleNamespace(goes_on=None)
     adapter._source = SimpleNamespace(runtimes=(None,), has_state_on_host=lambda: False)
     assert "exchanges weights" in adapter._why_wait()
-    adapter._attachment = adapter._barrier = None
-    adapter._syncs = ParamSyncs([])
+    adapter._hooks, adapter._barrier = contextlib.ExitStack(), None
     adapter.detach()
 
 
