@@ -121,9 +121,7 @@ def ttp_start_controller(bind_ip: str | None, port: int) -> int:
         config = Config.from_env()
         address = bind_ip or os.environ.get("XDL_IP") or os.environ.get("MASTER_ADDR") or "127.0.0.1"
         config, address = admitted(config, address)
-        ensure_controller(
-            address, port, run_dir=config.resolved_run_dir(), token=config.token, bind=config.bind, patience_s=START_S
-        )
+        ensure_controller(address, replace(config, port=port), config.resolved_run_dir(), patience_s=START_S)
     except TtpError as problem:
         log.error("ttp_start_controller: %s", problem)
         return RET_ERROR

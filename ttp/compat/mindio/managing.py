@@ -78,7 +78,7 @@ def start(address: str, port: int, enable_tls: bool, tls_info: str, decrypt: Cal
     run_dir = prepare_run_dir(tls_settings.run_dir_of(port))
     tls_settings.use(enable_tls, tls_info, run_dir, decrypt)
     config, address = admitted(replace(Config.from_env(), port=port), address)
-    ensure_controller(address, port, run_dir=run_dir, token=config.token, bind=config.bind, patience_s=START_S)
+    ensure_controller(address, config, run_dir, patience_s=START_S)
     HERE.place = address, config
     HERE.begin()
 

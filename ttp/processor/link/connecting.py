@@ -99,14 +99,7 @@ class ControllerLink:
         """Open a stream; first start a controller if the action says so, which may take as long as its start does."""
         try:
             if action.start_controller and self._config.port is not None and is_local(self._env.master_addr):
-                ensure_controller(
-                    self._env.master_addr,
-                    self._config.port,
-                    run_dir=self._run_dir,
-                    token=self._config.token,
-                    bind=self._config.bind,
-                    patience_s=JOIN_PATIENCE_S,
-                )
+                ensure_controller(self._env.master_addr, self._config, self._run_dir, patience_s=JOIN_PATIENCE_S)
             self._open(action.address, action.within_s)
         except ConfigError as problem:
             if self._joining.pending():
