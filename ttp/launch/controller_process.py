@@ -18,8 +18,9 @@ from pathlib import Path
 from ttp.config import Config
 from ttp.errors import EXIT_PORT_TAKEN, ConfigError, ToldAs
 from ttp.launch.own_module import own_module
-from ttp.launch.presence import PROBE_S, Presence, controller_pid, is_local, listens, port_owner, probe
+from ttp.launch.presence import Presence, controller_pid, is_local, listens, port_owner, probe
 from ttp.launch.run_dir import make_private
+from ttp.polling import poll
 from ttp.wire.tls import diagnose
 
 logger = logging.getLogger("ttp.launch")
@@ -112,9 +113,7 @@ def end_controller(address: str, port: int, token: str) -> None:
     except (ProcessLookupError, PermissionError) as problem:
         logger.warning("the controller at %s:%d (pid %d) could not be ended: %s", address, port, pid, problem)
         return
-    deadline_s = time.monotonic() + END_S
-    while listens(address, port, 1.0) and time.monotonic() < deadline_s:
-        time.sleep(0.05)
+    poll(lambda: not listens(address, port, 1.0), END_S, 0.05)
 
 
 def log_size(run_dir: Path) -> int:
@@ -143,14 +142,7 @@ def tail(path: Path, since: int = 0, lines: int = TAIL_LINES) -> str:
 
 def wait_until_serving(address: str, port: int, token: str, timeout_s: float) -> bool:
     """Wait until a controller of this job answers at ``address:port``; False after ``timeout_s`` seconds."""
-    deadline_s = time.monotonic() + timeout_s
-    while True:
-        left_s = deadline_s - time.monotonic()
-        if left_s <= 0:
-            return False
-        if probe(address, port, token, min(PROBE_S, left_s)) == "controller":
-            return True
-        time.sleep(0.05)
+    return poll(lambda: probe(address, port, token) == "controller", timeout_s, 0.05)
 
 
 def ensure_controller(

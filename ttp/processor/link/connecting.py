@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from ttp.launch.presence import is_local
 from ttp.launch.proc_files import stat_of
 from ttp.launch.relay import RELAYED, RelayServer, relay_of, wanted
 from ttp.launch.ring import Ring, write_ring
+from ttp.polling import poll
 from ttp.processor.errands import aside
 from ttp.processor.joining import JOIN_PATIENCE_S, Joining
 from ttp.processor.link.second import SecondStream
@@ -261,7 +261,4 @@ class Shortcut:
         return self._own.port, os.getpid()
 
     def _await(self) -> tuple[int, int] | None:
-        until = time.monotonic() + COMES_S
-        while (found := relay_of(self._config, self._run_dir)) is None and time.monotonic() < until:
-            time.sleep(LOOK_S)
-        return found
+        return poll(lambda: relay_of(self._config, self._run_dir), COMES_S, LOOK_S)
