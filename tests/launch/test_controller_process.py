@@ -120,8 +120,7 @@ def test_one_that_does_not_listen_is_killed() -> None:
 def ensure(
     run_dir: Path, port: int, address: str = "127.0.0.1", bind: str = "", patience_s: float = 30.0
 ) -> subprocess.Popen[bytes] | None:
-    config = Config(port=port, token=TOKEN, bind=bind)
-    return subject.ensure_controller(address, config, run_dir, patience_s=patience_s)
+    return subject.ensure_controller(address, Config(port=port, token=TOKEN, bind=bind), run_dir, patience_s=patience_s)
 
 
 def test_starts_one_and_uses_one_that_is_there(run_dir: Path, unused_port: int) -> None:
