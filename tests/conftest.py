@@ -22,6 +22,9 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 """Every Python that a test starts imports tests/site/sitecustomize.py."""
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+"""Models of tests are tiny, and several tests run at a time: threads of torch would only spin while they wait."""
+
 
 ALL = Path(__file__).parent.name
 
