@@ -22,8 +22,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 """Every Python that a test starts imports tests/site/sitecustomize.py."""
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-"""Models of tests are tiny, and several tests run at a time: threads of torch would only spin while they wait."""
+os.environ["OMP_NUM_THREADS"] = "1"
+"""Also for every process that a test starts. Models of tests are tiny: threads of torch would spin while they wait."""
 
 
 ALL = Path(__file__).parent.name

