@@ -206,7 +206,7 @@ def wrap_optimizer(
         asked_for(str(save_dir))
     if undo not in UNDO_WAYS:
         raise ConfigError(f"undo={undo!r} is not a way to undo an update; use one of {', '.join(map(repr, UNDO_WAYS))}")
-    if "mindspore" in _families(optimizer) and not isinstance(optimizer, (list, tuple)):
+    if "mindspore" in _families(optimizer):
         from ttp.adapters.mindspore.wrapping import wrap
 
         others = {"scheduler": scheduler, "extra_state": extra_state, "scaler": scaler, "shard_of": shard_of}
