@@ -82,7 +82,7 @@ def load_into(
     for name in memory.held:
         memory.parameter(name).set_data(values[name].value())
     if local is not None:
-        return position, notes + capture.restore(local, streams=True)
+        return position, notes + capture.restore(local)
     why = why_lost(manifest.pieces, rank) if same_world else f"{manifest.world_size} ranks saved, {world_size} restore"
     return position, [
         f"the rank-local state of rank {rank} was not saved ({why}): its random streams are not restored, and state "

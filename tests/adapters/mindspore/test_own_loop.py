@@ -137,6 +137,29 @@ def test_who_goes_on_from_it_ends_where_the_other_ends(mode: str, jit: bool, tmp
     assert second.train(SAVED) == unbroken
 
 
+def test_what_is_drawn_or_seeded_between_restore_and_training_does_not_count(tmp_path: Path) -> None:
+    """But between the trainings of a loop over epochs it belongs to the training."""
+    first = Loop(tmp_path, jit=False)
+    first.train(0)
+    (checkpoint,) = first.saved
+    assert isinstance(checkpoint, Path), checkpoint
+    second = Loop(tmp_path, jit=False)
+    for several, size in ((False, SAVED), (True, SAVED + 1)):
+        second.adapter.load(checkpoint, 0, 1, protected=True)
+        second.adapter.position = Position(step=SAVED, batch_num=size)
+        np.random.seed(1)
+        second.adapter.training_begins(several=several)
+        assert np.random.random() == first.drawn[SAVED]
+        np.random.seed(1)
+        second.adapter.training_begins(several=several)
+        assert np.random.random() == np.random.RandomState(1).random(), "another training of the same process"
+    second.adapter.load(checkpoint, 0, 1, protected=True)
+    second.adapter.position = Position(step=SAVED, batch_num=SAVED)
+    np.random.seed(1)
+    second.adapter.training_begins(several=True)
+    assert np.random.random() == np.random.RandomState(1).random()
+
+
 @pytest.mark.parametrize("dies", ["in", "after"])
 def test_a_rank_that_dies_in_its_step_gets_what_the_rest_of_the_step_made_of_replicas(
     dies: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
