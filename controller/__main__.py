@@ -26,6 +26,7 @@ from ttp.controller.service import start_server, stop_server
 from ttp.controller.spans import SpanSender, wanted
 from ttp.core.controller.events import ControllerTimeouts
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_PORT_TAKEN, EXIT_TRAINED, ConfigError
+from ttp.launch.leases import exists
 from ttp.launch.presence import may_be_bound, port_owner
 from ttp.launch.run_dir import make_private
 from ttp.mindio.protocol.handler_recovery import HandlerRecovery
@@ -209,21 +210,11 @@ async def _watch_owner(driver: Driver, pid: int, orphan_s: float) -> None:
     needed_at = time.monotonic()
     while not driver.stopped.is_set():
         await asyncio.sleep(OWNER_CHECK_S)
-        if driver.machine.job.live or _exists(pid):
+        if driver.machine.job.live or exists(pid):
             needed_at = time.monotonic()
         elif time.monotonic() - needed_at >= orphan_s:
             log.info("the process that started this controller (pid %s) has ended and no rank is connected", pid)
             driver.stopped.set()
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import abc
 import asyncio
 from collections.abc import Callable
-from typing import Protocol
 
 from ttp.core import messages as m
 from ttp.core.controller.events import ConnectionId
@@ -13,22 +13,46 @@ ORDERS_MAX = 10_000
 """Most orders that may wait for one stream. A healthy rank has a few waiting; more mean that the rank does not read."""
 
 
-class Peer(Protocol):
-    """The outgoing half of a rank's stream, as the driver uses it: the rank's own stream, or its line in a relay's."""
+class Peer(abc.ABC):
+    """The outgoing half of a rank's stream, as the driver uses it: the rank's own stream, or its line in a relay's.
 
-    id: ConnectionId
-    peer: str
-    """Address of the other end, as gRPC names it."""
-    closing: bool
+    Args:
+        id: the stream's id, unique in this controller.
+        peer: address of the other end, as gRPC writes it.
+    """
+
+    __slots__ = ("closing", "id", "peer")
+
+    def __init__(self, id: ConnectionId, peer: str) -> None:
+        self.id, self.peer = id, peer
+        self.closing = False
+        """Whether the stream is ending: further orders are not queued, and further reports are ignored."""
 
     def put(self, order: m.Order) -> bool:
-        """Queue an order. Return False if the peer does not read its orders: then the stream is ended."""
+        """Queue an order. After a ``Refused`` the stream ends.
 
+        Returns:
+            False if the peer does not read its orders; then the stream is cancelled.
+        """
+        if self.closing:
+            return True
+        if not self._accept(order):
+            self.closing = True
+            return False
+        if isinstance(order, m.Refused):
+            self.end()
+        return True
+
+    @abc.abstractmethod
+    def _accept(self, order: m.Order) -> bool:
+        """Queue an order. If ``ORDERS_MAX`` orders are already waiting, cancel the stream and return False."""
+
+    @abc.abstractmethod
     def end(self) -> None:
         """End the stream once all queued orders have been sent."""
 
 
-class Connection:
+class Connection(Peer):
     """The bounded queue of orders for one stream. No method but ``next`` waits.
 
     Args:
@@ -38,31 +62,19 @@ class Connection:
     """
 
     def __init__(self, id: ConnectionId, cancel: Callable[[], object], peer: str = "") -> None:
-        self.id, self.peer = id, peer
-        self.closing = False
-        """Whether the stream is ending: further orders are not queued, and further reports are ignored."""
+        super().__init__(id, peer)
         self._cancel = cancel
         self._queue: asyncio.Queue[m.Order | None] = asyncio.Queue()
 
-    def put(self, order: m.Order) -> bool:
-        """Queue an order. After a ``Refused`` the stream ends.
-
-        Returns:
-            False if ``ORDERS_MAX`` orders are already waiting; then the stream is cancelled.
-        """
-        if self.closing:
-            return True
+    def _accept(self, order: m.Order) -> bool:
         if self._queue.qsize() >= ORDERS_MAX:
-            self.closing = True
             self._cancel()
             return False
         self._queue.put_nowait(order)
-        if isinstance(order, m.Refused):
-            self.end()
         return True
 
     def end(self) -> None:
-        """End the stream once all queued orders have been sent."""
+        """See ``Peer``."""
         self.closing = True
         self._queue.put_nowait(None)
 

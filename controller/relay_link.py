@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable
 
 import grpc
 
-from ttp.controller.connection import ORDERS_MAX
+from ttp.controller.connection import ORDERS_MAX, Peer
 from ttp.controller.driver import Driver
 from ttp.core import messages as m
 from ttp.core.controller import events as ce
 from ttp.core.layout import Rank
-from ttp.core.relay import ALIKE, LineId, Lines, Unfolded, folded
+from ttp.core.relay import LineId, RelayEnd, folded
 from ttp.wire.limits import WireError
 from ttp.wire.relay import LINES_MAX, orders_to_wire, parse_frame
 from ttp.wire.v1 import controller_pb2 as pb
@@ -24,7 +24,7 @@ from ttp.wire.v1 import controller_pb2 as pb
 log = logging.getLogger("ttp.controller")
 
 
-class RelayedStream:
+class RelayedStream(Peer):
     """The line of one rank behind a relay; see ``Peer``.
 
     Args:
@@ -34,23 +34,14 @@ class RelayedStream:
         link: the relay's stream.
     """
 
-    __slots__ = ("_link", "closing", "id", "line", "peer", "rank")
+    __slots__ = ("_link", "line", "rank")
 
     def __init__(self, id: ce.ConnectionId, line: LineId, rank: Rank, link: RelayLink) -> None:
-        self.id, self.line, self.rank, self.closing = id, line, rank, False
-        self.peer = link.peer
-        self._link = link
+        super().__init__(id, link.peer)
+        self.line, self.rank, self._link = line, rank, link
 
-    def put(self, order: m.Order) -> bool:
-        """See ``Peer``. After a ``Refused`` the line ends."""
-        if self.closing:
-            return True
-        if not self._link.put(self.line, order):
-            self.closing = True
-            return False
-        if isinstance(order, m.Refused):
-            self.end()
-        return True
+    def _accept(self, order: m.Order) -> bool:
+        return self._link.put(self.line, order)
 
     def end(self) -> None:
         """See ``Peer``."""
@@ -71,8 +62,7 @@ class RelayLink:
     def __init__(self, driver: Driver, cancel: Callable[[], object], peer: str = "") -> None:
         self.peer = peer
         self._driver, self._cancel = driver, cancel
-        self._unfolded = Unfolded()
-        self._lines: dict[LineId, RelayedStream] = {}
+        self._end = RelayEnd(self._open, driver.disconnect)
         self._orders: list[tuple[LineId, m.Order | None]] = []
         self._wake = asyncio.Event()
         self._over = False
@@ -85,7 +75,7 @@ class RelayLink:
         try:
             async for data in frames:
                 frame, problems = parse_frame(data)
-                self._driver.feed_all(self._events(self._unfolded.reports(frame)))
+                self._driver.feed_all(self._end.events(frame))
                 for line, problem in problems.items():
                     self._refuse(line, problem)
         except WireError as problem:
@@ -98,35 +88,14 @@ class RelayLink:
         finally:
             self.close()
 
-    def _events(self, reports: Iterable[tuple[Lines, m.Report | None]]) -> Iterator[ce.Event]:
-        for lines, report in reports:
-            if isinstance(report, m.Hello):
-                for line in lines:
-                    if line not in self._lines:
-                        self._open(line, report.rank)
-            known = [self._lines[line] for line in lines if line in self._lines]  # other lines have been ended already
-            if report is None:
-                for ended in known:
-                    del self._lines[ended.line]
-                    self._driver.disconnect(ended)
-                continue
-            who = tuple((each.id, each.rank) for each in known if not each.closing)
-            if isinstance(report, ALIKE) and report.rank == m.SEVERAL:
-                yield ce.ReceivedAlike(who, report)
-            else:
-                yield from (ce.Received(connection, report) for connection, _ in who)
-
     def _open(self, line: LineId, rank: Rank) -> RelayedStream:
-        if len(self._lines) >= LINES_MAX:
+        if len(self._end.lines) >= LINES_MAX:
             raise WireError(f"a relay may serve {LINES_MAX} ranks at most")
-        opened = self._driver.admit(lambda id: RelayedStream(id, line, rank, self))
-        self._lines[line] = opened
-        return opened
+        return self._driver.admit(lambda id: RelayedStream(id, line, rank, self))
 
     def _refuse(self, line: LineId, problem: str) -> None:
         log.warning("the rank on line %s of a relay is refused: %s", line, problem)
-        refused = self._lines.get(line) or self._open(line, Rank(-1))
-        refused.put(m.Refused(Rank(-1), m.RefusalCode.MALFORMED, problem))
+        self._end.open(line, Rank(-1)).put(m.Refused(Rank(-1), m.RefusalCode.MALFORMED, problem))
 
     # -------------------------------------------------------------------------------------------------------- outwards
 
@@ -143,13 +112,7 @@ class RelayLink:
         """End ``line`` once all orders queued for it have been sent."""
         self._orders.append((line.line, None))
         self._wake.set()
-        asyncio.get_running_loop().call_soon(self._ended, line)
-
-    def _ended(self, line: RelayedStream) -> None:
-        if self._lines.get(line.line) is line:
-            del self._lines[line.line]
-        self._unfolded.closed(line.line)
-        self._driver.disconnect(line)
+        asyncio.get_running_loop().call_soon(self._end.over, line)
 
     async def orders(self) -> AsyncIterator[pb.RelayOrders]:
         """Yield the frames to send. A frame holds all orders queued since the frame before it."""
@@ -165,7 +128,4 @@ class RelayLink:
         """End the stream and every line in it."""
         self._over = True
         self._wake.set()
-        lines, self._lines = self._lines, {}
-        for line in lines.values():
-            line.closing = True
-            self._driver.disconnect(line)
+        self._end.close()

@@ -22,6 +22,9 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 """Every Python that a test starts imports tests/site/sitecustomize.py."""
 
+os.environ["OMP_NUM_THREADS"] = "1"
+"""Also for every process that a test starts. Models of tests are tiny: threads of torch would spin while they wait."""
+
 
 ALL = Path(__file__).parent.name
 

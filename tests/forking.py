@@ -132,10 +132,6 @@ def _main(
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), stream)
     os.environ.clear()
     os.environ |= env | {"JOB_LAUNCHER_PID": str(os.getpid())}
-    if "OMP_NUM_THREADS" in env:  # which is read when torch is loaded, and that was under another environment
-        import torch
-
-        torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
     sys.path[:0] = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", *sys.path)]
     sys.argv = [str(program), *arguments]
     if "TTP_CONTINUITY" not in env:

@@ -30,7 +30,7 @@ def test_groups_that_import_torch_run(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks", *names, "--quick", "--json", str(tmp_path / "results.json")],
         cwd=ROOT,
-        env={k: v for k, v in os.environ.items() if not k.startswith("TTP_")} | {"OMP_NUM_THREADS": "1"},
+        env={k: v for k, v in os.environ.items() if not k.startswith("TTP_")},
         capture_output=True,
         text=True,
         timeout=800,

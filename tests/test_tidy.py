@@ -72,7 +72,7 @@ def test_the_core_does_not_know_who_extends_it() -> None:
 
 
 FLOORS = (
-    {"errors", "inbox", "_version"},
+    {"errors", "inbox", "polling", "_version"},
     {"core", "mindio.protocol"},
     {"store"},
     {"config", "wire", "launch", "processor"},

@@ -49,9 +49,10 @@ def ttp_to_persist(func: F | None = None, *, exit_on_bad_config: bool = True) ->
     saved, but a restart would not help. Without ``TTP_PORT`` in the environment the function runs as if it were not
     decorated.
 
-    ``KeyboardInterrupt`` and ``sys.exit(0)`` behave as without ttp. When ``train()`` returns, the decorator waits until
-    it has returned on every rank, so that a rank which dies in its last step can still be saved from the others. A
-    process that ``train()`` has forked is not the rank: if it leaves ``train()``, it behaves as without ttp.
+    ``KeyboardInterrupt`` and ``sys.exit(0)`` behave as without ttp, but not after SIGTERM, when the job is saved. When
+    ``train()`` returns, the decorator waits until it has returned on every rank, so that a rank which dies in its last
+    step can still be saved from the others. A process that ``train()`` has forked is not the rank: if it leaves
+    ``train()``, it behaves as without ttp.
 
     Args:
         func: the training function; ``@ttp_to_persist`` and ``@ttp_to_persist(...)`` both work.
@@ -127,12 +128,10 @@ def _protected(
     try:
         with continuing.watched():
             result = train(*args, **kwargs)
-    except KeyboardInterrupt as problem:
-        current.left(problem)
-        raise
-    except SystemExit as leaving:
-        if leaving.code in (None, 0):
-            current.left()
+    except (KeyboardInterrupt, SystemExit) as leaving:
+        wanted = isinstance(leaving, KeyboardInterrupt) or leaving.code in (None, 0)
+        if wanted and not (current.preemption is not None and current.preemption.came()):  # else by its handler
+            current.left(leaving)
         else:
             current.raised(leaving)
         raise
@@ -207,7 +206,7 @@ def wrap_optimizer(
         asked_for(str(save_dir))
     if undo not in UNDO_WAYS:
         raise ConfigError(f"undo={undo!r} is not a way to undo an update; use one of {', '.join(map(repr, UNDO_WAYS))}")
-    if "mindspore" in _families(optimizer) and not isinstance(optimizer, (list, tuple)):
+    if "mindspore" in _families(optimizer):
         from ttp.adapters.mindspore.wrapping import wrap
 
         others = {"scheduler": scheduler, "extra_state": extra_state, "scaler": scaler, "shard_of": shard_of}

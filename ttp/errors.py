@@ -6,8 +6,13 @@ expected failure inside the core is a value or an event, never an exception.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable
 from types import TracebackType
+from typing import ParamSpec
+
+_P = ParamSpec("_P")
 
 EXIT_TRAINED = 0
 EXIT_BAD_CONFIG = 64
@@ -15,6 +20,8 @@ EXIT_NOT_SAVED = 70
 EXIT_SAVED = 75
 EXIT_PORT_TAKEN = 98
 """Exit code of ``python -m ttp.controller`` if its port is in use, for its launcher; ``ttp controller`` has 64."""
+RET_OK, RET_ERROR = 0, 1
+"""What functions of the original return, whose interface has no exceptions."""
 GARBLED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
 """What code raises that reads data of another form than it expects."""
 
@@ -88,3 +95,22 @@ class ToldAs:
         """Convert the exception that leaves the block, if it is of one of the kinds."""
         if isinstance(problem, self._kinds):
             raise self._error(f"{self._text}: {self._reason(problem)}") from problem
+
+
+def told_by_code(
+    log: logging.Logger, *kinds: type[Exception]
+) -> Callable[[Callable[_P, int | None]], Callable[_P, int]]:
+    """Make a function that raises one of these exceptions log it and return 1; without one it returns 0 for None."""
+
+    def decorate(function: Callable[_P, int | None]) -> Callable[_P, int]:
+        @functools.wraps(function)
+        def call(*args: _P.args, **kwargs: _P.kwargs) -> int:
+            try:
+                return function(*args, **kwargs) or RET_OK
+            except kinds as problem:
+                log.error("%s: %s", function.__name__, problem)
+                return RET_ERROR
+
+        return call
+
+    return decorate

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ttp import session
 from ttp.config import Config, RankEnv
 from ttp.core.layout import Rank
-from ttp.errors import TtpError, UsageError
+from ttp.errors import RET_ERROR, RET_OK, TtpError, UsageError, told_by_code
 from ttp.launch.admission import admitted
 from ttp.launch.controller_process import ensure_controller
 from ttp.launch.rank_names import in_torchruns_names
@@ -47,8 +47,6 @@ log = logging.getLogger("ttp.legacy")
 
 START_S = 120.0
 """Seconds that a controller may take to answer: a host on which everything starts at once is slow."""
-RET_OK = 0
-RET_ERROR = 1
 
 SaveHandler = Callable[..., Any]
 RenameHandler = Callable[..., Any]
@@ -91,48 +89,44 @@ class Program:
 _program = Program()
 
 
-def ttp_init_controller(rank: int, world_size: int, replica: int = 0, enable_local_copy: bool = False) -> int:
+@told_by_code(log, TtpError)
+def ttp_init_controller(rank: int, world_size: int, replica: int = 0, enable_local_copy: bool = False) -> None:
     """Check the rank of the process that will start the controller. Returns 0 if it is in the world, else 1.
 
     ``replica`` and ``enable_local_copy`` are accepted for compatibility and have no effect.
     """
-    if not _whole("ttp_init_controller", rank=rank, world_size=world_size):
-        return RET_ERROR
+    _check_whole(rank=rank, world_size=world_size)
     if not 0 <= rank < world_size:
-        log.error("ttp_init_controller: rank %s is not from 0 to %s", rank, world_size - 1)
-        return RET_ERROR
-    return RET_OK
+        raise UsageError(f"rank {rank} is not from 0 to {world_size - 1}")
 
 
-def _whole(function: str, **given: object) -> bool:
-    """Return whether all arguments are whole numbers; if one is not, log it."""
+def _check_whole(**given: object) -> None:
+    """Check that all arguments are whole numbers.
+
+    Raises:
+        UsageError: one is not.
+    """
     wrong = {name: value for name, value in given.items() if not isinstance(value, Integral)}
     if wrong:
-        log.error("%s: not whole numbers: %s", function, wrong)
-    return not wrong
+        raise UsageError(f"not whole numbers: {wrong}")
 
 
-def ttp_start_controller(bind_ip: str | None, port: int) -> int:
+@told_by_code(log, TtpError)
+def ttp_start_controller(bind_ip: str | None, port: int) -> None:
     """Start a controller at ``bind_ip:port`` in a process of its own, unless one serves there. Returns 0 or 1 (failed).
 
     Without ``bind_ip`` the address is ``XDL_IP``, else ``MASTER_ADDR``, else loopback.
     """
-    try:
-        config = Config.from_env()
-        address = bind_ip or os.environ.get("XDL_IP") or os.environ.get("MASTER_ADDR") or "127.0.0.1"
-        config, address = admitted(config, address)
-        ensure_controller(
-            address, port, run_dir=config.resolved_run_dir(), token=config.token, bind=config.bind, patience_s=START_S
-        )
-    except TtpError as problem:
-        log.error("ttp_start_controller: %s", problem)
-        return RET_ERROR
-    return RET_OK
+    config = Config.from_env()
+    address = bind_ip or os.environ.get("XDL_IP") or os.environ.get("MASTER_ADDR") or "127.0.0.1"
+    config, address = admitted(config, address)
+    ensure_controller(address, replace(config, port=port), config.resolved_run_dir(), patience_s=START_S)
 
 
+@told_by_code(log, TtpError)
 def ttp_init_processor(
     rank: int, dp_ranks: Sequence[int], dp_size: int, world_size: int, replica: int = 0, enable_local_copy: bool = False
-) -> int:
+) -> None:
     """Describe this rank. Returns 0, or 1 if the values do not fit.
 
     Args:
@@ -147,49 +141,33 @@ def ttp_init_processor(
     try:
         ranks = [int(r) for r in dp_ranks]
     except (TypeError, ValueError):
-        log.error("ttp_init_processor: dp_ranks %r is not a list of ranks", dp_ranks)
-        return RET_ERROR
-    if not _whole("ttp_init_processor", rank=rank, world_size=world_size):
-        return RET_ERROR
+        raise UsageError(f"dp_ranks {dp_ranks!r} is not a list of ranks") from None
+    _check_whole(rank=rank, world_size=world_size)
     if len(ranks) != dp_size or rank not in ranks:
-        log.error("ttp_init_processor: rank %s, dp_ranks %s and dp_size %s do not fit", rank, ranks, dp_size)
-        return RET_ERROR
-    try:
-        _program.replicas = check_set(replica_set(ranks, replica), Rank(rank), world_size)
-    except TtpError as problem:
-        log.error("ttp_init_processor: %s", problem)
-        return RET_ERROR
+        raise UsageError(f"rank {rank}, dp_ranks {ranks} and dp_size {dp_size} do not fit")
+    _program.replicas = check_set(replica_set(ranks, replica), Rank(rank), world_size)
     _program.rank, _program.world_size = rank, world_size
-    return RET_OK
 
 
-def ttp_start_processor(master_ip: str, port: int) -> int:
+@told_by_code(log, TtpError)
+def ttp_start_processor(master_ip: str, port: int) -> None:
     """Join the job at the controller. Returns 0 if this rank has joined, else 1."""
     if _program.replicas is None or _program.rank is None:
-        log.error("ttp_start_processor: call ttp_init_processor() first")
-        return RET_ERROR
+        raise UsageError("call ttp_init_processor() first")
     from ttp.mindio.handlers import HandlerKind, Participant
 
-    try:
-        told, rank = in_torchruns_names(os.environ), str(_program.rank)
-        if "RANK" not in told:  # without a launcher the arguments tell all that its variables would
-            told = {"RANK": rank, "WORLD_SIZE": str(_program.world_size), "LOCAL_RANK": rank, **told}
-        env = RankEnv.from_env({**told, "MASTER_ADDR": master_ip})
-        if env.rank != _program.rank:
-            log.error(
-                "ttp_start_processor: RANK=%s is not the rank given to ttp_init_processor (%s)", env.rank, _program.rank
-            )
-            return RET_ERROR
-        participant = Participant(env, replace(session.current().config, port=port))
-        participant.register(HandlerKind.SAVE, _program.write)
-        participant.register(HandlerKind.RENAME, _program.finish)
-        participant.set_replicas([_program.replicas])
-        participant.start()
-    except TtpError as problem:
-        log.error("ttp_start_processor: %s", problem)
-        return RET_ERROR
+    told, rank = in_torchruns_names(os.environ), str(_program.rank)
+    if "RANK" not in told:  # without a launcher the arguments tell all that its variables would
+        told = {"RANK": rank, "WORLD_SIZE": str(_program.world_size), "LOCAL_RANK": rank, **told}
+    env = RankEnv.from_env({**told, "MASTER_ADDR": master_ip})
+    if env.rank != _program.rank:
+        raise UsageError(f"RANK={env.rank} is not the rank given to ttp_init_processor ({_program.rank})")
+    participant = Participant(env, replace(session.current().config, port=port))
+    participant.register(HandlerKind.SAVE, _program.write)
+    participant.register(HandlerKind.RENAME, _program.finish)
+    participant.set_replicas([_program.replicas])
+    participant.start()
     _program.participant = participant
-    return RET_OK
 
 
 def ttp_register_save_ckpt_handler(handler: SaveHandler) -> None:

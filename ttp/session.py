@@ -82,7 +82,7 @@ class Session:
         self.wrap_again: Callable[[], object] | None = None  # registers the same objects once more
         self._pauses: list[list[str]] = []
         self._pauses_lock = threading.Lock()
-        self._preemption: Preemption | None = None
+        self.preemption: Preemption | None = None
         self._trained_in: Path | None = None
         configure_logging(config)
 
@@ -149,8 +149,8 @@ class Session:
             self.processor = processor
             if self._pauses:  # entered before this rank had joined
                 self._show_pause()
-        self._preemption = Preemption(processor.report_preemption, processor.wait_let_go)
-        self._preemption.install()
+        self.preemption = Preemption(processor.report_preemption, processor.wait_let_go)
+        self.preemption.install()
         atexit.register(self._at_exit, os.getpid())
         return processor
 
@@ -191,8 +191,8 @@ class Session:
         if self.processor is None:
             return
         self._go_on(problem)
-        if self._preemption is not None:
-            self._preemption.alone = True  # a scheduler signals the ranks, and so does their launcher
+        if self.preemption is not None:
+            self.preemption.alone = True  # a scheduler signals the ranks, and so does their launcher
         if not self._reported:
             self.report(problem)
         self._go_on(problem)
@@ -224,20 +224,20 @@ class Session:
 
     def end_launch(self) -> None:
         """Detach this process from the current launch, so that it can become a rank of the next one."""
-        if self._preemption is not None:
-            self._preemption.uninstall()
+        if self.preemption is not None:
+            self.preemption.uninstall()
         atexit.unregister(self._at_exit)  # it would keep this session, and the objects that it refers to, alive
-        self.adapter = self.processor = self._preemption = None
+        self.adapter = self.processor = self.preemption = None
         self._reported = False
 
     def _leave(self, reason: GoodbyeReason) -> None:
-        if self._preemption is not None:
-            self._preemption.uninstall()
+        if self.preemption is not None:
+            self.preemption.uninstall()
         if self.processor is not None:
             self.processor.leave(reason)
             if reason is GoodbyeReason.DONE:
                 self._go_on(None)
-            self.processor = self.adapter = self.wrap_again = self._preemption = None  # the exit handler keeps this
+            self.processor = self.adapter = self.wrap_again = self.preemption = None  # the exit handler keeps this
 
     def _at_exit(self, pid: int) -> None:
         """Say goodbye, or report the exception that ends the program, for one that does not decorate ``train()``.

@@ -190,6 +190,18 @@ class MindSporeAdapter:
         if self._processor is not None and self._processor.env.rank == 0:
             _warn_of_newer(self._processor.save_dir, version)
 
+    def training_begins(self, *, several: bool) -> None:
+        """Restore the random streams again: the program may have used or seeded them since ``restore``.
+
+        Args:
+            several: whether the program trains several times, such as once for each epoch: what it does between two
+                trainings then belongs to the training.
+        """
+        state, self._capture.restored = self._capture.restored, None
+        size = self.position.batch_num
+        if state is not None and not (several and size and self.position.step % size == 0):
+            self._capture.restore_streams(state)
+
     def step_done(self) -> None:
         """Note that an iteration of the program's own loop is over: what it changed after its update belongs to it."""
         self._declared = True

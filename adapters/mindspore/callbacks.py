@@ -78,6 +78,8 @@ class Protection(Callback):
         self._late = self._late and not getattr(cb_params.train_network, "parameter_layout_dict", None)
         if not self._late:
             self._join(cb_params)
+        if self._adapter is not None:
+            self._adapter.training_begins(several=_decorated())
 
     def _meet(self) -> None:
         """Set the address of the controller. Subclasses override it."""

@@ -69,7 +69,10 @@ def optimizer_of(optimizer: Any, network: Any) -> Any:
     """
     optimizer = optimizer or getattr(network, "optimizer", None)
     if optimizer is None:
-        raise UsageError("Model has no optimizer: give it one, Model(network, optimizer=OptTTPWrapper(optimizer))")
+        raise UsageError(
+            "Model has no optimizer: give it one, Model(network, optimizer=OptTTPWrapper(optimizer)). In a training "
+            "step of your own the wrapped optimizer has to be the attribute `optimizer` of the cell"
+        )
     if not isinstance(optimizer, nn.Optimizer):
         raise UsageError(
             f"the optimizer is a {type(optimizer).__qualname__}: only optimizers derived from mindspore.nn.Optimizer "

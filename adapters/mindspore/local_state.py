@@ -97,6 +97,8 @@ class LocalCapture:
             [[h.name, h.dtype, list(h.shape), int(memory.of(h.name).memory.nbytes)] for h in held]
         )
         self.on_written: Callable[[int, bool], None] | None = None
+        self.restored: LocalState | None = None
+        """The state that was restored, until training begins."""
 
     def open_page(self, page: PageWriter) -> None:
         """Write to this page from now on."""
@@ -139,11 +141,11 @@ class LocalCapture:
             self.on_written(version, final)
 
     def restore(self, state: LocalState) -> list[str]:
-        """Restore the state of a page. Returns notes on random streams that this process lacks.
+        """Restore the state of a page. Returns notes on missing random streams.
 
         Raises:
             OtherModelError: the state does not fit this network.
-            CheckpointError: the streams cannot be restored.
+            CheckpointError: see ``restore_streams``.
         """
         for name, (dtype, shape, data) in state.beside.items():
             held = self._memory.held.get(name)
@@ -152,6 +154,15 @@ class LocalCapture:
                     f"the checkpoint has a parameter {name}, {dtype}{list(shape)}, that this network does not have"
                 )
             put(self._memory, name, data)
+        self.restored = state
+        return self.restore_streams(state)
+
+    def restore_streams(self, state: LocalState) -> list[str]:
+        """Restore the random streams of a page. Returns notes on missing ones.
+
+        Raises:
+            CheckpointError: they cannot be restored.
+        """
         with ToldAs(CheckpointError, "the saved random streams cannot be restored", *GARBLED, struct.error):
             notes = self._host.restore(*state.host)
         if state.stream:

@@ -8,15 +8,16 @@ from typing import Any
 
 from mindspore import nn
 
-from ttp import api
+from ttp import api, session
 from ttp.adapters.mindspore.adapter import MindSporeAdapter
+from ttp.adapters.mindspore.exit_code import tell_launcher_of_mistakes
 from ttp.adapters.mindspore.wrapper import OptTTPWrapper
 from ttp.core.layout import Layout
 from ttp.errors import UsageError
 
 
 def wrap(
-    optimizer: nn.Optimizer,
+    optimizer: Any,
     model: Any,
     save_dir: str | Path,
     layout: Layout | None,
@@ -39,6 +40,7 @@ def wrap(
         UsageError: an argument has no meaning for MindSpore.
         ConfigError: the job cannot be protected.
     """
+    tell_launcher_of_mistakes()
     given = [name for name, value in others.items() if value is not None] + ["buddy"] * buddy
     if given:
         raise UsageError(
@@ -50,6 +52,12 @@ def wrap(
         raise UsageError(
             f"model= is a {type(model).__qualname__}: give the network (a Cell); a mindspore.Model is protected by the "
             "callbacks TFTRegister and TrainFaultTolerance"
+        )
+    if isinstance(optimizer, (list, tuple)) or (model is not None and session.current().adapter is not None):
+        raise UsageError(
+            "wrap_optimizer() takes one MindSpore optimizer, once: wrap the optimizer that steps last in an iteration, "
+            "give a Cell as model= that has all networks and the other optimizers, and call ttp.step_done() at the end "
+            "of each iteration"
         )
     wrapped = OptTTPWrapper(optimizer, undo)
     if model is not None:

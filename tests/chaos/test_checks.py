@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.chaos.evidence import AT_S, FIRST, SECOND, Story, life, seen
-from ttp.chaos.checks import Judgement, expected, judge
+from ttp.chaos.checks import Judgement, diverges, expected, judge
 from ttp.chaos.notes import RankLife
 from ttp.chaos.record import Found, Injection
 from ttp.chaos.script import Fault, Script
@@ -20,7 +20,7 @@ def verdict(story: Story) -> Judgement:
 
 
 def test_a_good_run_is_saved_and_has_no_findings() -> None:
-    assert verdict(Story()) == Judgement("saved", (), 5, 0, 2.0, 50.0, 4000.0, False)
+    assert verdict(Story()) == Judgement("saved", (), 5, 0, 2.0, 50.0, 4000.0) and not diverges(Story().evidence())
 
 
 def resume_from(story: Story, version: int) -> None:
@@ -177,7 +177,7 @@ def test_across_a_cut_either_side_may_go_on() -> None:
     story.events = [seen("committed", version=4)]
     resume_from(story, 4)
     answer = verdict(story)
-    assert (answer.outcome, answer.findings, answer.diverged) == ("saved", (), True)
+    assert (answer.outcome, answer.findings, diverges(story.evidence())) == ("saved", (), True)
 
 
 def host_is_lost(script: Script) -> Story:
@@ -188,7 +188,8 @@ def host_is_lost(script: Script) -> Story:
 
 
 def test_a_lost_host_costs_its_random_streams_unless_they_are_mirrored() -> None:
-    assert (verdict(host_is_lost(Script(3, 1))).findings, verdict(host_is_lost(Script(3, 1))).diverged) == ((), True)
+    alone = host_is_lost(Script(3, 1))
+    assert (verdict(alone).findings, diverges(alone.evidence())) == ((), True)
     mirrored = Script(3, 1, env=(("TTP_MIRROR", "on"),))
     assert "rank-local state of ranks [1] was not saved" in verdict(host_is_lost(mirrored)).findings[0]
 
@@ -196,7 +197,7 @@ def test_a_lost_host_costs_its_random_streams_unless_they_are_mirrored() -> None
 def test_bits_have_no_reference_after_a_host_was_lost() -> None:
     story = Story(diverged=True)
     change_weights(story)
-    assert verdict(story).findings == () and verdict(story).diverged
+    assert verdict(story).findings == () and diverges(story.evidence())
 
 
 def test_a_second_fault_in_a_second_life() -> None:

@@ -12,14 +12,12 @@ import io
 import pickle
 from collections import deque
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
-from ttp.core import messages as m
-from ttp.core.controller.events import ControllerTimeouts
 from ttp.core.layout import Layout
-from ttp.core.rank.machine import RankTimeouts
 
 GONE = 0
 """The number of no machine."""
@@ -27,8 +25,8 @@ GONE = 0
 SILENT = {"patience", "timeouts", "_patience", "_timeouts", "_new_id", "_record", "_attempts", "program"}
 """Constants, and what has no influence in the worlds that are explored."""
 
-CONSTANT = {Layout, m.Hello, ControllerTimeouts, RankTimeouts}
-"""What never changes: one object is enough for all states."""
+SPARE_MAX = 2000
+"""Of machines that are kept beside their dumps."""
 
 
 class Machines:
@@ -36,6 +34,8 @@ class Machines:
 
     def __init__(self) -> None:
         self._dumps: list[bytes] = [b""]
+        self._spare: dict[int, Any] = {}
+        """Machines that the last steps have left in these states, so that the next step from there needs no copy."""
         self._canon = Canon()
         self._numbers: dict[Any, int] = {}
         self._steps: dict[tuple[int, Any, float], tuple[list[Any], int]] = {}
@@ -60,9 +60,13 @@ class Machines:
         key = (number, event, now)
         known = self._steps.get(key)
         if known is None:
-            machine = self._load(number)
+            machine = self._spare.pop(number, None) or self._load(number)
             actions = machine.on_event(event, now)
-            known = self._steps[key] = (actions, self.number(machine))
+            after = self.number(machine)
+            known = self._steps[key] = (actions, after)
+            self._spare[after] = machine
+            if len(self._spare) > SPARE_MAX:
+                del self._spare[next(iter(self._spare))]
         return known
 
     def ask(self, number: int, question: Callable[[Any], Any]) -> Any:
@@ -86,7 +90,7 @@ class Machines:
 
 
 _constants: dict[int, object] = {}
-"""The objects of ``CONSTANT`` types that dumps refer to, by identity; they live as long as the process."""
+"""The frozen objects that dumps refer to, by identity; they live as long as the process."""
 
 
 def _constant(identity: int) -> object:
@@ -98,31 +102,27 @@ def _refer(constant: object) -> tuple[Callable[[int], object], tuple[int]]:
     return _constant, (id(constant),)
 
 
-_REDUCERS: dict[type, Any] = {**copyreg.dispatch_table, **dict.fromkeys(CONSTANT, _refer)}
-"""How a dump is made of each type; a table costs no call for the objects of all other types."""
-
-
-@functools.cache
-def _words(value: object) -> str:
-    return repr(value)
+_REDUCERS: dict[type, Any] = dict(copyreg.dispatch_table)
+"""How a dump is made of each type; ``Canon`` adds those of frozen objects. One object is enough for all states."""
 
 
 class Canon:
     """Numbers the states of machines. Equal states have equal numbers, in whatever order they were reached.
 
     Every object gets a number for its contents, so that an object that several others share (all parts of a controller
-    share the membership) is read once. Half of an exploration's time is spent here, and most values are plain ones:
-    they are passed on where they are met, without a call.
+    share the membership) is read once, and one that never changes once for all states. Much of an exploration's time is
+    spent here, and most values are plain ones: they are passed on where they are met, without a call.
     """
 
     def __init__(self) -> None:
         self._numbers: dict[Any, tuple[str, int]] = {}
         self._kinds: dict[type, Callable[[Any], Any]] = {}
         self._seen: dict[int, Any] = {}
+        self._fixed: dict[int, Any] = {}
 
     def __call__(self, machine: object) -> Any:
         """Return the number of a whole machine, which may not change during the call."""
-        self._seen = {}
+        self._seen.clear()
         return self._of(machine)
 
     def _of(self, value: Any) -> Any:
@@ -135,34 +135,56 @@ class Canon:
         return of(value)
 
     def _kind(self, value: Any) -> Callable[[Any], Any]:  # noqa: PLR0911 - one line for each kind of value
+        of = self._of
         if isinstance(value, tuple(_PLAIN)):
             return lambda v: v
         if isinstance(value, Layout):
-            return lambda v: v.digest
-        if isinstance(value, (m.Hello, enum.Enum, type)):
-            return _words
+            return self._frozen(value, attrgetter("digest"))
+        if isinstance(value, enum.Enum):
+            return attrgetter("_name_")  # all values in one place are of one enumeration
         if isinstance(value, (set, frozenset)):
-            return lambda v: tuple(sorted(map(repr, map(self._of, v)))) if v else ()
+            return lambda v: frozenset(map(of, v)) if v else ()
         if isinstance(value, (dict, MappingProxyType)):
-            return lambda v: tuple(sorted((repr(self._of(k)), self._of(each)) for k, each in v.items())) if v else ()
+            return lambda v: frozenset(zip(map(of, v), map(of, v.values()), strict=True)) if v else ()
         if isinstance(value, (list, tuple, deque)):
-            return lambda v: tuple(map(self._of, v))
-        if is_dataclass(value) and not isinstance(value, type):
-            return functools.partial(self._object, names=tuple(f.name for f in fields(value)))
+            return lambda v: tuple(map(of, v))
+        if hasattr(value, "__dataclass_params__"):
+            contents = self._contents(value, tuple(f.name for f in fields(value)))
+            return self._frozen(value, contents) if value.__dataclass_params__.frozen else contents
         if hasattr(value, "__dict__"):
-            return lambda v: self._object(v, tuple([name for name in vars(v) if name not in SILENT]))
+            return self._contents(value, tuple(name for name in vars(value) if name not in SILENT))
         return repr
 
-    def _object(self, value: Any, names: tuple[str, ...]) -> Any:
-        number = self._seen.get(id(value))
-        if number is None:
-            self._seen[id(value)] = ("within", type(value).__name__)  # for a part of it that knows it
-            known: list[Any] = [type(value).__name__, names]
-            for name in names:
-                each = getattr(value, name)
-                known.append(each if type(each) in _PLAIN else self._of(each))
-            number = self._seen[id(value)] = self._numbers.setdefault(tuple(known), ("object", len(self._numbers)))
+    def _contents(self, value: object, names: tuple[str, ...]) -> Callable[[Any], Any]:
+        """Return a function that numbers objects of the value's type by what these attributes hold."""
+        seen, numbers, of = self._seen, self._numbers, self._of
+        contents: Callable[[Any], Any] = attrgetter("__class__", *names) if names else lambda v: (type(v),)
+        within = ("within", type(value))  # for a part of it that knows it
+
+        def number(v: Any) -> Any:
+            known = seen.get(id(v))
+            if known is None:
+                seen[id(v)] = within
+                key = tuple([each if type(each) in _PLAIN else of(each) for each in contents(v)])
+                known = seen[id(v)] = numbers.setdefault(key, ("object", len(numbers)))
+            return known
+
+        return number
+
+    def _frozen(self, value: object, contents: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return a function that reads objects of the value's type once, if dumps refer to them."""
+        _REDUCERS[type(value)] = _refer
+        fixed = self._fixed
+
+        def number(v: Any) -> Any:
+            known = fixed.get(id(v))
+            if known is None:
+                known = contents(v)
+                if id(v) in _constants:
+                    fixed[id(v)] = known
+            return known
+
         return number
 
 
-_PLAIN: frozenset[type] = frozenset({str, int, float, bool, bytes, type(None)})
+_PLAIN: frozenset[type] = frozenset({str, int, float, bool, bytes, type(None), type})

@@ -78,7 +78,6 @@ class Job:
             "JOB_DIR": str(self.directory),
             "JOB_STEPS": str(self.steps),
             "JOB_FAULTS": json.dumps(self.faults),
-            "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
         }
         if self.protected:

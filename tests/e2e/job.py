@@ -386,7 +386,6 @@ def finish(model: Any, optimizer: Any, scheduler: Any, losses: Losses) -> None:
 
 def main() -> None:
     """Run the job on this rank. Without a launcher ranks meet at ``JOB_STORE``."""
-    torch.set_num_threads(1)
     if "JOB_TRANSFER" in os.environ:
         send_all()
     dist.init_process_group("gloo", init_method=os.environ.get("JOB_STORE"), rank=RANK, world_size=WORLD)

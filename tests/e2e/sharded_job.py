@@ -320,7 +320,6 @@ def finish(model: nn.Module, scheduler: Any) -> None:
 
 def main() -> None:
     """Run the job on this rank. Exits without waiting for threads, because those of a broken job may never end."""
-    torch.set_num_threads(1)
     if "JOB_TRANSFER" in os.environ:
         send_all()
     library: Any = barrier

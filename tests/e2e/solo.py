@@ -71,7 +71,6 @@ def save_now() -> None:
 
 def main() -> None:
     """Run the job that the command line describes."""
-    torch.set_num_threads(1)
     train(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 16)
 
 

@@ -167,7 +167,6 @@ if "JOB_LEAVE" not in os.environ:
 
 def main() -> None:
     """Run the job on this rank. Without a launcher ranks meet at ``JOB_STORE``."""
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=os.environ.get("JOB_STORE"), rank=RANK, world_size=WORLD)
     train(make() if "JOB_OUTSIDE" in os.environ else None)
     dist.barrier()

@@ -39,16 +39,18 @@ def test_a_rank_that_hangs_is_named_explained_and_done_without(make_job: MakeJob
     check(job, unbroken, {1: "wait_for_ever"})
 
 
+STUCK = [
+    {"id": "stop", "rank": 1, "step": 22, "phase": "forward", "action": "stop"},
+    {"id": "gil", "rank": 0, "step": 42, "phase": "scheduled", "action": "hold-gil"},
+]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.xdist_group("hangs")
 def test_without_a_launcher_too(forked_job: MakeForked, unbroken: Unbroken) -> None:
     """One rank is stopped, and one holds the interpreter lock. Only the program that started them can end them."""
-    faults = [
-        {"id": "stop", "rank": 1, "step": 22, "phase": "forward", "action": "stop"},
-        {"id": "gil", "rank": 0, "step": 42, "phase": "scheduled", "action": "hold-gil"},
-    ]
-    job = forked_job(ranks=2, steps=46, faults=faults, env=QUICK)
+    job = forked_job(ranks=2, steps=46, faults=STUCK, env=QUICK)
     for hung in (1, 0):
         survivor = job.begin().ranks_now[1 - hung]
         survivor.join(TIMEOUT_S / 4)
@@ -62,11 +64,7 @@ def test_without_a_launcher_too(forked_job: MakeForked, unbroken: Unbroken) -> N
 @pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.xdist_group("hangs")
 def test_a_launcher_ends_ranks_that_cannot_end_by_themselves(make_job: MakeJob, unbroken: Unbroken) -> None:
-    faults = [
-        {"id": "stop", "rank": 1, "step": 22, "phase": "forward", "action": "stop"},
-        {"id": "gil", "rank": 0, "step": 42, "phase": "scheduled", "action": "hold-gil"},
-    ]
-    job = make_job(ranks=2, steps=46, max_restarts=2, faults=faults, env=QUICK)
+    job = make_job(ranks=2, steps=46, max_restarts=2, faults=STUCK, env=QUICK)
     assert job.run(TIMEOUT_S - 40) == 0, job.story()
     check(job, unbroken, {1: "stopped", 0: "in act"})
 

@@ -147,7 +147,7 @@ def environ(plugin_path: list[str], tmp_path: Path) -> dict[str, str]:
     """Return an environment without settings of ttp or of an outer launcher, except for the run directory."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("TTP_", "TORCH", "MASTER_", "PET_", "MS_"))}
     clean["PYTHONPATH"] = os.pathsep.join([str(ROOT), *plugin_path, *filter(None, [clean.get("PYTHONPATH")])])
-    return clean | {"TTP_RUN_DIR": str(tmp_path / "run"), "OMP_NUM_THREADS": "1"}
+    return clean | {"TTP_RUN_DIR": str(tmp_path / "run")}
 
 
 @pytest.fixture

@@ -92,7 +92,7 @@ def test_addresses() -> None:
 
 
 def test_controller_is_known_by_its_token(run_dir: Path, unused_port: int) -> None:
-    child = subject.start_controller(port=unused_port, bind="", run_dir=run_dir, token=TOKEN)
+    child = subject.start_controller(Config(port=unused_port, token=TOKEN), run_dir)
     assert subject.wait_until_serving("127.0.0.1", unused_port, TOKEN, LONG_S)
     assert probe("127.0.0.1", unused_port, "wrong") == "refused"
     assert not job_is_busy([target("127.0.0.1", unused_port)], TOKEN)
@@ -117,8 +117,10 @@ def test_one_that_does_not_listen_is_killed() -> None:
 # -------------------------------------------------------------------------------------------------------------- ensure
 
 
-def ensure(run_dir: Path, port: int, address: str = "127.0.0.1", **more: object) -> subprocess.Popen[bytes] | None:
-    return subject.ensure_controller(address, port, run_dir=run_dir, token=TOKEN, **more)  # type: ignore[arg-type]
+def ensure(
+    run_dir: Path, port: int, address: str = "127.0.0.1", bind: str = "", patience_s: float = 30.0
+) -> subprocess.Popen[bytes] | None:
+    return subject.ensure_controller(address, Config(port=port, token=TOKEN, bind=bind), run_dir, patience_s=patience_s)
 
 
 def test_starts_one_and_uses_one_that_is_there(run_dir: Path, unused_port: int) -> None:
@@ -137,7 +139,7 @@ def test_a_stranger_on_the_port_is_reported(run_dir: Path, stranger: int, monkey
 
 def test_another_jobs_controller_is_reported(run_dir: Path, unused_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subject, "STRANGER_S", 0.1)
-    other = subject.start_controller(port=unused_port, bind="", run_dir=run_dir, token="another")
+    other = subject.start_controller(Config(port=unused_port, token="another"), run_dir)
     assert subject.wait_until_serving("127.0.0.1", unused_port, "another", LONG_S)
     with pytest.raises(ConfigError, match=rf"another job \(pid {other.pid}"):
         ensure(run_dir, unused_port)
@@ -145,7 +147,7 @@ def test_another_jobs_controller_is_reported(run_dir: Path, unused_port: int, mo
 
 
 def test_the_controller_of_an_earlier_job_is_given_time_to_end(run_dir: Path, unused_port: int) -> None:
-    earlier = subject.start_controller(port=unused_port, bind="", run_dir=run_dir, token="another")
+    earlier = subject.start_controller(Config(port=unused_port, token="another"), run_dir)
     assert subject.wait_until_serving("127.0.0.1", unused_port, "another", LONG_S)
     ending = threading.Timer(0.5, subject.stop_controller, (earlier,))
     ending.start()
@@ -196,11 +198,11 @@ def test_one_that_was_too_slow_does_not_stay(run_dir: Path, unused_port: int, mo
     begun: list[subprocess.Popen[bytes]] = []
     start = subject.start_controller
 
-    def start_slowly(**arguments: Any) -> subprocess.Popen[bytes]:
+    def start_slowly(*arguments: Any, **more: Any) -> subprocess.Popen[bytes]:
         monkeypatch.setattr(subject, "COMMAND", (sys.executable, str(slow)))
-        begun.append(start(**arguments))
+        begun.append(start(*arguments, **more))
         monkeypatch.setattr(subject, "COMMAND", real)
-        begun.append(start(**arguments))
+        begun.append(start(*arguments, **more))
         return begun[0]
 
     monkeypatch.setattr(subject, "start_controller", start_slowly)

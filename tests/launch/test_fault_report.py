@@ -1,21 +1,86 @@
-"""What a launcher's reporter of deaths keeps open."""
+"""How a launcher's reporter of deaths finds the controller that accepts a report, and what it keeps open."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
+from concurrent import futures
+
+import grpc
+import pytest
+
+from tests.launch.stub_controller import Stub
 from tests.waiting import until
-from ttp.launch.fault_report import FaultReporter
+from ttp.launch.fault_report import LAST_S, FaultReporter
+from ttp.wire.v1 import controller_pb2 as wire
+from ttp.wire.v1.controller_pb2_grpc import add_ControllerServicer_to_server
 
 
-def test_a_controller_that_is_in_the_ring_no_more_keeps_no_connection() -> None:
+class Hearing(Stub):
+    """A controller that accepts reports once it leads."""
+
+    def __init__(self) -> None:
+        self.leads, self.asked = False, 0
+
+    def ReportFault(self, request: wire.ReportFaultRequest, _: grpc.ServicerContext) -> wire.ReportFaultResponse:  # noqa: N802
+        self.asked += 1
+        return wire.ReportFaultResponse(accused=request.ranks if self.leads else (), text="it does not lead")
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[], tuple[str, Hearing]]]:
+    """Return a function that starts a controller, and returns its address and what answers there."""
+    servers = []
+
+    def start() -> tuple[str, Hearing]:
+        server, hearing = grpc.server(futures.ThreadPoolExecutor(2)), Hearing()
+        add_ControllerServicer_to_server(hearing, server)
+        servers.append(server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        return f"127.0.0.1:{port}", hearing
+
+    yield start
+    for server in servers:
+        server.stop(0).wait()
+
+
+def test_a_controller_that_leads_no_more_keeps_no_connection() -> None:
     """A launcher outlives many launches, each with standby controllers at other ports."""
     home, first, second = (f"127.0.0.1:{port}" for port in (1, 2, 3))
     ring: list[tuple[str, ...]] = [(first, home)]
     reporter = FaultReporter(lambda: ring[0], home, "")
     try:
-        until(lambda: set(reporter._channels) == {home, first})
-        ring[0] = (second, home)
-        until(lambda: second in reporter._channels)
-        ring[0] = (home,)
-        until(lambda: set(reporter._channels) == {home}, timeout_s=20.0, story=lambda: sorted(reporter._channels))
+        until(lambda: reporter._leader.place == first)
+        before = reporter._leader
+        ring[0] = (second, first, home)
+        until(lambda: reporter._leader.place == second)
+        with pytest.raises(ValueError, match="closed"):
+            before.stub.ReportFault(wire.ReportFaultRequest())
     finally:
         reporter.close()
+
+
+def test_a_report_reaches_the_controller_that_leads_now(serve: Callable[[], tuple[str, Hearing]]) -> None:
+    """The one that led last has died with its host, and its successor does not know yet that it leads."""
+    place, successor = serve()
+    dead = "127.0.0.1:1"
+    reporter = FaultReporter(lambda: (dead, place), dead, "")
+    try:
+        reporter.exited(3, 77, "killed")
+        until(lambda: successor.asked > 1)
+        successor.leads = True
+        until(lambda: reporter._unheard == 0)
+        began = time.monotonic()
+    finally:
+        reporter.close()
+    assert time.monotonic() - began < LAST_S
+
+
+def test_a_report_that_every_controller_has_heard_keeps_no_launcher(serve: Callable[[], tuple[str, Hearing]]) -> None:
+    place, refuses = serve()
+    reporter = FaultReporter(lambda: (place,), place, "")
+    reporter.exited(3, 77, "killed")
+    until(lambda: reporter._unheard == 0)
+    reporter.close()
+    assert refuses.asked

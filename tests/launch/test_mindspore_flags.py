@@ -24,13 +24,8 @@ def script(tmp_path: Path) -> str:
 @pytest.fixture
 def table(tmp_path: Path) -> Path:
     """Write a rank table of two hosts with two devices each; the second host is this machine."""
-    servers = [
-        {"server_id": host, "device": [{"device_id": str(d), "rank_id": str(first + d)} for d in range(2)]}
-        for host, first in (("10.255.255.1", 0), ("127.0.0.1", 2))
-    ]
-    path = tmp_path / "table.json"
-    path.write_text(json.dumps({"version": "1.0", "server_list": servers, "status": "completed"}))
-    return path
+    hosts = {"10.255.255.1": [(0, 0), (1, 1)], "127.0.0.1": [(0, 2), (1, 3)]}
+    return Path(write_table(tmp_path / "table.json", hosts))
 
 
 def job(script: str, *flags: str, environ: dict[str, str] | None = None) -> Job:

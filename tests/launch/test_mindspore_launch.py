@@ -139,7 +139,7 @@ def test_a_signal_repeated_while_ranks_are_stopped_loses_neither_processes_nor_c
     starts = launch._Starts(job, [], Config(), host)
     with launch._interrupting(), pytest.raises(launch.Interrupted):
         starts._start(0)
-    assert starts.codes == [75]
+    assert starts.codes == {0: 75}
 
 
 @pytest.mark.parametrize("fails", ["_number_of", "Processes"])
@@ -151,8 +151,8 @@ def test_a_restart_that_cannot_begin_leaves_the_job_saved(
     job = parse(["--mindspore", *TWO, "--max-restarts=3", str(tmp_path / "train.py")], {})
     warm = SimpleNamespace(hurry=lambda: None)
     nothing = dict.fromkeys(("before_workers", "watch", "hold", "expect_stop", "look"), lambda *_, **__: None)
-    never = dict.fromkeys(("starts_in_vain", "is_drained"), lambda *_, **__: False)
-    host: Any = SimpleNamespace(**nothing, **never, warm=warm)
+    says = {"restart_helps": lambda *_: True, "is_drained": lambda **_: False}
+    host: Any = SimpleNamespace(**nothing, **says, warm=warm)
     starts = launch._Starts(job, [], Config(), host)
 
     class Workers(Saved):

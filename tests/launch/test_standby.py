@@ -24,7 +24,7 @@ def test_one_that_cannot_be_asked_is_ended(tmp_path: Path, monkeypatch: pytest.M
     """It would hold a port, and nobody would know of it. Certificates cannot be read while they are renewed."""
     started: list[subprocess.Popen[bytes]] = []
 
-    def start(**_: Any) -> subprocess.Popen[bytes]:
+    def start(*_: Any, **__: Any) -> subprocess.Popen[bytes]:
         started.append(subprocess.Popen(["sleep", "60"]))
         return started[0]
 
@@ -47,8 +47,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[subprocess.Popen[b
     """The controllers that the test starts; they are ended after it."""
     children: list[subprocess.Popen[bytes]] = []
 
-    def noted(**settings: Any) -> subprocess.Popen[bytes]:
-        children.append(start_controller(**settings))
+    def noted(*place: Any, **settings: Any) -> subprocess.Popen[bytes]:
+        children.append(start_controller(*place, **settings))
         return children[-1]
 
     monkeypatch.setattr(standby, "start_controller", noted)

@@ -17,9 +17,11 @@ from ttp.processor.link.stream import Stream
 LEAVES = """
 import ctypes
 import logging
+import multiprocessing
 import signal
 import sys
 import threading
+import time
 from tests.processor.fake_source import FakeSource
 from ttp.config import Config, RankEnv
 from ttp.core.layout import Layout
@@ -42,6 +44,8 @@ def refuse(*_):
     raise RuntimeError("can't start new thread")
 if "threads" in sys.argv:
     threading.Thread.start = refuse
+if "helper" in sys.argv:
+    multiprocessing.get_context("fork").Process(target=time.sleep, args=(90,), daemon=True).start()
 if "pages" in sys.argv:
     processor.host.close = refuse
 processor._exit(act.Exit(75, "saved"))
@@ -70,6 +74,12 @@ def test_a_driver_that_keeps_the_interpreter_lock_keeps_no_rank(handler: str) ->
 @pytest.mark.parametrize("what", ["threads", "pages"])
 def test_what_cannot_be_done_any_more_keeps_no_rank(what: str) -> None:
     done = subprocess.run([sys.executable, "-c", LEAVES, what], stderr=subprocess.PIPE, timeout=60, check=False)
+    assert done.returncode == 75, done.stderr
+
+
+def test_its_daemons_end_with_it() -> None:
+    """As at the end of every Python program. One that lives keeps the pipe open."""
+    done = subprocess.run([sys.executable, "-c", LEAVES, "helper"], stderr=subprocess.PIPE, timeout=60, check=False)
     assert done.returncode == 75, done.stderr
 
 

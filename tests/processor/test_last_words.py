@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -10,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from ttp.processor.last_words import asked_for, complain, leave_word, write_error_file
+from ttp.config import Config
+from ttp.launch.log_format import configure_logging
+from ttp.processor.last_words import asked_for, complain, leave_word, log_error, write_error_file
 
 
 def test_the_report_of_an_error_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,3 +62,17 @@ def test_an_error_that_ends_the_process_is_shown_once(
     caplog.set_level(level, "ttp")
     complain("TTP_KEEP='x' is not valid")
     assert capsys.readouterr().err.count("TTP_KEEP='x' is not valid") == 1
+
+
+def test_a_program_that_has_closed_its_stderr_is_reported_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ttp", ""):
+        monkeypatch.setattr(logging.getLogger(name), "handlers", [])
+    stderr = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    configure_logging(Config(port=1))
+    logging.getLogger("ttp").error("before")
+    said = stderr.getvalue()
+    stderr.close()
+    assert "ValueError: x" in log_error(0, ValueError("x"))
+    complain("y")
+    assert "before" in said

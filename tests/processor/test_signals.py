@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +164,7 @@ def test_without_a_controller_the_signal_ends_the_process_as_without_ttp(handler
     assert done.returncode == code, done.stderr
 
 
-TWICE = """
+TRAINING = """
 import signal, sys, time
 from pathlib import Path
 import ttp
@@ -187,39 +189,58 @@ def train():
     rank = session.current().start_processor(env, Layout.data_parallel(1), Slow(), Path(sys.argv[1]))
     rank.begin_update()
     rank.end_update()
+    if sys.argv[3] == "after":
+        signal.signal(signal.SIGTERM, told)
     print("training", flush=True)
     while True:
         time.sleep(1)
 
 def told(*_):
     print("told to end", flush=True)
-    sys.exit(143)
+    raise eval(sys.argv[2])
 
 signal.signal(signal.SIGTERM, told)
 train()
 """
 
 
+@pytest.mark.parametrize("installed", ["before", "after"])
+@pytest.mark.parametrize("leaves", ["SystemExit(0)", "KeyboardInterrupt"])
+def test_the_job_is_saved_however_the_handler_of_the_program_leaves(
+    leaves: str, installed: str, tmp_path: Path
+) -> None:
+    with _training(tmp_path, leaves, installed) as process:
+        process.send_signal(signal.SIGTERM)
+        process.communicate("\n", timeout=60)
+        assert process.returncode == 75
+
+
 def test_a_second_signal_does_not_end_a_rank_that_saves(tmp_path: Path) -> None:
     """A scheduler signals the ranks, and so does their launcher; the handler of the program raises each time."""
-    controller = Controller(tmp_path)
+    with _training(tmp_path, "SystemExit(143)", "before") as process:
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout is not None
+        assert {process.stdout.readline(), process.stdout.readline()} == {"told to end\n", "saving\n"}
+        process.send_signal(signal.SIGTERM)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1.0)
+        process.communicate("\n", timeout=60)
+        assert process.returncode == 75
+
+
+@contextlib.contextmanager
+def _training(directory: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """Run a rank that trains; its save waits until a line is written to it."""
+    controller = Controller(directory)
     env = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")} | {
         "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "TTP_PORT": str(controller.port),
-        "TTP_RUN_DIR": str(tmp_path / "run"), "PYTHONPATH": str(Path(__file__).parents[2]),
+        "TTP_RUN_DIR": str(directory / "run"), "PYTHONPATH": str(Path(__file__).parents[2]),
     }  # fmt: skip
-    command = [sys.executable, "-W", "ignore", "-c", TWICE, str(tmp_path)]
+    command = [sys.executable, "-W", "ignore", "-c", TRAINING, str(directory), *arguments]
     try:
         with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdin is not None and process.stdout is not None
-            assert process.stdout.readline() == "training\n"
-            process.send_signal(signal.SIGTERM)
-            assert {process.stdout.readline(), process.stdout.readline()} == {"told to end\n", "saving\n"}
-            process.send_signal(signal.SIGTERM)
-            with pytest.raises(subprocess.TimeoutExpired):
-                process.wait(1.0)
-            process.stdin.write("\n")
-            process.stdin.flush()
-            assert process.wait(60) == 75
+            assert process.stdout is not None and process.stdout.readline() == "training\n"
+            yield process
     finally:
         controller.close()
 

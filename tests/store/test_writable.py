@@ -107,6 +107,13 @@ def test_nothing_is_no_directory(empty: str) -> None:
         check_writable(empty)
 
 
+def test_a_path_that_leaves_no_room_for_the_names_in_it(tmp_path: Path) -> None:
+    place = str(tmp_path) + "/below" * ((3900 - len(str(tmp_path))) // 6)
+    with pytest.raises(ConfigError, match=r"\(ENAMETOOLONG\); the path is too long; choose another save_dir"):
+        check_writable(place)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_file_in_the_way(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path in (tmp_path / "file", tmp_path / "file" / "below"):

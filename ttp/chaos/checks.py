@@ -36,7 +36,6 @@ class Judgement:
         commit_ms: milliseconds from the first fault to the first commit of the newest saved version; None if there
             was no commit.
         back_ms: milliseconds from the first fault until the job trained again; None if it did not.
-        diverged: whether rank-local state was lost for good, so that the bits of later steps cannot be compared.
     """
 
     outcome: str
@@ -46,7 +45,6 @@ class Judgement:
     detect_ms: float | None
     commit_ms: float | None
     back_ms: float | None
-    diverged: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +64,7 @@ def judge(evidence: Evidence) -> Judgement:
     """Judge one run by its versions, checkpoints, bits and exit codes."""
     record = evidence.record
     if record.trouble:
-        return Judgement("stuck", (record.trouble,), None, 0, None, None, None, evidence.diverged)
+        return Judgement("stuck", (record.trouble,), None, 0, None, None, None)
     lives = trained(evidence)
     lost, findings = 0, [*_disk_findings(evidence), *_request_findings(evidence)]
     version = None
@@ -74,12 +72,17 @@ def judge(evidence: Evidence) -> Judgement:
         version, missing, wrong = _resumed(evidence, before, after)
         lost += missing
         findings += wrong
-    diverged = evidence.diverged or any(_without_pages(evidence, life) for life in lives[1:])
     findings += bit_findings(evidence, lives)
     outcome = _outcome(evidence, lives, version, lost)
     findings += [*_exit_findings(evidence, outcome), *_expectation(evidence, outcome, lost), *way_findings(evidence)]
     times = _times(record)
-    return Judgement(outcome, tuple(findings), version, lost, *times, diverged)
+    return Judgement(outcome, tuple(findings), version, lost, *times)
+
+
+def diverges(evidence: Evidence) -> bool:
+    """Return whether rank-local state was lost for good, so that the bits of later steps cannot be compared."""
+    lost = not evidence.record.trouble and any(_without_pages(evidence, life) for life in trained(evidence)[1:])
+    return evidence.diverged or lost
 
 
 def trained(evidence: Evidence) -> list[LifeKey]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ttp.chaos import notes
-from ttp.chaos.checks import Judgement, judge
+from ttp.chaos.checks import Judgement, diverges, judge
 from ttp.chaos.injection import HurtJob, MissedError, heal_all, inject, targets
 from ttp.chaos.inspection import checkpoints, closing_words
 from ttp.chaos.launches import Launches
@@ -339,18 +339,16 @@ class Driver:
         record.missed += [f"{fault.name}: its moment never came ({fault.moment})" for fault in self._pending]
         record.found = checkpoints(self._launches.save_dirs)
         record.reasons = self._launches.reasons()[self._reasons :]
-        self._close_run(judge(self._evidence(record)))
+        self._close_run(self._evidence(record))
 
     def _evidence(self, record: Record) -> Evidence:
         written = notes.read(self.folder, self.script.world_size)
         cold = any(COLD in reason for reason in self._launches.reasons()[: self._reasons])
         return Evidence(self.script, record, written, self._reference, self._diverged, cold)
 
-    def _close_run(self, judgement: Judgement) -> None:
-        assert self._record is not None
-        self._diverged = judgement.diverged
-        judged, self._record = Judged(self._record, judgement), None
-        self._tell(judged)
+    def _close_run(self, evidence: Evidence) -> None:
+        self._record, self._diverged = None, diverges(evidence)
+        self._tell(Judged(evidence.record, judge(evidence)))
 
     def _abort(self, why: str) -> None:
         """Judge the current run as stuck, for the reason ``why``."""
@@ -359,7 +357,7 @@ class Driver:
             self._record = Record(self.script.runs[self._index]) if self.script.runs else None
         if self._record is not None:
             self._record.trouble = why
-            self._close_run(judge(self._evidence(self._record)))
+            self._close_run(self._evidence(self._record))
 
     def _look_after_launchers(self) -> None:
         """Start the launchers again when all of them have ended, as a scheduler does."""

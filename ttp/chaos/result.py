@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ttp.chaos.checks import expected
+from ttp.chaos.checks import Judgement, expected
 from ttp.chaos.driver import Judged
 from ttp.chaos.script import Script
 from ttp.chaos.ways import ways
@@ -18,9 +18,9 @@ from ttp.errors import ConfigError, ToldAs
 FILE = "results.jsonl"
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """The result of one run.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result(Judgement):
+    """The result of one run: the judgement, and what the run was.
 
     Args:
         job: number of the job.
@@ -32,14 +32,7 @@ class Result:
         world: number of hosts and of ranks on each, such as ``1x3``.
         launcher: launcher of the job.
         expect: expected outcome; see ``ttp.chaos.vocabulary.OUTCOMES``.
-        outcome: outcome; see ``ttp.chaos.checks``.
-        findings: everything that was wrong, in words; empty if the run is good.
         missed: the faults that were not injected, with the reason.
-        version: version from which the job resumed; None if it was not restarted.
-        lost_steps: see ``Judgement``.
-        detect_ms: see ``Judgement``.
-        commit_ms: see ``Judgement``.
-        back_ms: see ``Judgement``.
         freezes: number of incidents, including those that were thawed.
         kept_processes: how often the survivors continued in their processes.
         ways: how the ranks came back at each restart, and the reasons; see ``ttp.chaos.ways``.
@@ -54,14 +47,7 @@ class Result:
     world: str
     launcher: str
     expect: str
-    outcome: str
-    findings: tuple[str, ...]
     missed: tuple[str, ...]
-    version: int | None
-    lost_steps: int
-    detect_ms: float | None
-    commit_ms: float | None
-    back_ms: float | None
     freezes: int = 0
     kept_processes: int = 0
     ways: tuple[str, ...] = ()
@@ -93,7 +79,7 @@ def result_of(job: int, script: Script, folder: Path, judged: Judged) -> Result:
         freezes=len(judged.record.told("opened")),
         ways=ways(judged.record),
         kept_processes=sum(bool(seen.facts.get("again")) for seen in judged.record.told("released")),
-        **{name: value for name, value in dataclasses.asdict(judgement).items() if name != "diverged"},
+        **dataclasses.asdict(judgement),
     )
 
 

@@ -16,6 +16,9 @@ Facts = Mapping[str, Any]
 TEXT_MAX = 120
 """Maximum number of characters of an error that are shown."""
 
+_OF_AN_ATTEMPT = frozenset({"plan", "save_failed", "commit", "commit_failed", "replan", "retry"})
+"""The kinds of lines of an attempt to save that the storage refuses."""
+
 _STYLES = {
     "evidence": "yellow",
     "committed": "bold green",
@@ -41,9 +44,18 @@ def style_of(kind: str) -> str:
 
 
 def rows(log: IncidentLog) -> Iterator[tuple[Line, str]]:
-    """Yield the rows to show: a line and its text. Equal answers of several ranks become one row, timed at the last."""
+    """Yield the rows to show: a line and its text. Equal answers of several ranks become one row, timed at the last.
+
+    If the storage refuses again and again, the first two attempts and the last are shown, and the others counted.
+    """
+    retries = [place for place, line in enumerate(log.lines) if line.kind == "retry"]
+    counted = range(retries[1] + 1, retries[-2] + 1) if len(retries) > 4 else range(0)
     group: list[Line] = []
-    for line in log.lines:
+    for place, line in enumerate(log.lines):
+        if place in counted and line.kind in _OF_AN_ATTEMPT:
+            if place == counted[-1]:
+                yield line, f"{len(retries) - 3} attempts more, which the storage refused too"
+            continue
         if group and _answer_text(line) != _answer_text(group[0]):
             yield _merged(group)
             group = []

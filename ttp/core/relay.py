@@ -15,18 +15,19 @@ The relay reduces the number of messages as follows, without delaying evidence:
 * A message that is the same for several ranks is sent once, for all their lines: heartbeats and answers up, orders
   down. Its rank is ``SEVERAL``; the rank of a line is that of the report which opened it.
 
-``Relay`` is the end near the ranks, ``Unfolded`` is the end in the controller, and ``folded`` joins equal messages in
+``Relay`` is the end near the ranks, ``RelayEnd`` is the end in the controller, and ``folded`` joins equal messages in
 both directions. No I/O, no clock, no threads.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import NewType, TypeVar
+from typing import Generic, NewType, Protocol, TypeVar
 
 from ttp.core import messages as m
+from ttp.core.controller.events import ConnectionId, Received, ReceivedAlike
 from ttp.core.layout import Rank
 
 LineId = NewType("LineId", int)
@@ -180,7 +181,7 @@ def slot_s(host: str, heartbeat_s: float) -> float:
 
 
 class Unfolded:
-    """The controller's end of a relay: turns frames into the reports that separate streams would have carried."""
+    """Turns frames into the reports that separate streams would have carried."""
 
     def __init__(self) -> None:
         self._beats: dict[LineId, m.Heartbeat] = {}
@@ -202,6 +203,67 @@ class Unfolded:
     def closed(self, line: LineId) -> None:
         """Forget a line that the controller has ended."""
         self._beats.pop(line, None)
+
+
+class Line(Protocol):
+    """A line as the controller uses it, like the stream of a rank. ``closing``: the controller has ended it."""
+
+    id: ConnectionId
+    line: LineId
+    rank: Rank
+    closing: bool
+
+
+AnyLine = TypeVar("AnyLine", bound=Line)
+
+
+class RelayEnd(Generic[AnyLine]):
+    """The controller's end of a relay's stream: the lines in it, and the events that they cause.
+
+    Args:
+        make: makes a line that a rank has opened.
+        ended: is called with each line that has ended.
+    """
+
+    def __init__(self, make: Callable[[LineId, Rank], AnyLine], ended: Callable[[AnyLine], None]) -> None:
+        self.lines: dict[LineId, AnyLine] = {}
+        self._make, self._ended = make, ended
+        self._unfolded = Unfolded()
+
+    def events(self, frame: Frame) -> Iterator[Received | ReceivedAlike]:
+        """Yield the events of a frame. What an event causes counts for the next one."""
+        for numbers, report in self._unfolded.reports(frame):
+            if isinstance(report, m.Hello):
+                for number in numbers:
+                    self.open(number, report.rank)
+            known = [self.lines[number] for number in numbers if number in self.lines]  # others have been ended already
+            if report is None:
+                for line in known:
+                    self.over(line)
+                continue
+            who = tuple((line.id, line.rank) for line in known if not line.closing)
+            if isinstance(report, ALIKE) and report.rank == m.SEVERAL:
+                yield ReceivedAlike(who, report)
+            else:
+                yield from (Received(connection, report) for connection, _ in who)
+
+    def open(self, number: LineId, rank: Rank) -> AnyLine:
+        """Return the line with this number; a new one if there is none."""
+        if number not in self.lines:
+            self.lines[number] = self._make(number, rank)
+        return self.lines[number]
+
+    def over(self, line: AnyLine) -> None:
+        """End a line, if it has not ended."""
+        if self.lines.pop(line.line, None) is not None:
+            line.closing = True
+            self._unfolded.closed(line.line)
+            self._ended(line)
+
+    def close(self) -> None:
+        """End all lines, because the stream has ended."""
+        for line in list(self.lines.values()):
+            self.over(line)
 
 
 def folded(said: Iterable[tuple[LineId, Word | None]]) -> list[tuple[Lines, Word | None]]:

@@ -18,7 +18,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_TRAINED
+from ttp.errors import EXIT_TRAINED
 from ttp.launch.deaths import ORDERLY_EXITS
 from ttp.launch.host import GRACE_S, Host
 from ttp.launch.later import obey
@@ -183,24 +183,14 @@ class TtpAgent(LocalElasticAgent):
 
         That is so if the program or the settings are wrong, if the job makes no progress, or if this host is drained.
         """
-        wrong = [rank for rank, worker in workers.items() if worker.poll() == EXIT_BAD_CONFIG]
-        if wrong and self._remaining_restarts:
-            logger.error(
-                "rank %d exited with %d and its message says what to change: the job is not restarted",
-                wrong[0],
-                EXIT_BAD_CONFIG,
-            )
+        codes = {rank: code for rank, worker in workers.items() if (code := worker.poll()) is not None}
+        if not self._host.restart_helps(codes, self._remaining_restarts):
             self._remaining_restarts = 0
         rendezvous = worker_group.spec.rdzv_handler
         if self._remaining_restarts and self._host.is_drained(or_another=rendezvous.get_backend() == "static"):
             self._remaining_restarts = 0
             if isinstance(rendezvous, Rescheduling):
                 rendezvous.leave()
-        unsaved = any(worker.poll() == EXIT_NOT_SAVED for worker in workers.values())
-        if unsaved and self._remaining_restarts and self._host.is_final():
-            self._remaining_restarts = 0
-        if not wrong and self._host.starts_in_vain(self.exit_codes()):
-            self._remaining_restarts = 0
 
     def _shutdown(self, *args: Any, **kwargs: Any) -> None:
         """Let workers save, then stop them: after an operator's signal, a change of hosts (no signal), or an error."""

@@ -77,16 +77,7 @@ class ControllerKeeper:
             end_controller(self._address, self._config.port, self._config.token)
 
     def _ensure(self) -> subprocess.Popen[bytes] | None:
-        assert self._config.port is not None
-        child = ensure_controller(
-            self._address,
-            self._config.port,
-            run_dir=self._run_dir,
-            token=self._config.token,
-            bind=self._config.bind,
-            owned=True,
-            cancelled=self._over.is_set,
-        )
+        child = ensure_controller(self._address, self._config, self._run_dir, owned=True, cancelled=self._over.is_set)
         self._started |= child is not None
         return child
 

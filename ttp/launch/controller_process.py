@@ -15,10 +15,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from ttp.config import Config
 from ttp.errors import EXIT_PORT_TAKEN, ConfigError, ToldAs
 from ttp.launch.own_module import own_module
-from ttp.launch.presence import PROBE_S, Presence, controller_pid, is_local, listens, port_owner, probe
+from ttp.launch.presence import Presence, controller_pid, is_local, listens, port_owner, probe
 from ttp.launch.run_dir import make_private
+from ttp.polling import poll
 from ttp.wire.tls import diagnose
 
 logger = logging.getLogger("ttp.launch")
@@ -45,22 +47,14 @@ TAIL_BYTES = 1 << 16
 
 
 def start_controller(
-    *,
-    port: int,
-    bind: str,
-    run_dir: Path,
-    token: str,
-    owned: bool = False,
-    orphan_s: float | None = None,
-    save_dir: str = "",
+    config: Config, run_dir: Path, *, owned: bool = False, orphan_s: float | None = None, save_dir: str = ""
 ) -> subprocess.Popen[bytes]:
     """Start a controller in its own session, logging to ``run_dir/controller.log``. Does not wait.
 
     Args:
-        port: port to listen on.
-        bind: address to bind to; empty: every address.
+        config: settings with its port, the address to bind to, and the job's token. The token is passed in the
+            environment: arguments are visible to everyone.
         run_dir: directory of its log; created when missing.
-        token: the job's shared secret. It is passed in the environment: arguments are visible to everyone.
         owned: whether it belongs to this process: it waits for ranks for ``KEPT_S``, and may end with this process.
         orphan_s: seconds without owner and ranks after which the controller ends.
         save_dir: directory for incident files; empty: those that processes of this host allow (``allow_journal``).
@@ -68,7 +62,7 @@ def start_controller(
     Raises:
         ConfigError: the log cannot be written, or the interpreter not be started.
     """
-    command = [*COMMAND, "--port", str(port), "--bind", bind, "--run-dir", str(run_dir)]
+    command = [*COMMAND, "--port", str(config.port), "--bind", config.bind, "--run-dir", str(run_dir)]
     if owned:
         command += ["--owner-pid", str(os.getpid()), "--abandoned-s", str(KEPT_S)]
     if orphan_s is not None:
@@ -83,7 +77,7 @@ def start_controller(
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                env={**os.environ, "TTP_TOKEN": token, **({"TTP_SAVE_DIR": save_dir} if save_dir else {})},
+                env={**os.environ, "TTP_TOKEN": config.token, **({"TTP_SAVE_DIR": save_dir} if save_dir else {})},
             )
         finally:
             os.close(log)
@@ -119,9 +113,7 @@ def end_controller(address: str, port: int, token: str) -> None:
     except (ProcessLookupError, PermissionError) as problem:
         logger.warning("the controller at %s:%d (pid %d) could not be ended: %s", address, port, pid, problem)
         return
-    deadline_s = time.monotonic() + END_S
-    while listens(address, port, 1.0) and time.monotonic() < deadline_s:
-        time.sleep(0.05)
+    poll(lambda: not listens(address, port, 1.0), END_S, 0.05)
 
 
 def log_size(run_dir: Path) -> int:
@@ -150,31 +142,23 @@ def tail(path: Path, since: int = 0, lines: int = TAIL_LINES) -> str:
 
 def wait_until_serving(address: str, port: int, token: str, timeout_s: float) -> bool:
     """Wait until a controller of this job answers at ``address:port``; False after ``timeout_s`` seconds."""
-    deadline_s = time.monotonic() + timeout_s
-    while True:
-        left_s = deadline_s - time.monotonic()
-        if left_s <= 0:
-            return False
-        if probe(address, port, token, min(PROBE_S, left_s)) == "controller":
-            return True
-        time.sleep(0.05)
+    return poll(lambda: probe(address, port, token) == "controller", timeout_s, 0.05)
 
 
 def ensure_controller(
     address: str,
-    port: int,
-    *,
+    config: Config,
     run_dir: Path,
-    token: str,
-    bind: str = "",
+    *,
     owned: bool = False,
     patience_s: float = 30.0,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> subprocess.Popen[bytes] | None:
-    """Make sure that a controller of this job serves at ``address:port``.
+    """Make sure that a controller of this job serves at ``address`` on its port, which ``config`` has.
 
     Starts one if no process listens there and ``address`` belongs to this machine; otherwise waits for one.
-    ``cancelled`` is called again and again; the attempt ends as soon as it returns True.
+    ``cancelled`` is called again and again; the attempt ends as soon as it returns True. For ``run_dir`` and ``owned``
+    see ``start_controller``.
 
     Returns:
         The process that was started and serves; None if another controller serves, or if the attempt was cancelled.
@@ -183,7 +167,8 @@ def ensure_controller(
         ConfigError: something else listens there, or none serves after ``patience_s`` seconds, although none is being
             loaded; the text says what to do.
     """
-    start = _Start(address, port, token, run_dir, bind, owned)
+    assert config.port is not None
+    start = _Start(address, config.port, config, run_dir, owned)
     deadline_s = time.monotonic() + patience_s
     last_s = deadline_s + LOADS_S
     try:
@@ -191,7 +176,7 @@ def ensure_controller(
             if cancelled():
                 start.give_up()
                 return None
-            presence = probe(address, port, token)
+            presence = probe(address, config.port, config.token)
             if presence == "controller":
                 return start.finished()
             start.complain(presence)
@@ -209,9 +194,8 @@ def ensure_controller(
 class _Start:
     """One attempt of ``ensure_controller``: the process that it started, and what it found at the port."""
 
-    def __init__(self, address: str, port: int, token: str, run_dir: Path, bind: str, owned: bool) -> None:
-        self._address, self._port, self._token, self._run_dir = address, port, token, run_dir
-        self._bind, self._owned = bind, owned
+    def __init__(self, address: str, port: int, config: Config, run_dir: Path, owned: bool) -> None:
+        self._address, self._port, self._config, self._run_dir, self._owned = address, port, config, run_dir, owned
         self._child: subprocess.Popen[bytes] | None = None
         self._lost = 0
         self._not_before = 0.0
@@ -225,9 +209,7 @@ class _Start:
 
     def begin(self) -> None:
         self._log_size = self._log_size if self._lost else log_size(self._run_dir)
-        self._child = start_controller(
-            port=self._port, bind=self._bind, run_dir=self._run_dir, token=self._token, owned=self._owned
-        )
+        self._child = start_controller(self._config, self._run_dir, owned=self._owned)
 
     def loads(self) -> bool:
         """Return whether a controller was started that does not listen on its port yet."""
@@ -237,7 +219,7 @@ class _Start:
         """Return the started process if it is the controller that serves; else end it and return None."""
         if self._child is None or self._child.poll() is not None:
             return None
-        serving = controller_pid(self._address, self._port, self._token)
+        serving = controller_pid(self._address, self._port, self._config.token)
         if serving in (None, self._child.pid):
             return self._child
         self.give_up()

@@ -17,7 +17,8 @@ from typing import Any
 
 from ttp.core.copy_messages import Mirror
 from ttp.inbox import Inbox
-from ttp.launch.presence import channel_options
+from ttp.launch.presence import ask, channel_options
+from ttp.launch.ring import ask_everybody
 
 logger = logging.getLogger("ttp.launch")
 
@@ -49,6 +50,18 @@ class _Report:
     """Whether ``close`` waits for the report: a controller that has not answered yet may lead the job."""
 
 
+class _Leader:
+    """The controller that led last, and an open connection to it."""
+
+    def __init__(self, place: str) -> None:
+        from ttp.wire.channel import stub
+        from ttp.wire.tls import open_channel
+
+        self.place, self.channel = place, open_channel(place, channel_options())
+        self.channel.subscribe(lambda _state: None, try_to_connect=True)
+        self.stub = stub(self.channel)
+
+
 class FaultReporter:
     """Sends ``ReportFault`` without blocking or raising. Opens its connection before the first report.
 
@@ -74,13 +87,11 @@ class FaultReporter:
         self._around: tuple[str, ...] = (home,)
         self._pages_after, self._seat = pages_after, seat
         self._home, self._token, self._metadata = home, token, metadata(token)
-        self._channels: dict[str, tuple[Any, Any]] = {}
-        self._lock = threading.Lock()
         self._pending: Inbox[_Report | None] = Inbox()
         self._unheard = 0
-        self._all_heard = threading.Condition(self._lock)
+        self._all_heard = threading.Condition()
         self._closing = False
-        self._stub(home)
+        self._leader = _Leader(home)
         self._thread = threading.Thread(target=self._run, name="ttp-fault-report", daemon=True)
         self._thread.start()
 
@@ -111,69 +122,47 @@ class FaultReporter:
         request.exit_code, request.seat = code, self._seat()
         for page in self._pages_after(rank, pid):
             request.pages.add(**asdict(page))
-        with self._lock:
+        with self._all_heard:
             self._unheard += 1
-        report = _Report(rank, request, time.monotonic() + PATIENCE_S)
-        place = self._around[0]
-        call = self._send(place, report)
-        if call is None:
-            self._pending.put(report)
-        else:
-            call.add_done_callback(lambda done: self._answered(place, report, done))
+        self._send(_Report(rank, request, time.monotonic() + PATIENCE_S))
 
     def close(self) -> None:
-        """Wait up to ``LAST_S`` seconds for reports that no controller has accepted yet, then close the connections."""
+        """Wait up to ``LAST_S`` seconds for reports that no controller has accepted yet, then close the connection."""
         with self._all_heard:
             self._all_heard.wait_for(lambda: self._unheard == 0, LAST_S)
             self._closing = True
         self._pending.put(None)
         self._thread.join(TIMEOUT_S)
-        with self._lock:
-            channels, self._channels = self._channels, {}
-        for channel, _ in channels.values():
-            try:
-                channel.close()
-            except Exception as problem:
-                logger.debug("closing the connection to the controller: %s", problem)
+        try:
+            self._leader.channel.close()
+        except Exception as problem:
+            logger.debug("closing the connection to the controller: %s", problem)
 
     # ------------------------------------------------------------------------------------------------------- any thread
 
-    def _stub(self, place: str) -> Any:
-        from ttp.wire.tls import open_channel
-        from ttp.wire.v1.controller_pb2_grpc import ControllerStub
-
-        with self._lock:
-            if place not in self._channels:
-                channel = open_channel(place, channel_options())
-                channel.subscribe(lambda _state: None, try_to_connect=True)
-                self._channels[place] = (channel, ControllerStub(channel))
-            return self._channels[place][1]
-
-    def _send(self, place: str, report: _Report) -> Any:
+    def _send(self, report: _Report) -> None:
+        """Send a report to the controller that led last. If that one does not accept it, the thread repeats it."""
+        leader = self._leader
         try:
-            return self._stub(place).ReportFault.future(
+            call = leader.stub.ReportFault.future(
                 report.request, timeout=TIMEOUT_S, metadata=self._metadata, wait_for_ready=True
             )
+            call.add_done_callback(lambda done: self._answered(leader.place, report, done))
         except Exception as problem:  # the rescue goes on without this witness
-            logger.debug("cannot report the end of rank %d to %s: %s", report.rank, place, problem)
-            return None
+            logger.debug("cannot report the end of rank %d to %s: %s", report.rank, leader.place, problem)
+            self._pending.put(report)
 
     def _answered(self, place: str, report: _Report, call: Any) -> None:
-        """Handle the end of the first attempt: done if it was accepted, else the thread repeats it."""
-        if self._accepted(place, report, call):
+        if not call.cancelled() and call.exception() is None and self._accepted(place, report, call.result()):
             self._settle(report)
         else:
             self._pending.put(report)
 
-    def _accepted(self, place: str, report: _Report, call: Any) -> bool:
-        problem = "cancelled" if call.cancelled() else call.exception()
-        if problem is None and call.result().accused:
-            return True
-        if problem is None:
+    def _accepted(self, place: str, report: _Report, answer: Any) -> bool:
+        if not answer.accused:
             report.heard.add(place)
-            problem = call.result().text
-        logger.debug("%s did not receive the report of the end of rank %d: %s", place, report.rank, problem)
-        return False
+            logger.debug("%s does not accept the report of the end of rank %d: %s", place, report.rank, answer.text)
+        return bool(answer.accused)
 
     def _settle(self, report: _Report) -> None:
         with self._all_heard:
@@ -188,8 +177,9 @@ class FaultReporter:
         while not self._closing:
             try:
                 self._around = tuple(self._places()) or self._around
-                self._stub(self._around[0])
-                self._forget_others()
+                if self._leader.place != self._around[0]:
+                    before, self._leader = self._leader, _Leader(self._around[0])
+                    before.channel.close()
                 reports = [report for report in reports if not self._went_round(report)]
             except Exception as problem:
                 logger.debug("cannot look for the controller: %s", problem)
@@ -200,27 +190,16 @@ class FaultReporter:
             if report is not None:
                 reports.append(report)
 
-    def _forget_others(self) -> None:
-        """Close the connections to controllers that are in the ring no more: each would try to connect for ever."""
-        with self._lock:
-            gone = [self._channels.pop(place)[0] for place in self._channels.keys() - self._around]
-        for channel in gone:
-            channel.close()
-
     def _went_round(self, report: _Report) -> bool:
         """Send a report to all controllers. Returns True if no further attempt is due: accepted, or out of time."""
-        calls = {place: self._send(place, report) for place in self._around}
-        accepted = [place for place, call in calls.items() if call is not None and self._told(place, report, call)]
-        over = bool(accepted) or time.monotonic() >= report.until
+
+        def tell(host: str, port: int) -> Any:
+            return ask(host, port, self._token, "ReportFault", report.request, TIMEOUT_S)
+
+        ends_s = time.monotonic() + 2 * TIMEOUT_S
+        answers = ask_everybody(self._around, tell, lambda: ends_s)
+        accepted = any(self._accepted(place, report, answer) for place, answer in answers)
+        over = accepted or time.monotonic() >= report.until
         if over or report.heard.issuperset(self._around):
             self._settle(report)
         return over
-
-    def _told(self, place: str, report: _Report, call: Any) -> bool:
-        """Wait for a controller's answer. Returns whether it accepted the report."""
-        try:
-            call.exception(timeout=2 * TIMEOUT_S)
-        except Exception as problem:
-            logger.debug("%s does not answer: %s", place, problem)
-            return False
-        return self._accepted(place, report, call)

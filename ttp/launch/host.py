@@ -31,6 +31,7 @@ from ttp.launch.shadow import Shadows
 from ttp.launch.token_file import forget_token, is_of_another_job, write_token
 from ttp.launch.warm.starter import WarmStarter
 from ttp.launch.worker_watch import WorkerWatch
+from ttp.polling import poll
 from ttp.processor.liveness.sentinel_reader import REASON
 from ttp.wire.address import target
 
@@ -217,19 +218,27 @@ class Host:
         """Do not report the deaths of these workers: the launcher stops them now."""
         self._watch.expect(_alive(workers))
 
-    def is_final(self) -> bool:
-        """Return whether the job's verdict says that no restart helps."""
-        answer = self._verdict()
-        if answer is not None and answer.final:
-            logger.error("the job is not started again: %s", answer.text)
-        return answer is not None and bool(answer.final)
-
-    def starts_in_vain(self, codes: Collection[int]) -> bool:
-        """Return whether a launch that has failed is the last of several in a row in which not all ranks had joined.
+    def restart_helps(self, codes: Mapping[int, int], left: int) -> bool:
+        """Return whether to start the ranks again. It does not help a wrong program, or a job that makes no progress.
 
         Args:
-            codes: exit codes of the ranks of this host.
+            codes: exit codes of the ranks of this host that have ended, by rank.
+            left: number of restarts left. If none, only launches without progress are told and counted.
         """
+        wrong = [rank for rank, code in codes.items() if code == EXIT_BAD_CONFIG]
+        if wrong and left:
+            text = "rank %d exited with %d and its message says what to change: the job is not restarted"
+            logger.error(text, wrong[0], EXIT_BAD_CONFIG)
+        if wrong or self._starts_in_vain(codes.values()):
+            return False
+        answer = self._verdict() if left and EXIT_NOT_SAVED in codes.values() else None
+        if answer is None or not answer.final:
+            return True
+        logger.error("the job is not started again: %s", answer.text)
+        return False
+
+    def _starts_in_vain(self, codes: Collection[int]) -> bool:
+        """Return whether a launch that has failed is the last of several in a row in which not all ranks had joined."""
         found = reigning(self._places(), self.config.token) if self._address else None
         self._early.failed(time.monotonic(), None if found is None else found[1], codes)
         if self._early.enough:
@@ -281,10 +290,11 @@ class Host:
             self._sentinels.close()
             if self._reporter is not None:
                 self._reporter.close()
-            if self._keeps and several_nodes:
-                self._wait_for_other_nodes()
+            patience_s = self.config.rescue_patience_s
+            if self._keeps and several_nodes:  # all ranks of this node may have died while others save
+                poll(lambda: not job_is_busy(self._places(), self.config.token), patience_s, LOOK_S * 10)
             code = self._ask_verdict(several_nodes, code)
-            durable = self.shadows.wait(self.config.rescue_patience_s)
+            durable = self.shadows.wait(patience_s)
             return EXIT_NOT_SAVED if code == EXIT_SAVED and not durable else code
         finally:
             self._keeper.stop()
@@ -297,14 +307,12 @@ class Host:
         if not self._address:
             return code
         deadline_s = time.monotonic() + OTHERS_S
-        answer = ask_verdict(self._places(), self.config.token, self._name, code)
+        answer = last = ask_verdict(self._places(), self.config.token, self._name, code)
         while self._keeps and several_nodes and answer is not None and answer.hosts and time.monotonic() < deadline_s:
             time.sleep(LOOK_S * 10)
-            again = ask_verdict(self._places(), self.config.token, self._name, code)
-            if again is None:
-                break
-            answer = again
-        return settled_code(code, answer)
+            answer = ask_verdict(self._places(), self.config.token, self._name, code)
+            last = last if answer is None else answer
+        return settled_code(code, last)
 
     @property
     def _name(self) -> str:
@@ -356,12 +364,6 @@ class Host:
                 _kill(os.killpg, pid, how)
             for rank in ranks:  # of a shell script, which would end at once, before its rank has saved
                 _kill(os.kill, rank, how)
-
-    def _wait_for_other_nodes(self) -> None:
-        """Wait while ranks of other nodes train or save; all ranks of this node may have died."""
-        deadline_s = time.monotonic() + self.config.rescue_patience_s
-        while time.monotonic() < deadline_s and job_is_busy(self._places(), self.config.token):
-            time.sleep(LOOK_S * 10)
 
     @property
     def _home(self) -> str:

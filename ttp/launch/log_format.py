@@ -60,6 +60,13 @@ def configure_logging(config: Config) -> None:
     if config.port is None or logging.getLogger().handlers or logger.handlers:
         return
     handler = logging.StreamHandler()
+    tell = handler.handleError
+
+    def told(record: logging.LogRecord) -> None:
+        with contextlib.suppress(ValueError):  # the program has closed its stderr, and is saved like any other
+            tell(record)
+
+    handler.handleError = told  # type: ignore[method-assign] # a subclass could not be generic in Python 3.10
     rank = "?"
     with contextlib.suppress(ConfigError):  # no rank is known here; code that needs the rank raises the error
         rank = in_torchruns_names(os.environ).get("RANK", "?")

@@ -25,6 +25,7 @@ from ttp.core import messages as m
 from ttp.core.layout import Rank
 from ttp.errors import CheckpointError
 from ttp.launch.own_module import own_module
+from ttp.polling import poll
 from ttp.store import catalog, names
 from ttp.store.commit import commit, tidy
 from ttp.store.disk import Disk
@@ -229,11 +230,8 @@ def serve(held: Held) -> None:
     nothing = subprocess.DEVNULL
     with contextlib.suppress(subprocess.TimeoutExpired):  # the process forks the writer and ends
         subprocess.Popen(command, stdin=nothing, stdout=nothing, start_new_session=True).wait(START_S)
-    until = time.monotonic() + START_S
-    while not held.is_served():
-        if time.monotonic() > until:
-            raise OSError("the process that copies a checkpoint from memory to the storage did not start")
-        time.sleep(LOOK_S / 4)
+    if not poll(held.is_served, START_S, LOOK_S / 4):
+        raise OSError("the process that copies a checkpoint from memory to the storage did not start")
 
 
 def _restart(lost: list[Held]) -> None:

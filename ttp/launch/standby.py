@@ -8,6 +8,7 @@ import fcntl
 import os
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from ttp.config import Config
@@ -122,15 +123,8 @@ def _noted(folder: Path, address: str) -> tuple[int, int]:
 
 def _start(config: Config, folder: Path, bind: str, address: str, save_dir: str) -> int:
     port = _free_port(bind, config.port)
-    child = start_controller(
-        port=port,
-        bind=bind,
-        run_dir=folder,
-        token=config.token,
-        owned=True,
-        orphan_s=ORPHAN_S,
-        save_dir=save_dir,
-    )
+    config = replace(config, port=port, bind=bind)
+    child = start_controller(config, folder, owned=True, orphan_s=ORPHAN_S, save_dir=save_dir)
     try:
         if not wait_until_serving(address, port, config.token, START_S):
             raise TtpError(f"the controller does not answer at {target(address, port)} within {START_S:g} s")

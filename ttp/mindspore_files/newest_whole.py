@@ -148,12 +148,17 @@ def _matching(given: Path, rank: int) -> Iterator[Path | CatalogEntry]:
     Raises:
         CheckpointError: a directory has checkpoints of other ranks, and none of ``rank``.
     """
+    if given.is_file():
+        yield given
+        return
     if not given.is_dir():
-        for found in glob(os.fspath(given)):  # noqa: PTH207 - Path.glob matches hidden files, which are drafts
-            if Path(found).is_dir():
-                yield from _matching(Path(found), rank)
+        root = next(parent for parent in (*given.parents, Path()) if parent.is_dir())  # brackets in it are no pattern
+        wanted = os.fspath(given.relative_to(root))
+        for name in glob(wanted, root_dir=root):  # noqa: PTH207 - Path.glob matches hidden files, which are drafts
+            if (root / name).is_dir():
+                yield from _matching(root / name, rank)
             else:
-                yield Path(found)
+                yield root / name
         return
     if names.parse_checkpoint_name(given.name) is not None:
         yield look(given)

@@ -97,7 +97,9 @@ def examine(
     if unknown and (step is None or len(unknown) == len(skipped)):
         raise unknown[0]
     asked = f" of epoch {step[0]}, step {step[1]}" if step else ""
-    raise CheckpointError("; ".join([f"{directory}: no rank_N has a checkpoint{asked}", *dict.fromkeys(skipped)]))
+    if not skipped:
+        raise CheckpointError(f"{directory}: no rank_N has a checkpoint{asked}")
+    raise CheckpointError(f"{directory}: no checkpoint{asked} can be used: {'; '.join(dict.fromkeys(skipped))}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import multiprocessing
 import os
 import signal
 import sys
@@ -48,6 +49,10 @@ def end_process(code: int, text: str, before_exit: Callable[[], None] | None, le
     except Exception:
         log.exception("an error while this process was ending; it exits all the same")
     finally:
+        with contextlib.suppress(Exception):
+            for helper in multiprocessing.active_children():
+                if helper.daemon:  # as the interpreter does at its end, which does not come
+                    helper.terminate()
         os._exit(code)
 
 

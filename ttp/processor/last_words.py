@@ -62,7 +62,7 @@ def complain(text: str, trace: str = "") -> None:
     if handlers:  # else Python would print it
         log.error("%s", f"{text}\n{trace}".rstrip())
     if not any(getattr(each, "stream", None) is sys.stderr for each in handlers):
-        with contextlib.suppress(OSError):  # nobody may read it any more
+        with contextlib.suppress(OSError, ValueError):  # nobody may read it any more, or the program has closed it
             print(f"{trace}ttp: {text}", file=sys.stderr)
 
 

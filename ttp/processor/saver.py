@@ -240,7 +240,11 @@ def _of_storage(problem: BaseException) -> bool:
 
 def _log_failure(what: str, problem: BaseException) -> None:
     """Log why an order failed; with a traceback, unless the storage refused: that is no fault of the code."""
-    log.error("%s: %s", what, _words(problem), exc_info=None if _of_storage(problem) else problem)
+    if _of_storage(problem):
+        hint = "if a rank has failed, this is tried again until TTP_OT is over: mend the storage until then"
+        log.error("%s: %s; %s", what, _words(problem), hint)
+    else:
+        log.error("%s: %s", what, _words(problem), exc_info=problem)
 
 
 def _words(problem: BaseException) -> str:

@@ -52,6 +52,31 @@ def is_tensor(value: Any) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
+def memory_order(array: Any) -> list[int]:
+    """Return the dimensions of an array as they lie in memory, the outermost first.
+
+    The last bits of matrix products depend on it, so what is restored has to lie as it did.
+
+    Args:
+        array: a numpy array or a strided tensor.
+
+    Returns:
+        A permutation of the dimensions; [] if they lie row by row, or if elements share memory or lie backwards.
+    """
+    strides = array.stride() if is_tensor(array) else array.strides
+    order = sorted(range(len(strides)), key=lambda dimension: -strides[dimension])
+    return [] if order == list(range(len(strides))) or min(strides) <= 0 else order
+
+
+def lay_out(array: Any, order: list[int]) -> Any:
+    """Return an array, which lies row by row, with the dimensions in the order in memory that ``memory_order`` gave."""
+    back = sorted(range(len(order)), key=order.__getitem__)
+    if not is_tensor(array):
+        return array.transpose(order).copy().transpose(back)
+    array.data = array.data.permute(order).contiguous().permute(back)  # it stays a parameter
+    return array
+
+
 def pack_array(array: Any, index: int | None = None) -> list[Any]:
     """Describe a numpy array by values that msgpack can pack.
 

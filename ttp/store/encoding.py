@@ -36,7 +36,7 @@ DEPTH_MAX = 100
 """Most levels of nested containers. Deeper nesting is a mistake, most likely a container inside itself."""
 
 _TUPLE, _SET, _FROZENSET, _BIG_INT, _PAIRS, ORDERED, _BYTEARRAY, _COMPLEX, _COUNTER = range(1, 10)
-NUMPY_ARRAY, _NUMPY_SCALAR, TENSOR = 16, 17, 32
+NUMPY_ARRAY, _NUMPY_SCALAR, _LAID_OUT, TENSOR = 16, 17, 18, 32
 
 NATIVE = frozenset({type(None), bool, int, float, str, bytes})
 
@@ -134,11 +134,11 @@ def _foreign(obj: Any) -> Any:
     try:
         if (numpy := sys.modules.get("numpy")) is not None:
             if type(obj) is numpy.ndarray:
-                return extension(NUMPY_ARRAY, pack(arrays.pack_array(obj)))
+                return _laid_out(obj, extension(NUMPY_ARRAY, pack(arrays.pack_array(obj))))
             if isinstance(obj, numpy.generic):
                 return extension(_NUMPY_SCALAR, pack(arrays.pack_array(numpy.asarray(obj))))
         if (torch := sys.modules.get("torch")) is not None and isinstance(obj, torch.Tensor):
-            return extension(TENSOR, pack(arrays.pack_tensor(obj)))
+            return _laid_out(obj, extension(TENSOR, pack(arrays.pack_tensor(obj))))
     except arrays.NotPlainError as problem:
         raise RefusedError(str(problem)) from None
     kind = type(obj)
@@ -146,6 +146,12 @@ def _foreign(obj: Any) -> Any:
         f"object of type {kind.__module__}.{kind.__qualname__}; give its state instead, made of None, bool, int, float,"
         " str, bytes, list, tuple, dict, set, numpy arrays and torch tensors"
     )
+
+
+def _laid_out(array: Any, packed: Any) -> Any:
+    """Add the order of its dimensions in memory to a packed array, if they do not lie row by row."""
+    order = arrays.memory_order(array)
+    return extension(_LAID_OUT, pack([packed, order])) if order else packed
 
 
 def _part(item: Any, depth: int, where: str, name: object) -> Any:
@@ -226,6 +232,7 @@ class _Decoder:
             _COMPLEX: lambda payload: complex(*self._list(payload)),
             NUMPY_ARRAY: lambda payload: arrays.unpack_array(self._array(payload)),
             _NUMPY_SCALAR: lambda payload: arrays.unpack_array(self._list(payload))[()],
+            _LAID_OUT: lambda payload: arrays.lay_out(*self._list(payload)),
             TENSOR: lambda payload: arrays.unpack_tensor(self._array(payload)),
         }
 

@@ -34,6 +34,9 @@ _HINTS = {
     errno.ESTALE: "the mount has lost its server; mount it again, or choose another {what}",
 }
 
+_PATH_BYTES_MAX = 4096 - 256
+"""The longest path of a directory for checkpoints: Linux takes 4,096 bytes, and the names in it need up to 256."""
+
 PROBE_MAX_S = 3600.0
 """A probe that is older belongs to no living rank, even if the clock of the storage is not that of the host."""
 
@@ -98,6 +101,8 @@ def check_writable(save_dir: str, what: str = "save_dir") -> Path:
     probe = path / f"{names.PROBE_PREFIX}{uuid.uuid4().hex}"
     disk = Disk()
     try:
+        if len(os.fsencode(path)) > _PATH_BYTES_MAX:
+            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
         durable.make_directory(path)
         try:
             _rehearse(disk, probe)

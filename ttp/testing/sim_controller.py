@@ -27,14 +27,13 @@ from ttp.core.controller.events import (
 )
 from ttp.core.controller.machine import ControllerMachine
 from ttp.core.layout import Rank
+from ttp.testing.clock import Alarm, Process
 from ttp.testing.network import RankEnd, Stream
 from ttp.testing.sim_relay import Line
-from ttp.testing.toy import InvariantBroken
 
 if TYPE_CHECKING:
     from ttp.testing.simulation import Simulation
 
-NEVER = float("inf")
 KEEPALIVE_S = 1.0
 """Seconds without an answer (a stopped process gives none) after which gRPC considers a stream dead."""
 
@@ -42,7 +41,7 @@ READ_S = 0.05
 """Longest time, in seconds, in which a controller reads the history of launches."""
 
 
-class SimController:
+class SimController(Process):
     """One controller process.
 
     Args:
@@ -53,18 +52,17 @@ class SimController:
     """
 
     def __init__(self, world: Simulation, patience: ControllerTimeouts, host: str, name: str) -> None:
-        self.alive = True
-        self.host, self.name = host, name
+        super().__init__(world, name)
+        self.host = host
         self.restarts = 0
         """How often a dead controller is restarted at once; the successor gets this number less one."""
         self.machine = ControllerMachine(patience, lambda n: f"{name}-i{n}", world.now, host)
         self._world = world
-        self._missed: list[Event] | None = None
         self._streams: dict[ConnectionId, Stream | Line] = {}
-        self._timer_at = NEVER
         self._events_left: int | None = None
         self._actions_left = 0
-        self._plan_timer()
+        self._alarm = Alarm(self, self.machine.deadline, lambda: self.on_event(Tick()))
+        self._alarm.plan()
 
     def accept(self, rank: RankEnd, connection: ConnectionId) -> Stream:
         """Accept a stream of a rank."""
@@ -72,11 +70,9 @@ class SimController:
         self._streams[connection] = stream
         return stream
 
-    def adopt(self, line: Line) -> ConnectionId:
-        """Accept a rank's line through the relay of its host. Return the line's connection number."""
-        connection = self._world.roads.next_connection()
-        self._streams[connection] = line
-        return connection
+    def adopt(self, line: Line) -> None:
+        """Accept a rank's line through the relay of its host."""
+        self._streams[line.id] = line
 
     def carries(self, uplink: Stream) -> None:
         """Accept a relay's stream."""
@@ -89,7 +85,7 @@ class SimController:
     def kill(self) -> None:
         """Kill the process."""
         if self.alive:
-            self.alive = False
+            self.end()
             self._world.trace(self.name, "is killed")
             late_s = self._world.roads.given_up_after(self.host)
             for stream in self._streams.values():
@@ -97,17 +93,10 @@ class SimController:
                 stream.cut(rank_learns_s=learns_s, controller_learns_s=0.0)
             self._world.roads.controller_died(self)
 
-    @property
-    def stopped(self) -> bool:
-        """Whether the process is stopped."""
-        return self._missed is not None
-
     def stop(self, lasts_s: float) -> None:
-        """Stop the process (SIGSTOP), and continue it ``lasts_s`` seconds later (SIGCONT)."""
-        if self.alive and self._missed is None:
-            self._world.trace(self.name, f"does nothing for {lasts_s} s")
-            self._missed = []
-            self._world.after(lasts_s, self._cont)
+        """See ``Process.stop``. Ranks give up streams that are not kept alive."""
+        if self.alive and not self.stopped:
+            super().stop(lasts_s)
             if lasts_s > self._world.keepalive_s:
                 self._world.after(self._world.keepalive_s, self._not_kept_alive)
 
@@ -115,11 +104,6 @@ class SimController:
         if self.stopped:
             for stream in list(self._streams.values()):
                 stream.cut(rank_learns_s=self._world.rng.random() * self._world.keepalive_s, controller_learns_s=0.0)
-
-    def _cont(self) -> None:
-        missed, self._missed = self._missed or [], None
-        for event in missed:  # all events that arrived meanwhile, at the same time
-            self._world.after(0.0, self.on_event, event)
 
     def kill_in(self, events: int, actions: int) -> None:
         """Kill the process at its ``events``-th event from now, after ``actions`` of that event's actions."""
@@ -132,11 +116,9 @@ class SimController:
             event: the event.
             more: whether other reports of the same frame, and then ``settle``, follow.
         """
-        if self._missed is not None:
-            self._missed.append(event)
-            return
-        if not self.alive:
-            return
+        self.run(self._take, event, more)
+
+    def _take(self, event: Event, more: bool) -> None:
         if isinstance(event, StreamEnded):
             self._streams.pop(event.connection, None)
         actions = self.machine.on_event(event, self._world.now, more=more)
@@ -145,14 +127,16 @@ class SimController:
 
     def settle(self) -> None:
         """Let the machine decide, after all reports of a frame were given to it."""
-        if self.alive and not self.stopped:
-            self._act(self.machine.settle(self._world.now))
+        self.run(self._settle)
+
+    def _settle(self) -> None:
+        self._act(self.machine.settle(self._world.now))
 
     def _act(self, actions: list[Action]) -> None:
         if actions:
             self._world.judge.controller_acted(self.machine, actions)
         self._perform(actions)
-        self._plan_timer()
+        self._alarm.plan()
 
     def _perform(self, actions: list[Action]) -> None:
         dies = False
@@ -180,7 +164,7 @@ class SimController:
                 looked = LookedAt(host, self._world.roads.silent_s(self, host))
                 self._world.after(0.0, self.on_event, looked)
             case Stop():
-                self.alive = False
+                self.end()
                 for stream in list(self._streams.values()):
                     stream.end()
 
@@ -201,30 +185,6 @@ class SimController:
             stream.order(order)
             if isinstance(order, m.Refused):
                 stream.end()
-
-    def _plan_timer(self) -> None:
-        """Keep one call queued for the machine's deadline or an earlier time."""
-        deadline = self.machine.deadline()
-        if deadline is not None and deadline < self._timer_at and self.alive:
-            self._timer_at = max(deadline, self._world.now)
-            self._world.at(self._timer_at, self._tick, self._timer_at)
-
-    def _tick(self, planned: float) -> None:
-        if planned != self._timer_at or not self.alive:
-            return
-        if self._missed is not None:
-            self._missed.append(Tick())
-            self._timer_at = NEVER
-            return
-        self._timer_at = NEVER
-        deadline = self.machine.deadline()
-        if deadline is None or deadline > self._world.now:
-            self._plan_timer()
-            return
-        self.on_event(Tick())
-        deadline = self.machine.deadline()
-        if self.alive and not self.stopped and deadline is not None and deadline <= self._world.now:
-            raise InvariantBroken("I6: a tick of the controller's machine does not advance its deadline")
 
 
 def _apart(actions: list[Action]) -> Iterator[Action]:

@@ -136,7 +136,6 @@ class Faults:
     def _stop(self, rank: SimRank, fault: Fault) -> None:
         if not rank.alive or rank.stopped:
             return
-        self._world.trace(rank.name, f"does nothing for {fault.lasts_s} s")
         rank.stop(fault.lasts_s)
         self._watch(rank, fault)
         if fault.kind == "stop" and fault.lasts_s > self._world.keepalive_s:

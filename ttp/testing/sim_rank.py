@@ -8,8 +8,7 @@ pass through ``run``, so that a process that is killed or stopped does nothing.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ttp.core import messages as m
 from ttp.core.copy_messages import CopyTo, Keep, MirrorTo
@@ -21,28 +20,24 @@ from ttp.core.stripes import PART_BYTES_MIN
 from ttp.errors import EXIT_NOT_SAVED, EXIT_SAVED
 from ttp.processor.gate.gate import GateState
 from ttp.processor.state_inspector import Snapshot
+from ttp.testing.clock import Alarm, Process
 from ttp.testing.network import Stream
 from ttp.testing.sim_aside import SimAside
 from ttp.testing.sim_copies import SimCopies
 from ttp.testing.sim_saver import Saver
 from ttp.testing.sim_trainer import Trainer
-from ttp.testing.toy import SLOTS, InvariantBroken
+from ttp.testing.toy import SLOTS
 
 if TYPE_CHECKING:
     from ttp.testing.simulation import Simulation
 
-NEVER = float("inf")
 COMES_S = 0.05
 """Seconds that a training thread in a barrier may take to reach the gate once the gate is closed."""
 SHARD_BYTES = 8 * PART_BYTES_MIN
 """Size of each shard in bytes, as reported to the controller: large enough to be cut into parts."""
 
 
-class Killed(Exception):  # noqa: N818 - not an error
-    """Ends the running call of a process that was killed."""
-
-
-class SimRank:
+class SimRank(Process):
     """One rank's process.
 
     Args:
@@ -52,20 +47,18 @@ class SimRank:
     """
 
     __slots__ = (
-        "_inbox", "_looked_at", "_missed", "_pumping", "_rng", "_timer_at",
-        "acked", "alive", "aside", "copies", "exit_code", "hello", "host", "keeper", "machine", "mood", "name", "rank",
-        "saver", "stream", "trainer", "world",
+        "_alarm", "_inbox", "_looked_at", "_pumping", "_rng", "acked", "aside", "copies", "exit_code", "hello", "host",
+        "keeper", "machine", "mood", "rank", "saver", "stream", "trainer", "world",
     )  # fmt: skip
 
     def __init__(self, world: Simulation, hello: m.Hello, timeouts: RankTimeouts) -> None:
+        super().__init__(world, f"rank {hello.rank}#{hello.launch}")
         self.world, self.hello, self.rank, self.host = world, hello, hello.rank, hello.host
-        self.name = f"rank {self.rank}#{hello.launch}"
         self.machine = ProcessorMachine(hello, timeouts, world.now, world.parts)
         self.trainer = Trainer(self)
         self.saver = Saver(self)
         self.copies = SimCopies(self)
         self.aside = SimAside(self)
-        self.alive = True
         self.acked = False
         self.keeper: Rank | None = None
         self.exit_code: int | None = None
@@ -75,9 +68,8 @@ class SimRank:
         self._inbox: deque[ev.Event | Snapshot] = deque()
         self._looked_at = 0.0
         self._pumping = False
-        self._timer_at = NEVER
-        self._missed: list[tuple[Callable[..., None], tuple[Any, ...]]] | None = None
-        world.after(0.0, self.run, self._plan_timer)
+        self._alarm = Alarm(self, self.machine.deadline, self._observe)
+        world.after(0.0, self.run, self._alarm.plan)
         world.after(world.rng.random() * 0.02, self.run, self.trainer.go_on)
 
     @property
@@ -97,33 +89,6 @@ class SimRank:
 
     # ----------------------------------------------------------------------------------------------------- the process
 
-    def run(self, what: Callable[..., None], *args: Any) -> None:
-        """Run a call of this process: now, later if it is stopped, or never if it has ended."""
-        if self._missed is not None:
-            self._missed.append((what, args))
-        elif self.alive:
-            try:  # noqa: SIM105 - half of all calls go through here
-                what(*args)
-            except Killed:
-                pass
-
-    @property
-    def stopped(self) -> bool:
-        """Whether the process is stopped."""
-        return self._missed is not None
-
-    def stop(self, lasts_s: float) -> None:
-        """Stop the process (SIGSTOP), and continue it ``lasts_s`` seconds later (SIGCONT)."""
-        if self.alive and self._missed is None:
-            self._missed = []
-            if lasts_s < NEVER:
-                self.world.after(lasts_s, self._cont)
-
-    def _cont(self) -> None:
-        missed, self._missed = self._missed or [], None
-        for what, args in missed:  # all calls that were due meanwhile, at the same time
-            self.world.after(0.0, self.run, what, *args)
-
     def preempt(self) -> None:
         """Send SIGTERM to the process."""
         self.put(ev.Raised(m.FaultKind.PREEMPTED, f"rank {self.rank} was sent SIGTERM"))
@@ -132,7 +97,8 @@ class SimRank:
         """End the process with an exit code; ``None`` kills it."""
         if not self.alive:
             return
-        self.alive, self.exit_code, self._missed = False, code, None
+        self.end()
+        self.exit_code = code
         self.world.trace(self.name, "is killed" if code is None else f"ends with {code}")
         self.world.ended(self)
 
@@ -162,27 +128,10 @@ class SimRank:
     def _feed(self, event: ev.Event) -> None:
         for action in self.machine.on_event(event, self.world.now):
             self._perform(action)
-        self._plan_timer()
+        self._alarm.plan()
 
-    def _plan_timer(self) -> None:
-        """Keep one call queued for the machine's deadline or an earlier time."""
-        deadline = self.machine.deadline()
-        if deadline is not None and deadline < self._timer_at:
-            self._timer_at = max(deadline, self.world.now)
-            self.world.at(self._timer_at, self.run, self._time, self._timer_at)
-
-    def _time(self, planned: float) -> None:
-        if planned != self._timer_at:
-            return
-        self._timer_at = NEVER
-        deadline, now = self.machine.deadline(), self.world.now
-        if deadline is not None and deadline <= now:
-            self._feed(ev.Observed(*self.truth, self.trainer.mark, written=self.saver.written))
-            deadline = self.machine.deadline()
-            if deadline is not None and deadline <= now:
-                raise InvariantBroken(f"I6: an event does not advance the deadline of the machine of {self.name}")
-        else:
-            self._plan_timer()
+    def _observe(self) -> None:
+        self._feed(ev.Observed(*self.truth, self.trainer.mark, written=self.saver.written))
 
     def _perform(self, action: act.Action) -> None:
         match action:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 from ttp.core import messages as m
-from ttp.core.controller.events import ConnectionId, Received, ReceivedAlike, StreamEnded
+from ttp.core.controller.events import ConnectionId, Received, StreamEnded
 from ttp.core.layout import Rank
-from ttp.core.relay import ALIKE, LineId, Lines, Relay, Unfolded, folded, slot_s
+from ttp.core.relay import LineId, Lines, Relay, RelayEnd, folded, slot_s
+from ttp.testing.clock import Alarm, Process
 from ttp.testing.network import RankEnd, Stream
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ CUT_SHORT = 0.2
 """Share of the orders that end a message, so that the next order is in a message of its own."""
 
 
-class SimRelay:
+class SimRelay(Process):
     """The relay of one host.
 
     Args:
@@ -33,8 +34,8 @@ class SimRelay:
     """
 
     def __init__(self, world: Simulation, host: str) -> None:
+        super().__init__(world, f"relay of {host}")
         self.world, self.host = world, host
-        self.alive = True
         self._uplinks: dict[SimController, Uplink] = {}
 
     def attach(self, rank: RankEnd, controller: SimController) -> Stream:
@@ -55,8 +56,8 @@ class SimRelay:
             controller_learns_s: seconds until controllers learn of the broken stream.
         """
         if self.alive:
-            self.alive = False
-            self.world.trace(f"relay of {self.host}", "is killed")
+            self.end()
+            self.world.trace(self.name, "is killed")
             for uplink in self._uplinks.values():
                 uplink.break_off(controller_learns_s)
 
@@ -78,11 +79,11 @@ class Uplink:
         self._said = Relay(heartbeat_s, slot_s(self.host, heartbeat_s))
         self._ranks: dict[LineId, Stream] = {}
         self._lines = 0
-        self._due = float("inf")
         world, port = relay.world, _Port(relay.world, controller)
         delay_s = world.scenario.delay_s
         connection = world.roads.next_connection()
         self.up = port.up = Stream(world, world.rng, self, port, connection, delay_s=delay_s, repeats=0)
+        self._alarm = Alarm(relay, lambda: self._said.deadline() if self.up.open else None, self._take)
         controller.carries(self.up)
 
     def attach(self, rank: RankEnd) -> Stream:
@@ -119,15 +120,7 @@ class Uplink:
             self.up.report(frame)
         if not self._ranks:
             self.up.end()
-        due = self._said.deadline()
-        if due is not None and due < self._due:
-            self._due = max(due, self._world.now)
-            self._world.at(self._due, self._time, self._due)
-
-    def _time(self, planned: float) -> None:
-        if planned == self._due and self._relay.alive and self.up.open:
-            self._due = float("inf")
-            self._take()
+        self._alarm.plan()
 
     # ------------------------------------------------------------------------------------------ towards the controller
 
@@ -162,32 +155,23 @@ class _Port:
     def __init__(self, world: Simulation, controller: SimController) -> None:
         self.machine = controller.machine
         self._world, self._controller = world, controller
-        self._unfolded = Unfolded()
-        self._lines: dict[LineId, Line] = {}
+        self._end = RelayEnd(self._open, lambda line: controller.on_event(StreamEnded(line.id)))
         self._orders: list[tuple[LineId, m.Order | None]] = []
 
     def on_event(self, event: Received | StreamEnded) -> None:
         """Handle a frame of the relay, or the end of its stream."""
         if isinstance(event, StreamEnded):
-            for line in list(self._lines.values()):
-                self._ended(line)
+            self._end.close()
             self._controller.carries_no_more(self.up)
             return
-        for numbers, report in self._unfolded.reports(cast(Any, event.report)):
-            if isinstance(report, m.Hello) and numbers[0] not in self._lines:
-                known = self._lines[numbers[0]] = Line(self, numbers[0], report.rank)
-                known.connection = self._controller.adopt(known)
-            lines = [self._lines[number] for number in numbers if number in self._lines]  # others have ended
-            who = tuple((line.connection, line.rank) for line in lines if line.open)
-            if report is None:
-                for line in lines:
-                    self._ended(line)
-            elif isinstance(report, ALIKE) and report.rank == m.SEVERAL:
-                self._controller.on_event(ReceivedAlike(who, report), more=True)
-            else:
-                for connection, _ in who:
-                    self._controller.on_event(Received(connection, report), more=True)
+        for each in self._end.events(cast(Any, event.report)):
+            self._controller.on_event(each, more=True)
         self._controller.settle()
+
+    def _open(self, number: LineId, rank: Rank) -> Line:
+        line = Line(self, self._world.roads.next_connection(), number, rank)
+        self._controller.adopt(line)
+        return line
 
     def put(self, line: LineId, order: m.Order | None) -> None:
         """Queue an order. Orders queued at one time share a message, or several: the controller may die in between."""
@@ -199,19 +183,13 @@ class _Port:
 
     def end(self, line: Line) -> None:
         """End a line after the orders queued for it."""
-        self.put(line.number, None)
-        self._world.after(0.0, self._ended, line)
+        self.put(line.line, None)
+        self._world.after(0.0, self._end.over, line)
 
     def _send(self) -> None:
         orders, self._orders = self._orders, []
         if orders:
             self.up.order(folded(orders))
-
-    def _ended(self, line: Line) -> None:
-        if self._lines.pop(line.number, None) is line:
-            line.open = False
-            self._unfolded.closed(line.number)
-            self._controller.on_event(StreamEnded(line.connection))
 
 
 class Line:
@@ -219,24 +197,24 @@ class Line:
 
     Args:
         port: the controller's end of the uplink that carries the line.
+        id: the line's connection number at the controller.
         number: the line's number at the relay.
         rank: the rank that opened the line.
     """
 
-    def __init__(self, port: _Port, number: LineId, rank: Rank) -> None:
-        self.connection = ConnectionId(0)
-        self.number, self.rank, self.open = number, rank, True
+    def __init__(self, port: _Port, id: ConnectionId, number: LineId, rank: Rank) -> None:
+        self.id, self.line, self.rank, self.closing = id, number, rank, False
         self._port = port
 
     def order(self, order: m.Order) -> None:
         """Send an order to the rank."""
-        if self.open:
-            self._port.put(self.number, order)
+        if not self.closing:
+            self._port.put(self.line, order)
 
     def end(self) -> None:
         """End the line after the orders sent before."""
-        if self.open:
-            self.open = False
+        if not self.closing:
+            self.closing = True
             self._port.end(self)
 
     def cut(self, *, rank_learns_s: float, controller_learns_s: float) -> None:

@@ -29,7 +29,7 @@ from ttp.core.layout import Rank, Version
 from ttp.core.rank import events as ev
 from ttp.core.rank.machine import RankTimeouts
 from ttp.core.replication import keepers
-from ttp.testing.clock import Clock
+from ttp.testing.clock import Clock, Killed
 from ttp.testing.invariants import Judge
 from ttp.testing.network import RankEnd, Stream
 from ttp.testing.scenario import Scenario, random_scenario
@@ -38,7 +38,7 @@ from ttp.testing.sim_controller import KEEPALIVE_S, SimController
 from ttp.testing.sim_copies import Copies
 from ttp.testing.sim_faults import Faults
 from ttp.testing.sim_memory import HostMemory
-from ttp.testing.sim_rank import Killed, SimRank
+from ttp.testing.sim_rank import SimRank
 from ttp.testing.sim_roads import GIVES_UP_S, Roads
 from ttp.testing.sim_transfers import Transfers
 from ttp.testing.toy import InvariantBroken, Pages, ToyState, ToyStorage, hello, mix

@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ttp.adapters.torch.loop.unwrap_optimizer import is_sharded, owners_of, wrappers_of
 from ttp.errors import UsageError
 
+log = logging.getLogger("ttp.adapters.torch")
+
+Numbers = dict[tuple[int, str], str]
+"""Attributes of optimizers: the identity of the optimizer and the name of the attribute, to the value as text."""
+
 _SCRATCH = frozenset({"old_p", "e_w"})
 """Attributes of SAM that live only from its first step to its second in one iteration."""
 _DEPTH_MAX = 5
 
 
-def refuse_unsaved(given: Sequence[Optimizer], extra: Collection[Any]) -> None:
+def refuse_unsaved(given: Sequence[Optimizer], extra: Collection[Any], before: Numbers) -> None:
     """Refuse optimizers that keep state that would not be in a checkpoint. Call it when every optimizer has stepped.
+
+    Numbers in their attributes are only warned of: a cache does no harm.
 
     Args:
         given: the optimizers as the user gave them.
         extra: the objects that the user gave as ``extra_state``. A wrapper among them is saved by its ``state_dict()``.
+        before: ``numbers_of`` from before the first update.
 
     Raises:
         UsageError: an optimizer keeps such state.
     """
+    _tell_changed(before, numbers_of(given, extra))
     every = [owner for optimizer in given for owner in owners_of(optimizer)]
     several = "of several optimizers does not tell which of them such an entry belongs to"
     why = several if len(every) > 1 else "has names for strings only"
@@ -60,6 +71,43 @@ def refuse_unsaved(given: Sequence[Optimizer], extra: Collection[Any]) -> None:
                     "wrap_optimizer() as extra state too, with state_dict() and load_state_dict() that include them: "
                     'extra_state={"optimizer": optimizer}'
                 )
+
+
+def numbers_of(given: Sequence[Optimizer], extra: Collection[Any]) -> Numbers:
+    """Return the attributes of optimizers, but for torch's own, that hold only numbers. They are in no checkpoint.
+
+    Args:
+        given: the optimizers as the user gave them.
+        extra: the objects that the user gave as ``extra_state``. What they hold is saved.
+    """
+    return {
+        (id(each), f"{type(each).__name__}.{name}"): repr(value)
+        for optimizer in given
+        for each in (*wrappers_of(optimizer), *owners_of(optimizer))
+        if type(each).__module__.partition(".")[0] not in ("torch", "ttp") and not any(each is one for one in extra)
+        for name, value in list(vars(each).items())
+        if name not in ("state", "param_groups") and _only_numbers(value)
+    }
+
+
+def _tell_changed(before: Numbers, after: Numbers) -> None:
+    """Warn, on rank 0, of numbers that the first update has changed: of an optimizer that counts its steps itself."""
+    changed = sorted({name for (owner, name), text in after.items() if before.get((owner, name)) != text})
+    if changed and not (dist.is_available() and dist.is_initialized() and dist.get_rank() > 0):
+        log.warning(
+            "%s changes with the updates and is in no checkpoint, which holds .state and .param_groups of an optimizer "
+            "only: after a restore it begins anew, and the resumed run may have other bits. Keep it in "
+            "state[parameter] or in the param groups, or give an object that saves and loads it as extra_state",
+            ", ".join(changed),
+        )
+
+
+def _only_numbers(value: Any) -> bool:
+    if isinstance(value, (list, tuple, deque)):
+        return all(map(_only_numbers, list(value)))
+    if isinstance(value, Mapping):
+        return all(map(_only_numbers, list(value.values())))
+    return type(value) in (int, float)
 
 
 def refuse_detached_schedule(given: Sequence[Optimizer], schedulers: Sequence[Any]) -> None:

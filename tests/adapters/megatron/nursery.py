@@ -35,7 +35,7 @@ class Nursery:
 
     def __init__(self) -> None:
         env = {k: v for k, v in os.environ.items() if not k.startswith(("TTP_", "TORCHELASTIC", "PET_"))}
-        env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+        env |= {"PYTHONPATH": str(REPOSITORY)}
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__))], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True
         )
@@ -75,9 +75,6 @@ class Nursery:
 def main() -> None:
     """Serve worlds until standard input ends."""
     warnings.simplefilter("ignore")
-    import torch
-
-    torch.set_num_threads(1)
     worlds = importlib.import_module("tests.adapters.megatron.worlds")
     importlib.import_module("tests.adapters.megatron.seed_gpt3")
     importlib.import_module("ttp.adapters.megatron.adapter")

@@ -127,7 +127,6 @@ def _watch(training: Any) -> None:
 
 def main() -> None:
     """Run the program to its end."""
-    torch.set_num_threads(1)
     _look_like_a_device()
     _fill_gaps()
     shims.apply()

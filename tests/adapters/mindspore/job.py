@@ -104,7 +104,7 @@ class Job:
         kills = json.dumps([self.kills, *self.later])
         base |= {"MS_ENABLE_TFT": "{TTP:1}", "MINDIO_FOR_MINDSPORE": "1", "JOB_KILLS": kills, "TTP_KEEP": "5"}
         base |= {"TTP_PORT": str(free_port()), "TTP_RUN_DIR": str(self.directory / "run"), "TTP_OT": "90"}
-        base |= {"OMP_NUM_THREADS": "1", "GLOG_v": "3", "PYTHONUNBUFFERED": "1", "JOB_DIR": str(self.directory)}
+        base |= {"GLOG_v": "3", "PYTHONUNBUFFERED": "1", "JOB_DIR": str(self.directory)}
         return base | self.env
 
     def _clean(self, process: ForkedPython | None) -> None:

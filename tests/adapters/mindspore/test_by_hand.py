@@ -126,6 +126,13 @@ def test_who_loads_nothing_begins_at_zero(training: Training, caplog: pytest.Log
     assert training.reached == (STEPS, STEPS) and "counts as older" not in caplog.text
 
 
+def test_the_adapter_is_told_that_training_begins(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[bool] = []
+    monkeypatch.setattr(MindSporeAdapter, "training_begins", lambda _, *, several: told.append(several))
+    training.train(register(), epochs=1)
+    assert told == [False]
+
+
 def test_older_than_what_is_there_is_said(training: Training, caplog: pytest.LogCaptureFixture) -> None:
     (training.directory / "checkpoints" / "tft_saved_checkpoints-step_1215").mkdir()
     with caplog.at_level(logging.WARNING, "ttp"):

@@ -87,6 +87,14 @@ def test_pangus_layout_breakpoints_last(tmp_path: Path) -> None:
     assert weight(found) == 9 and found.step_num is None
 
 
+def test_brackets_in_names_of_what_exists_are_no_pattern(tmp_path: Path) -> None:
+    """As in the directories of Hydra's sweeps."""
+    run = tmp_path / "sizes=[1,2]"
+    save(run / "net-1_5.ckpt", 5, age=1)
+    best = save(run / "net[best].ckpt", 6, age=0)
+    assert found_in(f"{run}/*.ckpt").path == found_in(best).path == found_in(f"{run}/net[[]*").path == best
+
+
 def test_five_attempts_and_no_silent_start_from_nothing(tmp_path: Path) -> None:
     for place in range(7):
         path = save(tmp_path / f"a-1_{place}.ckpt", place, age=place)

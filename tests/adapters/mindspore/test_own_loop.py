@@ -31,7 +31,9 @@ class DiedError(Exception):
 
 
 class Whole(nn.Cell):
-    """The network with what the loop changes after the update: the loss scale, its counter, an average, sums."""
+    """The network with what the loop changes beside it: the loss scale, its counter, an average, sums, and a critic
+    with an optimizer of its own.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,6 +42,8 @@ class Whole(nn.Cell):
         self.scale, self.count = self.scaler.scale_value, self.scaler.counter
         self.average = ms.ParameterTuple(self.net.trainable_params()).clone(prefix="average", init="same")
         self.sum = ms.Parameter(ms.Tensor(0.0, ms.float32), "sum", requires_grad=False)
+        self.critic = nn.Dense(4, 1)
+        self.critic_optimizer = nn.Momentum(self.critic.trainable_params(), 0.01, 0.9)
 
 
 class Loop:
@@ -107,6 +111,7 @@ class Loop:
         x, y = (rng.standard_normal((STEPS, 8, width)).astype(np.float32) for width in (8, 4))
         for self._step in range(first + 1, STEPS + 1):
             self.whole.sum.set_data(ms.Tensor(self._step + self.rank, ms.float32))
+            self.whole.critic_optimizer((ms.Tensor(y[self._step - 1][:1]), ms.Tensor(y[self._step - 1][0, :1])))
             self.step(ms.Tensor(x[self._step - 1]), ms.Tensor(y[self._step - 1]))
             self._die("after")
             self.drawn.append(np.random.random())
@@ -130,6 +135,29 @@ def test_who_goes_on_from_it_ends_where_the_other_ends(mode: str, jit: bool, tmp
     assert second.adapter.load(checkpoint, 0, 1, protected=True) == SAVED
     second.processor.gate.set_version(SAVED)
     assert second.train(SAVED) == unbroken
+
+
+def test_what_is_drawn_or_seeded_between_restore_and_training_does_not_count(tmp_path: Path) -> None:
+    """But between the trainings of a loop over epochs it belongs to the training."""
+    first = Loop(tmp_path, jit=False)
+    first.train(0)
+    (checkpoint,) = first.saved
+    assert isinstance(checkpoint, Path), checkpoint
+    second = Loop(tmp_path, jit=False)
+    for several, size in ((False, SAVED), (True, SAVED + 1)):
+        second.adapter.load(checkpoint, 0, 1, protected=True)
+        second.adapter.position = Position(step=SAVED, batch_num=size)
+        np.random.seed(1)
+        second.adapter.training_begins(several=several)
+        assert np.random.random() == first.drawn[SAVED]
+        np.random.seed(1)
+        second.adapter.training_begins(several=several)
+        assert np.random.random() == np.random.RandomState(1).random(), "another training of the same process"
+    second.adapter.load(checkpoint, 0, 1, protected=True)
+    second.adapter.position = Position(step=SAVED, batch_num=SAVED)
+    np.random.seed(1)
+    second.adapter.training_begins(several=True)
+    assert np.random.random() == np.random.RandomState(1).random()
 
 
 @pytest.mark.parametrize("dies", ["in", "after"])

@@ -226,7 +226,7 @@ def test_a_save_dir_in_which_not_everything_is_of_ttp(ttp: Ttp, job: Path, tmp_p
     found = answer(ttp("recover", save_dir, "--json"))
     assert found["source"] == str(step) and "step_12" in found["skipped"][0] and "step_11" in found["skipped"][1]
     code, _, said = ttp("recover", save_dir, "--step", "7_7")
-    assert code == 1 and f"{save_dir}: no rank_N has a checkpoint of epoch 7, step 7; " in said
+    assert code == 1 and f"{save_dir}: no checkpoint of epoch 7, step 7 can be used: " in said
     (tmp_path / "junk").touch()
     code, _, said = ttp("recover", save_dir, "--strategy", tmp_path / "junk")
     assert code == 1 and said.count("is no strategy file") == 1
@@ -252,7 +252,8 @@ REFUSED: dict[str, tuple[list[str], str, int]] = {
     "too many ranks": (["--data-parallel", "--ranks", "2000000000"], "less than or equal to 1048576", 64),
     "a long name": (["--strategy", "x" * 300], "File name too long", 1),
     "a loop": (["--data-parallel", "--out", "LOOP/y"], "cannot create", 1),
-    "fewer ranks": (["--strategy", "S4"], "does not mention rank 4", 1),
+    "fewer ranks": (["--strategy", "S4"], "job: no checkpoint can be used: the strategy", 1),
+    "few ranks": (["--data-parallel", "--ranks", "2"], "does not mention rank 2", 1),
 }
 
 

@@ -17,6 +17,7 @@ from ttp.adapters.mindspore import (
     TrainFaultTolerance,
     callbacks,
     constraints,
+    wrapping,
 )
 from ttp.adapters.mindspore.switch import require_switched_on
 from ttp.errors import ConfigError, UsageError
@@ -179,10 +180,22 @@ def test_switched_off_the_wrapper_checks_no_configuration(monkeypatch: pytest.Mo
         ms.reset_auto_parallel_context()
 
 
-def test_wrap_optimizer_gives_the_wrapper_back() -> None:
+def test_wrap_optimizer_gives_the_wrapper_back(monkeypatch: pytest.MonkeyPatch) -> None:
     wrapped = ttp.wrap_optimizer(optimizer())
     assert type(wrapped) is OptTTPWrapper
+    told: list[bool] = []
+    monkeypatch.setattr(wrapping, "tell_launcher_of_mistakes", lambda: told.append(True))
     with pytest.raises(UsageError, match=r"wrap_optimizer\(scheduler, buddy=\) is not for MindSpore"):
         ttp.wrap_optimizer(optimizer(), scheduler=object(), buddy=True)
     with pytest.raises(UsageError, match="give the network"):
         ttp.wrap_optimizer(optimizer(), model=object())
+    assert len(told) == 2, "else the launcher starts the job again"
+
+
+def test_of_several_optimizers_the_last_is_wrapped() -> None:
+    with pytest.raises(UsageError, match="wrap the optimizer that steps last"):
+        ttp.wrap_optimizer([optimizer(), optimizer()], model=nn.Dense(2, 2))
+    network = nn.Dense(2, 2)
+    wrapped = ttp.wrap_optimizer(nn.SGD(network.trainable_params()), model=network)
+    with pytest.raises(UsageError, match="wrap the optimizer that steps last"):
+        ttp.wrap_optimizer(wrapped, model=network)

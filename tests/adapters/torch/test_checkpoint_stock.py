@@ -31,7 +31,7 @@ def loaded(checkpoint: tuple[Path, str]) -> list[tuple[int, bool, str]]:
     path, _ = checkpoint
     done = subprocess.run(
         [sys.executable, str(PROGRAM), str(path), str(path.parent / f"store.{uuid.uuid4().hex}")],
-        env=os.environ | {"PYTHONPATH": "", "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": ""},
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,

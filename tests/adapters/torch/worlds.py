@@ -57,10 +57,8 @@ def _told(directory: Path, rank: int, process: BaseProcess) -> Any:
 
 
 def _rank(directory: Path, module: str, function: str, rank: int, size: int, env: dict[str, str]) -> None:
-    import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), **env}
     try:
         store = f"file://{env['WORLD_STORE']}"

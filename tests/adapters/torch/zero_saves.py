@@ -192,7 +192,7 @@ def redone(directory: Path) -> dict[str, Any]:
     gate, entered = job.processor.gate, threading.Event()
     job.training.optimizer.register_gather_pre_hook(entered.set)
     gate.close()
-    thread = threading.Thread(target=_step_with_one_thread, args=(job.training,))
+    thread = threading.Thread(target=job.training.step)
     thread.start()
     until(lambda: gate.state().parked)
     seen: dict[str, Any] = {"ready": job.adapter.source.gradient_ready()}
@@ -205,12 +205,6 @@ def redone(directory: Path) -> dict[str, Any]:
     gate.open()
     thread.join(PATIENCE_S)
     return {**seen, "left": entered.is_set(), "differences": differences(job.training, expected)}
-
-
-def _step_with_one_thread(training: Training) -> None:
-    """Step with one OpenMP thread, like the reference: with two threads sums have other bits."""
-    torch.set_num_threads(1)
-    training.step()
 
 
 def refused(directory: Path) -> dict[str, Any]:

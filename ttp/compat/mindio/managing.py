@@ -11,9 +11,8 @@ from typing import Any
 
 from ttp.compat.mindio import tls_info as tls_settings
 from ttp.compat.mindio.rank import THIS, check_rank, job_port, resolve, seconds
-from ttp.compat.mindio.values import RET_ERROR, RET_OK
 from ttp.config import Config
-from ttp.errors import TtpError, UsageError
+from ttp.errors import RET_ERROR, RET_OK, TtpError, UsageError
 from ttp.launch.admission import admitted
 from ttp.launch.controller_process import ensure_controller
 from ttp.launch.ring import places
@@ -78,7 +77,7 @@ def start(address: str, port: int, enable_tls: bool, tls_info: str, decrypt: Cal
     run_dir = prepare_run_dir(tls_settings.run_dir_of(port))
     tls_settings.use(enable_tls, tls_info, run_dir, decrypt)
     config, address = admitted(replace(Config.from_env(), port=port), address)
-    ensure_controller(address, port, run_dir=run_dir, token=config.token, bind=config.bind, patience_s=START_S)
+    ensure_controller(address, config, run_dir, patience_s=START_S)
     HERE.place = address, config
     HERE.begin()
 
@@ -100,40 +99,36 @@ def register(action: str, func: Callable[..., Any]) -> int:
     return RET_OK
 
 
-def notify(what: str, ask: Callable[[Manager], int]) -> int:
-    """Send a request of the cluster's manager to the controller, and return 0 if it was accepted, else 1."""
+def attached() -> Manager:
+    """Return the manager, to send its requests to the controller.
+
+    Raises:
+        UsageError: none is attached.
+    """
     if HERE.manager is None:
-        log.error("%s: no manager is attached: register callbacks for all of %s, and start a controller", what, ACTIONS)
-        return RET_ERROR
-    try:
-        return ask(HERE.manager)
-    except (TtpError, ValueError, TypeError) as problem:
-        log.error("%s: %s", what, problem)
-        return RET_ERROR
+        raise UsageError(f"no manager is attached: register callbacks for all of {ACTIONS}, and start a controller")
+    return HERE.manager
 
 
-def dump() -> int:
-    """Have a checkpoint written now, also without a manager. Return 0 when it is written, 1 if it is not."""
+def dump() -> None:
+    """Have a checkpoint written now, also without a manager.
+
+    Raises:
+        TtpError: it is not written; the text says why.
+    """
     if THIS.participant is not None and THIS.participant.in_handler:
-        log.error("tft_notify_controller_dump: called in a handler, which would block the checkpoint")
-        return RET_ERROR
+        raise UsageError("called in a handler, which would block the checkpoint")
     if HERE.place is None:
-        log.error("tft_notify_controller_dump: no controller was started by this process")
-        return RET_ERROR
+        raise UsageError("no controller was started by this process")
     from ttp.cli.connection import Where, connected
 
     address, config = HERE.place
-    try:
-        port = config.port or 0
-        around = places(Path(tls_settings.run_dir_of(port)), target(address, port))
-        with connected(Where(address, port, config.token, around)) as client:
-            saved = client.save("tft_notify_controller_dump", config.rescue_patience_s)
-    except TtpError as problem:
-        log.error("tft_notify_controller_dump: %s", problem)
-        return RET_ERROR
+    port = config.port or 0
+    around = places(Path(tls_settings.run_dir_of(port)), target(address, port))
+    with connected(Where(address, port, config.token, around)) as client:
+        saved = client.save("tft_notify_controller_dump", config.rescue_patience_s)
     if not saved.saved:
-        log.error("tft_notify_controller_dump: %s", saved.text)
-    return RET_OK if saved.saved else RET_ERROR
+        raise TtpError(saved.text)
 
 
 def _fitting(func: Callable[..., Any]) -> Callable[..., Any]:

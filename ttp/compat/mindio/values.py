@@ -7,8 +7,8 @@ import os
 
 from ttp.mindio.handlers import Ailment, NextAction, RepairWay
 
-RET_OK, RET_ERROR, RET_EXIT = 0, 1, 2
-"""Return codes of the original; ``RET_EXIT`` is the exit code of a process that could not be started."""
+RET_EXIT = 2
+"""Exit code of a process that could not be started, as in the original."""
 
 STEP_MAX = 2**63 - 2
 ERROR_CODE_MAX = 15

@@ -16,7 +16,7 @@ from types import FrameType
 
 from ttp.compat.mindio.placing import ours_counts
 from ttp.config import Config
-from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_TRAINED, ConfigError
+from ttp.errors import EXIT_TRAINED, ConfigError
 from ttp.launch.admission import admitted
 from ttp.launch.host import GRACE_S, Host
 from ttp.launch.later import later, obey
@@ -26,6 +26,7 @@ from ttp.launch.mindspore.processes import Processes
 from ttp.launch.ports import hold_port
 from ttp.launch.preparation import EXIT_FAILED, Launch, verdict
 from ttp.launch.presence import port_owner
+from ttp.polling import poll
 from ttp.store.plain_file import read_plain
 from ttp.wire.address import resolve
 
@@ -92,7 +93,7 @@ class MindSporeLaunch(Launch):
                 codes[0] = starts.run()
             except Interrupted as signalled:
                 logger.warning("the job was ended by %s", signalled.sigval.name)
-                codes[0] = verdict(starts.codes)
+                codes[0] = verdict(starts.codes.values())
             finally:
                 with contextlib.suppress(Interrupted):  # while it waits for other hosts
                     _fail_open(lambda: codes.append(host.close(self.several_nodes, codes[0])))
@@ -111,7 +112,7 @@ class _Starts:
         self._environ |= added
         for warning in warnings:
             logger.warning("%s", warning)
-        self.codes: list[int] = []
+        self.codes: dict[int, int] = {}
 
     def run(self) -> int:
         for launch in range(self._job.max_restarts + 1):
@@ -123,14 +124,9 @@ class _Starts:
                 if not launch:
                     raise
                 logger.error("the job is not started again here: %s", problem)
-                return verdict(before)  # of the launch that has ended, which may have saved the job
+                return verdict(before.values())  # of the launch that has ended, which may have saved the job
             left = self._job.max_restarts - launch
-            if EXIT_BAD_CONFIG in self.codes:
-                logger.error("a rank exited with %d and its message says what to change", EXIT_BAD_CONFIG)
-                break
-            if left and EXIT_NOT_SAVED in self.codes and self._host.is_final():
-                break
-            if self._host.starts_in_vain(self.codes):
+            if not self._host.restart_helps(self.codes, left):
                 break
             if left and self._host.is_drained(or_another=not self._job.rank_table):  # a new table may have new hosts
                 break
@@ -138,7 +134,7 @@ class _Starts:
                 break
             if left:
                 logger.warning("the job is started again (%d more)", left)
-        return verdict(self.codes)
+        return verdict(self.codes.values())
 
     def _laid_out_again(self) -> bool:
         """Read the rank table again: it may have other hosts and devices. Returns False if the job cannot follow it."""
@@ -187,7 +183,7 @@ class _Starts:
             with later():  # a repeated signal must leave no worker behind, nor lose the exit codes
                 _fail_open(lambda: self._host.expect_stop(processes.workers))
                 processes.stop()
-                self.codes = list(self._codes_of(processes).values())
+                self.codes = self._codes_of(processes)
 
     def _wait(self, processes: Processes) -> bool:
         """Wait until all workers have ended well (True), or one has not, or none can go on (False)."""
@@ -231,12 +227,10 @@ class _Starts:
             with hold_port() as holding:
                 yield int(holding.getsockname()[1])
             return
-        port, deadline_s = self._job.master_port, time.monotonic() + patience_s
-        while self._job.node_rank == 0 and not _can_listen(port):
-            if time.monotonic() >= deadline_s:
-                owner = port_owner(port) or "a process that cannot be seen"
-                raise ConfigError(f"port {port} is in use ({owner}): choose another --master-port, on all hosts")
-            time.sleep(LOOK_S)
+        port = self._job.master_port
+        if self._job.node_rank == 0 and not poll(lambda: _can_listen(port), patience_s, LOOK_S):
+            owner = port_owner(port) or "a process that cannot be seen"
+            raise ConfigError(f"port {port} is in use ({owner}): choose another --master-port, on all hosts")
         yield port
 
 

@@ -17,6 +17,7 @@ from ttp.launch.host import GRACE_S
 from ttp.launch.mindspore.environment import scheduler_environ, worker_environ
 from ttp.launch.mindspore.flags import LOOK_S, Job
 from ttp.launch.warm.starter import WarmStarter
+from ttp.polling import poll
 
 
 class Processes:
@@ -71,10 +72,8 @@ class Processes:
         left = [worker for worker in self.workers.values() if worker.poll() is None]
         for worker in left:
             _signal(worker, signal.SIGTERM)
-        deadline_s = time.monotonic() + GRACE_S
-        while left and time.monotonic() < deadline_s:
-            left = [worker for worker in left if worker.poll() is None]
-            time.sleep(LOOK_S)
+        poll(lambda: all(worker.poll() is not None for worker in left), GRACE_S, LOOK_S)
+        left = [worker for worker in left if worker.poll() is None]
         for worker in left:
             _signal(worker, signal.SIGKILL)
         self.stop_scheduler(0.0)

@@ -33,6 +33,7 @@ from ttp.launch.proc_files import stat_of
 from ttp.launch.warm import memory
 from ttp.launch.warm.rules import Program, differing, set_by_program
 from ttp.launch.warm.waiting import readable
+from ttp.polling import poll
 
 SHARE = 0.25
 """Share of one core that imports may take while ranks train and no restart waits."""
@@ -230,11 +231,8 @@ def become(order: dict[str, Any], changed: dict[str, str | None], stdout: int, s
         command = [wanted.interpreter, *wanted.options, *(["-m"] if wanted.module else []), wanted.name]
         _call_it([*command, *wanted.arguments])
         _reseed()
-        deadline_s = time.monotonic() + GO_S
-        while os.getppid() != order["launcher"]:
-            if time.monotonic() > deadline_s:
-                os._exit(1)
-            time.sleep(0.0005)
+        if not poll(lambda: os.getppid() == order["launcher"], GO_S, 0.0005):
+            os._exit(1)
         launcher.settimeout(GO_S)
         launcher.send(b"%d" % os.getpid())
         if launcher.recv(8) != b"go":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import threading
-import time
 from collections.abc import Callable
 
 POLL_S = 1.0
@@ -60,11 +59,8 @@ class Loop:
 
     def wait_left(self, timeout_s: float) -> bool:
         """Wait up to ``timeout_s`` seconds for the training thread to leave its loop, and return whether it has."""
-        deadline = time.monotonic() + timeout_s
         with self._changed:
-            while not self._out and (left := deadline - time.monotonic()) > 0:
-                self._changed.wait(left)
-            return self._out
+            return self._changed.wait_for(lambda: self._out, timeout_s)
 
     def cleaned(self) -> None:
         """Record that the device is usable again."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 from ttp.mindio.handlers.loop import ForcedStop
 
@@ -63,12 +62,10 @@ class PausePoint:
 
         A later step will do: in the first step of a job that resumes, only the training thread knows its number.
         """
-        deadline = time.monotonic() + timeout_s
         with self._changed:
             self._limit = step
             self._changed.notify_all()
-            while self._held and not self._stands(step) and (left := deadline - time.monotonic()) > 0:
-                self._changed.wait(left)
+            self._changed.wait_for(lambda: self._stands(step) or not self._held, timeout_s)
             return self._stands(step)
 
     def _stands(self, step: int) -> bool:

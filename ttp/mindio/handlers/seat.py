@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ttp.config import RankEnv
 from ttp.launch.again import Again, NextLaunch
+from ttp.polling import poll
 from ttp.wire.address import split
 
 LOOK_S = 0.002
@@ -43,8 +44,7 @@ class Seat:
             within_s: time limit in seconds for this and everything until the first update.
         """
         deadline_s = time.monotonic() + within_s
-        while self._is_awaited(env) and time.monotonic() < deadline_s:
-            time.sleep(LOOK_S)
+        poll(lambda: not self._is_awaited(env), within_s, LOOK_S)
         self.give_way(deadline_s - time.monotonic())
 
     def _is_awaited(self, env: RankEnv) -> bool:

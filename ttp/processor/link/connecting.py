@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from ttp.launch.presence import is_local
 from ttp.launch.proc_files import stat_of
 from ttp.launch.relay import RELAYED, RelayServer, relay_of, wanted
 from ttp.launch.ring import Ring, write_ring
+from ttp.polling import poll
 from ttp.processor.errands import aside
 from ttp.processor.joining import JOIN_PATIENCE_S, Joining
 from ttp.processor.link.second import SecondStream
@@ -99,14 +99,7 @@ class ControllerLink:
         """Open a stream; first start a controller if the action says so, which may take as long as its start does."""
         try:
             if action.start_controller and self._config.port is not None and is_local(self._env.master_addr):
-                ensure_controller(
-                    self._env.master_addr,
-                    self._config.port,
-                    run_dir=self._run_dir,
-                    token=self._config.token,
-                    bind=self._config.bind,
-                    patience_s=JOIN_PATIENCE_S,
-                )
+                ensure_controller(self._env.master_addr, self._config, self._run_dir, patience_s=JOIN_PATIENCE_S)
             self._open(action.address, action.within_s)
         except ConfigError as problem:
             if self._joining.pending():
@@ -268,7 +261,4 @@ class Shortcut:
         return self._own.port, os.getpid()
 
     def _await(self) -> tuple[int, int] | None:
-        until = time.monotonic() + COMES_S
-        while (found := relay_of(self._config, self._run_dir)) is None and time.monotonic() < until:
-            time.sleep(LOOK_S)
-        return found
+        return poll(lambda: relay_of(self._config, self._run_dir), COMES_S, LOOK_S)

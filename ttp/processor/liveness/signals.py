@@ -23,6 +23,8 @@ from typing import Any
 log = logging.getLogger("ttp.processor")
 
 LOOK_S = 1.0
+NOTED_S = 0.5
+"""Seconds within which a thread notes a signal that only a handler of the program has seen."""
 
 _HANDLED = b"\0"
 """What the Python handler writes into the pipe: no signal has this number."""
@@ -60,6 +62,7 @@ class Preemption:
         self._previous: Handler = None
         self._previous_fd = -1
         self._installed = False
+        self._handled, self._noted = False, threading.Event()  # SIGTERM has come
         self.alone = False
         """True while a handler of the program is not called: it might raise in a thread that waits for the rescue."""
 
@@ -78,6 +81,10 @@ class Preemption:
         self._installed = True
         _installed.add(self)
         threading.Thread(target=self._listen, name="ttp-signals", daemon=True).start()
+
+    def came(self) -> bool:
+        """Return whether SIGTERM has come. A handler that was installed over this one may be a moment faster."""
+        return self._handled or self._noted.wait(NOTED_S)
 
     def uninstall(self) -> None:
         """Restore the former handler of SIGTERM, unless another has been installed over this one."""
@@ -104,6 +111,7 @@ class Preemption:
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         """Replace the default action of SIGTERM. The user's handler still runs, unless ``alone``."""
+        self._handled = True  # no event: this may interrupt who waits for it
         if self._installed:  # a handler that was installed over this one may call it later, too
             with contextlib.suppress(OSError):
                 os.write(self._write_fd, _HANDLED)
@@ -127,6 +135,7 @@ class Preemption:
         os.close(self._read_fd)
 
     def _tell(self) -> None:
+        self._noted.set()
         self._report("SIGTERM: this process was asked to end (preemption, or a launcher that stops the job)")
         if self._in_vain is not None:
             threading.Thread(target=self._end_if, args=(self._in_vain,), name="ttp-preempted", daemon=True).start()

@@ -12,10 +12,11 @@ import fcntl
 import hashlib
 import os
 import shutil
-import time
+from functools import partial
 from pathlib import Path
 
 from ttp.config import RankEnv
+from ttp.polling import poll
 from ttp.processor.liveness import forks
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -79,7 +80,7 @@ class PageDirectory:
                 continue  # removed by a process that found it abandoned
             except OSError:
                 return False
-            if not _shared(lock):
+            if not poll(partial(_shared, lock), _LOCK_S, 0.01):
                 os.close(lock)
                 return False
             if _is_file(lock, path / LOCK_FILE):
@@ -91,15 +92,11 @@ class PageDirectory:
 
 
 def _shared(lock: int) -> bool:
-    deadline_s = time.monotonic() + _LOCK_S
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return True
-        except OSError:
-            if time.monotonic() > deadline_s:
-                return False
-            time.sleep(0.01)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def remove_abandoned(shared_memory: Path = SHARED_MEMORY) -> list[Path]:

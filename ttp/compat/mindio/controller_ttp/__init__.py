@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from ttp.compat.mindio.framework_ttp.ttp_decorator import (
     tft_register_decrypt_handler,
     tft_start_controller,
 )
+from ttp.errors import TtpError, told_by_code
 
 __all__ = [
     "tft_destroy_controller",
@@ -31,12 +33,15 @@ __all__ = [
 
 GLOBAL_RANK_TIMES = range(1, 3601)
 
+_answers = told_by_code(logging.getLogger("ttp.compat.mindio"), TtpError, ValueError, TypeError)
+
 
 def tft_register_mindx_callback(action: str, func: Callable[..., Any]) -> int:
     """Register ``func`` as the callback for ``action``, one of ``managing.ACTIONS``; all four are needed."""
     return managing.register(action, func)
 
 
+@_answers
 def tft_notify_controller_stop_train(
     fault_ranks: Mapping[int, int], stop_type: str = "stop", timeout: int | None = None
 ) -> int:
@@ -47,46 +52,40 @@ def tft_notify_controller_stop_train(
         stop_type: ``"stop"`` or ``"pause"``.
         timeout: seconds after which a pause ends by itself; None for ``MINDIO_WAIT_MINDX_TIME``.
     """
-    return managing.notify(
-        "tft_notify_controller_stop_train",
-        lambda manager: manager.stop_train(fault_ranks, stop_type, timeout),
-    )
+    return managing.attached().stop_train(fault_ranks, stop_type, timeout)
 
 
+@_answers
 def tft_notify_controller_on_global_rank(fault_ranks: Mapping[int, int], time: int = 1) -> int:
     """Report the failed ranks, and ask for strategies. ``time``, from 1 to 3600: seconds to wait for the choice of one.
 
     ``MINDIO_WAIT_MINDX_TIME`` seconds are waited for in any case.
     """
 
-    def ask(manager: Any) -> int:
-        if time not in GLOBAL_RANK_TIMES:
-            raise ValueError(f"time {time!r} is not from 1 to 3600 seconds")
-        return int(manager.on_global_rank(fault_ranks, time))
-
-    return managing.notify("tft_notify_controller_on_global_rank", ask)
+    manager = managing.attached()
+    if time not in GLOBAL_RANK_TIMES:
+        raise ValueError(f"time {time!r} is not from 1 to 3600 seconds")
+    return manager.on_global_rank(fault_ranks, time)
 
 
+@_answers
 def tft_notify_controller_prepare_action(action: str, fault_ranks: Mapping[int, int] | None = None) -> int:
     """Announce that new processes for these ranks start on other hosts (``"hot switch"``), or withdraw that
     (``"stop switch"``).
     """
-    return managing.notify(
-        "tft_notify_controller_prepare_action",
-        lambda manager: manager.prepare_action(action, fault_ranks),
-    )
+    return managing.attached().prepare_action(action, fault_ranks)
 
 
+@_answers
 def tft_notify_controller_change_strategy(strategy: str, params: str = "") -> int:
     """Choose a strategy: retry, recover, migration, downgrade, upgrade, dump, exit or continue."""
-    return managing.notify(
-        "tft_notify_controller_change_strategy", lambda manager: manager.change_strategy(strategy, params)
-    )
+    return managing.attached().change_strategy(strategy, params)
 
 
-def tft_notify_controller_dump() -> int:
+@_answers
+def tft_notify_controller_dump() -> None:
     """Have a checkpoint written now, and return when it is written. Training continues."""
-    return managing.dump()
+    managing.dump()
 
 
 def tft_query_high_availability_switch() -> bool:
