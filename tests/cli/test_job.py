@@ -345,3 +345,7 @@ def test_what_grpc_says_is_translated(code: grpc.StatusCode, kind: type[Exceptio
     problem = connection._explain(Refusal(code, "the details"), Where("here", 1, ""), 5)
     assert type(problem) is kind
     assert text in str(problem)
+
+
+def test_an_ipv6_address_is_shown_in_brackets() -> None:
+    assert str(Where("fd00::1", 23456, "")) == "[fd00::1]:23456"

@@ -6,7 +6,8 @@ import pytest
 
 from tests.core.talk import LOST, PATIENCE, Talk, frozen_at_7
 from ttp.core import messages as m
-from ttp.core.controller.events import ConnectionId, StreamEnded
+from ttp.core.controller.events import Accused, ConnectionId, Record, StreamEnded
+from ttp.core.layout import Rank
 from ttp.testing.scenario import grid
 
 # --------------------------------------------------------------------------------------------------------------- rescue
@@ -351,3 +352,20 @@ def test_a_rank_frozen_before_it_restored_saves_nothing_older() -> None:
     for rank in range(3):
         talk.frozen(rank, 0)
     assert "version 5 is on disk already" in talk.orders(m.Release)[0].text
+
+
+def test_how_a_rank_died_is_added_to_its_incident_when_its_launcher_knows_it() -> None:
+    """The kernel frees the memory of a large process for seconds, in which the others have saved and left."""
+    talk = Talk()
+    talk.accuse(1, m.FaultKind.EXITED)
+    frozen_at_7(talk, 0, 2)
+    talk.saved(0)
+    talk.committed(0)
+    for rank in (0, 2):
+        talk.lost(rank)
+    assert talk.machine.incident is None and talk.id == "i1"
+    killed = Accused((Rank(1),), m.FaultKind.EXITED, "killed: out of memory", (0,))
+    assert "[evidence]" in talk.event(killed)
+    assert next(a.incident for a in talk.said if isinstance(a, Record) and a.kind == "evidence") == "i1"
+    assert talk.machine.last_incident is not None and talk.machine.last_incident.cause.endswith("out of memory")
+    assert talk.event(killed) == "", "it is repeated until it is accepted"

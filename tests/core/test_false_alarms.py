@@ -159,6 +159,19 @@ def test_a_rank_that_raises_and_dies_is_one_fault(kind: m.FaultKind) -> None:
     assert talk.after(1) == "[released] Release(75):1,2"
 
 
+def test_if_all_streams_break_the_ranks_have_longer_to_come_back() -> None:
+    """A name service, or a firewall that has forgotten their connections, takes longer than the usual grace."""
+    talk = Talk()
+    for rank in range(3):
+        talk.lost(rank)
+    assert talk.after(5) == ""
+    for rank in range(3):
+        assert "Refused" not in talk.back(rank)
+        talk.frozen(rank, 7)
+    talk.saved(0)
+    assert talk.committed(0) == "[committed] Thaw:0,1,2 [thawed]"
+
+
 def test_the_launcher_ends_the_doubt_about_a_lost_rank() -> None:
     talk = Talk()
     talk.lost(0)

@@ -69,6 +69,7 @@ def test_all_ranks_die_at_once() -> None:
     talk = Talk()
     for rank in range(3):
         talk.lost(rank)
+    assert talk.after(9) == "", "while no rank is connected nothing can be saved, and to end the job loses all steps"
     assert talk.after(1) == "[released] [closed]"
     assert talk.after(120) == "[stopped] stop"
 

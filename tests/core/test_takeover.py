@@ -28,6 +28,14 @@ def test_a_dead_rank_that_never_says_hello_again_is_missed() -> None:
     assert talk.facts("evidence")["text"] == "rank 2 did not come back to the new controller"
 
 
+def test_a_rank_that_never_comes_back_explains_why_the_collectives_of_the_others_failed() -> None:
+    talk = Talk(formed=False)
+    for rank in (0, 1):
+        talk.hello(rank, incarnation=2, resume=True, term_seen=1, version=7, broken="a collective failed")
+    talk.after(5)
+    assert talk.incident.cause == "rank 2 did not come back to the new controller"
+
+
 def test_a_job_that_never_trained_is_still_waited_for() -> None:
     talk = Talk(formed=False)
     for rank in (0, 1):

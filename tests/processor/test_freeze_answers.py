@@ -243,11 +243,11 @@ def test_in_one_freeze_nothing_is_looked_at_twice_at_once(processor: Processor, 
 def test_without_a_thread_to_save_in_it_is_said_that_nothing_was_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    processor = alone(SlowToLook(), tmp_path)
     order = m.SaverOrder(Rank(0), (), How.AS_IS, (), job_state=False)
     save = m.Save(Rank(0), 1, "i", 3, Version(1), ".draft", order, "")
     start = threading.Thread.start
     monkeypatch.setattr(threading.Thread, "start", no_thread)
+    processor = alone(SlowToLook(), tmp_path)
     processor._try(act.StartSave(save))
     told = processor._inbox.get_nowait()
     assert isinstance(told, ev.Worked) and isinstance(told.result, m.SaveFailed) and told.result.generation == 3

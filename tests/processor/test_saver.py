@@ -101,9 +101,9 @@ def test_a_save_that_hangs_does_not_keep_the_next_one_which_was_ordered_before_i
     def start_later(thread: threading.Thread) -> None:
         late.append(thread)
 
-    saver = saver_of(source, tmp_path, said.put)
     with monkeypatch.context() as slow:
         slow.setattr(threading.Thread, "start", start_later)
+        saver = saver_of(source, tmp_path, said.put)
         saver.save(order_of(1))
     saver.cancel()
     saver.save(order_of(2))

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from tests.processor.fake_source import no_thread
 from tests.waiting import until
 from ttp.processor.serial_worker import SerialWorker
 
@@ -48,3 +49,21 @@ def test_a_job_that_has_not_begun_yet_makes_the_worker_busy(monkeypatch: pytest.
     worker.close()
     late[0].join(60)
     assert not worker.busy
+
+
+def test_one_that_begins_at_once_needs_no_thread_when_a_job_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, done = SerialWorker("ttp-test", at_once=True), threading.Event()
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    worker.submit(done.set)
+    assert done.wait(60)
+    worker.close()
+
+
+def test_one_that_cannot_begin_at_once_begins_with_the_first_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as crowded:
+        crowded.setattr(threading.Thread, "start", no_thread)
+        worker = SerialWorker("ttp-test", at_once=True)
+    done = threading.Event()
+    worker.submit(done.set)
+    assert done.wait(60)
+    worker.close()

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 
 from tests.controller.conftest import Controller
+from tests.processor.fake_source import no_thread
+from tests.waiting import until
 from ttp.processor.liveness.signals import Preemption
 
 HANGING = """
@@ -306,3 +308,18 @@ def test_off_the_main_thread_nothing_is_installed(caplog: pytest.LogCaptureFixtu
     thread.join()
     assert signal.getsignal(signal.SIGTERM) is before
     assert "outside the main thread" in caplog.text
+
+
+def test_without_room_for_another_thread_the_next_signal_is_reported_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    preemption = Preemption(said.append, lambda _: False)
+    preemption.install()
+    try:
+        with monkeypatch.context() as crowded:
+            crowded.setattr(threading.Thread, "start", no_thread)
+            signal.raise_signal(signal.SIGTERM)
+            until(lambda: len(said) == 1)
+            signal.raise_signal(signal.SIGTERM)
+            until(lambda: len(said) == 2)
+    finally:
+        preemption.uninstall()

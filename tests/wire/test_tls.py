@@ -20,6 +20,7 @@ from tests.test_legacy import PROGRAM
 from tests.waiting import until
 from tests.wire.certificates import NAME, Authority
 from ttp.errors import ConfigError
+from ttp.launch.presence import ask_status
 from ttp.wire import tls
 
 
@@ -316,5 +317,28 @@ def test_a_controller_shows_a_certificate_that_was_renewed_and_keeps_it_when_the
         until(lambda: "the renewed certificate cannot be used" in controller.output(), story=controller.output)
         authority.sign(file="long-running")
         assert _shown(controller.port) not in (first, second)
+    finally:
+        controller.close()
+
+
+def test_a_client_keeps_its_certificate_while_half_of_a_renewal_is_there(
+    monkeypatch: pytest.MonkeyPatch, authority: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else a rank whose stream breaks in that moment could not come back, and its job would end with 70."""
+    settings = authority.sign(file="client")
+    settings["TTP_TLS_CRL"] = str(authority.revoke())
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    controller = Controller(tmp_path, **settings)  # type: ignore[arg-type]
+    try:
+        assert ask_status("127.0.0.1", controller.port, "") is not None
+        certificate = Path(settings["TTP_TLS_CERT"])
+        before = certificate.read_bytes()
+        certificate.write_bytes(Path(authority.sign(file="another")["TTP_TLS_CERT"]).read_bytes())
+        for _ in range(2):
+            assert ask_status("127.0.0.1", controller.port, "") is not None, controller.output()
+        assert caplog.text.count("the renewed certificate cannot be used") == 1
+        certificate.write_bytes(before)
+        assert ask_status("127.0.0.1", controller.port, "") is not None
     finally:
         controller.close()

@@ -69,7 +69,9 @@ class Where:
     run_dir: Path | None = None
 
     def __str__(self) -> str:
-        return f"{self.address}:{self.port}"
+        from ttp.wire.address import target
+
+        return target(self.address, self.port)
 
     @property
     def around(self) -> tuple[str, ...]:

@@ -179,7 +179,7 @@ class Host:
         """
         verdict = self._wait(workers, Hold(time.monotonic(), self.config.rescue_patience_s, FIRST_LEASE_S))
         if verdict is HoldDecision.STOP and self._armed(workers):
-            logger.warning("no rank began to save within %.0f s of the failure: sending SIGTERM to all", FIRST_LEASE_S)
+            logger.warning("no rank saves, or has begun to within %.0f s: sending SIGTERM to all", FIRST_LEASE_S)
             self.stop(workers, signal.SIGTERM, GRACE_S)
         return verdict is HoldDecision.AGAIN
 

@@ -22,7 +22,7 @@ class OwnLease:
     """
 
     def __init__(self, run_dir: Path) -> None:
-        self.writer = SerialWorker("ttp-lease")
+        self.writer = SerialWorker("ttp-lease", at_once=True)
         """Also writes other small files in the same directory."""
         self._leases, self._pid = Leases(run_dir), os.getpid()
 

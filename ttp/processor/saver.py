@@ -71,7 +71,7 @@ class Saver:
         self._keep = config.keep
         self._mounts = Mounts(save_dir, *([Path(config.fallback_dir)] if config.fallback_dir else []))
         self._version, self._wait_pages, self._put, self._wrote = version, wait_pages, put, wrote
-        self._worker, self._tidying = SerialWorker("ttp-saver"), SerialWorker("ttp-tidy")
+        self._worker, self._tidying = SerialWorker("ttp-saver", at_once=True), SerialWorker("ttp-tidy")
         self._cancel = threading.Event()
 
     @property

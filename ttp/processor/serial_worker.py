@@ -6,6 +6,7 @@ interpreter from ending.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -19,13 +20,17 @@ class SerialWorker:
 
     Args:
         name: name of the threads.
+        at_once: start a thread now. When a job comes, as in an incident, the system may allow no more threads.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, at_once: bool = False) -> None:
         self._name = name
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()  # any thread submits jobs: held for as long as a thread takes to start
+        if at_once:
+            with contextlib.suppress(RuntimeError):  # the first job tries again
+                self._begin()
 
     def submit(self, job: Callable[[], None]) -> None:
         """Run ``job`` after the jobs before it.
@@ -34,11 +39,14 @@ class SerialWorker:
             RuntimeError: no thread can be started now. The job is dropped; the next one tries again.
         """
         with self._lock:
-            if self._thread is None:
-                thread = threading.Thread(target=_run, args=(self._jobs,), name=self._name, daemon=True)
-                thread.start()
-                self._thread = thread
+            self._begin()
             self._jobs.put(job)
+
+    def _begin(self) -> None:
+        if self._thread is None:
+            thread = threading.Thread(target=_run, args=(self._jobs,), name=self._name, daemon=True)
+            thread.start()
+            self._thread = thread
 
     def wait_done(self, timeout_s: float) -> bool:
         """Wait up to ``timeout_s`` seconds for the jobs submitted so far. Returns False if they take longer."""

@@ -85,7 +85,7 @@ class StateInspector:
         say: Callable[[Snapshot | ev.NotRedone], None],
     ) -> None:
         self._source, self._gate, self._held, self._hold, self._put = source, gate, held, hold, say
-        self._worker = SerialWorker("ttp-looker")
+        self._worker = SerialWorker("ttp-looker", at_once=True)
         self._looks_during = 0  # the closure of the gate
         self._took_s = 0.0
         self._came = threading.Event()  # the training thread has come to the gate since it was closed

@@ -8,6 +8,7 @@ server can take the place of the checked one.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import re
@@ -74,7 +75,8 @@ class Guard:
             context.load_verify_locations(cafile=str(self.authority))
             context.load_verify_locations(cafile=str(self.lists))
             context.verify_flags |= ssl.VERIFY_CRL_CHECK_CHAIN
-            context.load_cert_chain(self.own, self.key, password=lambda: self.password)
+            with contextlib.suppress(OSError):  # being renewed: the server shows its certificate all the same (TLS 1.3)
+                context.load_cert_chain(self.own, self.key, password=lambda: self.password)
             with connect(*split(where), REACH_S) as plain:
                 with context.wrap_socket(plain) as secure:
                     shown = secure.getpeercert(binary_form=True)

@@ -104,12 +104,14 @@ def secured() -> bool:
 def open_channel(where: str, options: list[tuple[str, Any]]) -> grpc.Channel:
     """Open a channel to ``host:port``, encrypted if this process has an identity.
 
+    Once a channel was opened, a problem with a renewed file is logged once, and the old certificate stays in use.
+
     Raises:
         ConfigError: see ``identity``.
     """
     import grpc
 
-    mine = identity()
+    mine = _present()
     if mine is None:
         return grpc.insecure_channel(where, options=options)
     believed = mine.authority if mine.guard is None else mine.guard.believed(where)
@@ -117,6 +119,19 @@ def open_channel(where: str, options: list[tuple[str, Any]]) -> grpc.Channel:
     return grpc.secure_channel(
         where, credentials, options=[*options, ("grpc.ssl_target_name_override", mine.name)]
     )  # fmt: skip
+
+
+_clients: dict[tuple[str | None, ...], Renewals] = {}
+"""What the clients of this process show, by the paths of the files."""
+
+
+def _present() -> Identity | None:
+    config = Config.from_env()
+    files = config.tls_cert, config.tls_key, config.tls_ca, config.tls_key_password, config.tls_crl
+    if files not in _clients:
+        _clients[files] = Renewals(config, identity(config))
+    _clients[files].renewed()
+    return _clients[files].mine
 
 
 SERVED: set[tuple[str, int]] = set()
@@ -155,15 +170,15 @@ def _noted(where: str, port: int) -> int:
 
 
 class Renewals:
-    """The identity of a server, read again for each connection.
+    """The identity of a server, or of the clients of this process, read again for each connection.
 
     Args:
         config: has the paths of the files.
-        mine: the present identity.
+        mine: the present identity; None: connections are not encrypted.
     """
 
-    def __init__(self, config: Config, mine: Identity) -> None:
-        self._config, self._mine, self._problem = config, mine, ""
+    def __init__(self, config: Config, mine: Identity | None) -> None:
+        self._config, self.mine, self._problem = config, mine, ""
 
     def renewed(self) -> Identity | None:
         """Return the identity to use from now on; None keeps the present one. Never raises."""
@@ -175,10 +190,10 @@ class Renewals:
             self._problem = str(problem)
             return None
         self._problem = ""
-        if mine is None or mine == self._mine:
+        if mine is None or mine == self.mine:
             return None
         log.info("using the renewed certificate, authority or revocation list from now on")
-        self._mine = mine
+        self.mine = mine
         return mine
 
 

@@ -158,9 +158,9 @@ class Trial:
             waits: whether the next update waits for the check; if not, the first update after its end raises.
         """
         if self._thread is None:
-            self._waits = waits
-            self._thread = threading.Thread(target=self._run, args=(check,), name="ttp-trial", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, args=(check,), name="ttp-trial", daemon=True)
+            thread.start()  # may raise: the next update must not wait for a thread that never began
+            self._waits, self._thread = waits, thread
 
     # ------------------------------------------------------------------------------------------------------- private
 

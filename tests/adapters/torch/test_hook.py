@@ -16,6 +16,9 @@ import torch
 from torch.optim.swa_utils import AveragedModel
 
 from tests.adapters.torch.hooked import Job, exponential
+from tests.adapters.torch.stub_processor import save
+from tests.adapters.torch.test_trial import Job as Checked
+from tests.processor.fake_source import no_thread
 from ttp.adapters.torch.loop.hook import Hook
 
 
@@ -72,3 +75,13 @@ def test_a_hook_frees_nothing_that_it_does_not_own() -> None:
     for _ in range(10_000):
         hook()
     assert abs(sys.getrefcount(None) - before) < 5_000
+
+
+def test_without_room_for_another_thread_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first update begins a check on a thread of its own, for which the hook of the next one waits."""
+    job = Checked(tmp_path).wrap()
+    with monkeypatch.context() as crowded:
+        crowded.setattr(threading.Thread, "start", no_thread)
+        job.step()
+    job.step()
+    assert save(job.adapter, job.processor, 2).is_dir()

@@ -101,8 +101,8 @@ class Admission:
             self._end.finish((hello.rank,))
             return
         self._rescue.joined(hello, now)
-        if hello.broken:
-            self._rescue.fault(hello.rank, m.FaultKind.EXCEPTION, hello.broken, now)
+        if hello.broken:  # its own report, which follows, says of what kind; the cause may be a rank that does not come
+            self._rescue.fault(hello.rank, m.FaultKind.COLLECTIVE, hello.broken, now)
 
     def _busy(self, hello: m.Hello) -> Refusal | None:
         incident = self._rescue.incident

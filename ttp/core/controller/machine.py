@@ -384,17 +384,15 @@ class ControllerMachine:
 
     @property
     def _grace_s(self) -> float:
-        """Return the seconds that a rank whose stream has ended may take to open another one."""
-        return in_queue(self.patience.grace_s, self._suspected)
+        """Return the seconds that a rank whose stream has ended may take to open another; more if no rank was left."""
+        patience, all_lost = self.patience, not self.job.live or self._suspected == len(self.job.members)
+        return in_queue(max(patience.grace_s, patience.partition_s * all_lost), self._suspected)
 
     def _expire(self, now: float) -> None:
         self._parts.layouts.expire(now)
         self._suspected = max(self._suspected, len(self.job.suspects)) if self.job.suspects else 0
-        while self.job.suspects:
-            rank, since = next(iter(self.job.suspects.items()))
-            if now < since + self._grace_s:
-                break
-            self.job.fence(rank, f"its stream did not come back within {self._grace_s:g} s")
+        while self.job.suspects and now >= next(iter(self.job.suspects.values())) + self._grace_s:
+            self.job.fence(next(iter(self.job.suspects)), f"its stream did not come back within {self._grace_s:g} s")
         self._admission.gathering.expire(now)
         self._parts.silence.check(now)
         self._rescue.expire(now)

@@ -80,14 +80,14 @@ class Rescue:
         self, subject: Rank, kind: m.FaultKind, text: str, now: float, *, detail: str = "", witness: int | None = None
     ) -> None:
         """Take evidence of a fault. The first evidence opens an incident."""
-        if self._job.ended and self.incident is None:
-            return
-        incident = self.incident or self._open(now, text)
         host = self._job.members[subject].hello.host if subject in self._job.members else ""
         evidence = Evidence(subject, kind, text, now, host, final=kind is m.FaultKind.EXITED and witness == OUTSIDER)
-        if incident.stage is Stage.RELEASED:
-            if incident.evidence.stands(subject, kind):  # may have a better text
-                incident.evidence.add(evidence, detail, witness)
+        incident = self.last if self._job.ended and self.incident is None else self.incident or self._open(now, text)
+        if incident is None or incident is self.last or incident.stage is Stage.RELEASED:
+            if incident is not None and incident.evidence.stands(subject, kind):  # may have a better text: a launcher
+                self._outbox.incident, open_now = incident.id, self._outbox.incident  # learns how a rank died when
+                incident.evidence.add(evidence, detail, witness)  # the kernel has freed its memory
+                self._outbox.incident = open_now
             return
         if incident.snapshot:
             incident.snapshot, incident.rescue_since = False, now

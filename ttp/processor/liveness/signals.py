@@ -138,7 +138,8 @@ class Preemption:
         self._noted.set()
         self._report("SIGTERM: this process was asked to end (preemption, or a launcher that stops the job)")
         if self._in_vain is not None:
-            threading.Thread(target=self._end_if, args=(self._in_vain,), name="ttp-preempted", daemon=True).start()
+            with contextlib.suppress(RuntimeError):  # no thread can be started: the process stays
+                threading.Thread(target=self._end_if, args=(self._in_vain,), name="ttp-preempted", daemon=True).start()
             self._in_vain = None
 
     def _end_if(self, in_vain: Callable[[float], bool]) -> None:
