@@ -61,11 +61,15 @@ def memory_order(array: Any) -> list[int]:
         array: a numpy array or a strided tensor.
 
     Returns:
-        A permutation of the dimensions; [] if they lie row by row, or if elements share memory or lie backwards.
+        A permutation of the dimensions, those with one element first, as they lie nowhere; [] if the elements lie row
+        by row, share memory, or lie backwards.
     """
     strides = array.stride() if is_tensor(array) else array.strides
-    order = sorted(range(len(strides)), key=lambda dimension: -strides[dimension])
-    return [] if order == list(range(len(strides))) or min(strides) <= 0 else order
+    wide = [dimension for dimension, extent in enumerate(array.shape) if extent > 1]
+    order = sorted(wide, key=lambda dimension: -strides[dimension])
+    if order == wide or strides[order[-1]] <= 0 or 0 in array.shape:
+        return []
+    return [*(dimension for dimension in range(len(strides)) if dimension not in wide), *order]
 
 
 def lay_out(array: Any, order: list[int]) -> Any:
@@ -148,7 +152,8 @@ def pack_tensor(tensor: Any, index: int | None = None) -> list[Any]:
     if index is not None:
         return [dtype, shape, index, tensor.requires_grad, is_parameter]
     plain = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
-    data = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+    flat = plain.as_strided((plain.numel(),), (1,))  # a tensor of one element may have any stride
+    data = flat.view(torch.uint8).numpy().tobytes()
     return [dtype, shape, data, tensor.requires_grad, is_parameter, *_elsewhere(tensor.device)]
 
 
