@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ttp.core import messages as m
+from ttp.core.controller.events import ConnectionId
 from ttp.core.layout import Layout, Rank, Version
-from ttp.core.relay import ALIKE, FRESH, HOLD_S, SLOTS, Frame, LineId, Relay, Unfolded, folded, slot_s
+from ttp.core.relay import ALIKE, FRESH, HOLD_S, SLOTS, Frame, LineId, Relay, RelayEnd, Unfolded, folded, slot_s
 from ttp.testing.toy import hello
 
 LINES = 4
@@ -253,3 +254,26 @@ def test_a_relay_without_ranks_says_nothing() -> None:
     assert relay.take(0.5) is not None
     assert relay.take(5.0) == Frame((), beat=True)  # the last one
     assert relay.deadline() is None
+
+
+@dataclass
+class Held:
+    """A line in the controller."""
+
+    line: LineId
+    rank: Rank
+    id: ConnectionId
+    closing: bool = False
+
+
+def test_the_end_of_a_line_does_not_end_another_one_with_its_number() -> None:
+    """The controller ends a line in a while; meanwhile its relay ends it, too, and uses its number again."""
+    ended: list[Held] = []
+    end = RelayEnd(lambda number, rank: Held(number, rank, ConnectionId(len(ended))), ended.append)
+    first = end.open(LineId(1), Rank(0))
+    list(end.events(Frame(((lines(1), None), (lines(1), hello(0, LAYOUT))))))
+    second = end.lines[LineId(1)]
+    end.over(first)
+    assert ended == [first] and not second.closing
+    end.close()
+    assert ended == [first, second]

@@ -254,8 +254,9 @@ class RelayEnd(Generic[AnyLine]):
         return self.lines[number]
 
     def over(self, line: AnyLine) -> None:
-        """End a line, if it has not ended."""
-        if self.lines.pop(line.line, None) is not None:
+        """End a line, if it has not ended. Another line may have its number by then."""
+        if self.lines.get(line.line) is line:
+            del self.lines[line.line]
             line.closing = True
             self._unfolded.closed(line.line)
             self._ended(line)
