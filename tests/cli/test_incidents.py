@@ -67,20 +67,23 @@ def test_reads_what_the_journal_writes(tmp_path: Path) -> None:
     assert log.outcome == "exit 75: saved version 12"
 
 
-@pytest.mark.parametrize(("attempts", "rows_of_attempts"), [(4, 16), (5, 13), (40, 13)])
+@pytest.mark.parametrize(("attempts", "rows_of_attempts"), [(4, 20), (5, 16), (40, 16)])
 def test_many_attempts_on_a_full_disk_are_counted(attempts: int, rows_of_attempts: int, tmp_path: Path) -> None:
     refused: list[tuple[str, dict[str, Any]]] = [
         ("plan", {"version": 12, "reason": "the newest", "savers": {"model": 0}, "how": {}}),
+        ("saved", {"rank": 1, "pieces": []}),
         ("save_failed", {"rank": 0, "text": "OSError: No space left on device"}),
         ("replan", {"lost_savers": [0]}),
         ("retry", {"after_s": 10, "failures": {}, "reason": "full"}),
     ]
     again = [(3.0 + i, kind, facts) for i in range(attempts) for kind, facts in refused]
-    story = [*SAVED[:7], *again, (500.0, "evidence", {"rank": 3, "evidence": "preempted", "text": "SIGTERM"})]
-    shown = [(line.kind, text) for line, text in rows(read_incident(write(tmp_path, "one", story)))]
+    late = (again[-10][0] - 0.5, "answer", {"ranks": [3], "version": 12, "phase": "idle"})  # of one that came back
+    again.insert(-10, late)
+    shown = list(rows(read_incident(write(tmp_path, "one", [*SAVED[:7], *again]))))
     told = [f"{attempts - 3} attempts more, which the storage refused too"] * (attempts > 4)
     assert [text for _, text in shown if "attempts more" in text] == told
     assert len(shown) == len(list(rows(read_incident(write(tmp_path, "two", SAVED[:7]))))) + rows_of_attempts + 1
+    assert [line.at_ms for line, _ in shown] == sorted(line.at_ms for line, _ in shown)
 
 
 @pytest.mark.parametrize("lost", range(1, 40))

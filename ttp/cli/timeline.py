@@ -16,7 +16,7 @@ Facts = Mapping[str, Any]
 TEXT_MAX = 120
 """Maximum number of characters of an error that are shown."""
 
-_OF_AN_ATTEMPT = frozenset({"plan", "save_failed", "commit", "commit_failed", "replan", "retry"})
+_OF_AN_ATTEMPT = frozenset({"plan", "saved", "save_failed", "commit", "commit_failed", "replan", "retry"})
 """The kinds of lines of an attempt to save that the storage refuses."""
 
 _STYLES = {
@@ -52,14 +52,13 @@ def rows(log: IncidentLog) -> Iterator[tuple[Line, str]]:
     counted = range(retries[1] + 1, retries[-2] + 1) if len(retries) > 4 else range(0)
     group: list[Line] = []
     for place, line in enumerate(log.lines):
-        if place in counted and line.kind in _OF_AN_ATTEMPT:
-            if place == counted[-1]:
-                yield line, f"{len(retries) - 3} attempts more, which the storage refused too"
-            continue
         if group and _answer_text(line) != _answer_text(group[0]):
             yield _merged(group)
             group = []
-        if _answer_text(line):
+        if place in counted and line.kind in _OF_AN_ATTEMPT:
+            if place == counted[-1]:
+                yield line, f"{len(retries) - 3} attempts more, which the storage refused too"
+        elif _answer_text(line):
             group.append(line)
         else:
             yield line, words(line)
