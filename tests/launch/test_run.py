@@ -266,7 +266,7 @@ def test_a_restart_that_cannot_begin_leaves_the_job_saved(monkeypatch: pytest.Mo
     launch = _TorchLaunch(["x.py"])
 
     def torchrun(_: object) -> None:
-        launch._remember(SimpleNamespace(job_code=75, exit_codes=lambda: [75, -9]))
+        launch._remember(SimpleNamespace(job_code=75, exit_codes=lambda: {0: 75, 1: -9}))
         raise ConfigError("the first node has not passed on the token")
 
     monkeypatch.setattr("torch.distributed.run.run", torchrun)

@@ -77,7 +77,7 @@ class TtpAgent(LocalElasticAgent):
             return result
         finally:
             trained = result is not None and not result.is_failed()
-            self.job_code = EXIT_TRAINED if trained else verdict(self.exit_codes())
+            self.job_code = EXIT_TRAINED if trained else verdict(self.exit_codes().values())
             self._fail_open(self._end)
             if self._token.made_here:
                 self._fail_open(self._host.forget_token)
@@ -86,10 +86,9 @@ class TtpAgent(LocalElasticAgent):
         several_nodes = (self._worker_group.group_world_size or 1) > 1
         self.job_code = self._host.close(several_nodes, self.job_code)
 
-    def exit_codes(self) -> list[int]:
-        """Return the exit codes of the workers of the last attempt; negative for a signal."""
-        codes = [worker.poll() for worker in self._workers().values()]
-        return [code for code in codes if code is not None]
+    def exit_codes(self) -> dict[int, int]:
+        """Return the exit codes of the workers of the last attempt by global rank; negative for a signal."""
+        return {rank: code for rank, worker in self._workers().items() if (code := worker.poll()) is not None}
 
     def _prepare(self, store: Any) -> None:
         """On a host that stands by, import ahead of need the modules that the ranks of the job have imported."""
@@ -138,7 +137,7 @@ class TtpAgent(LocalElasticAgent):
             self._fail_open(lambda: self._hold(workers))
         result = super()._monitor_workers(worker_group)
         if result.is_failed():
-            self._fail_open(lambda: self._forgo_restarts(worker_group, workers))
+            self._fail_open(lambda: self._forgo_restarts(worker_group))
         result.failures = _root_causes_first(result.failures)
         return result
 
@@ -178,13 +177,12 @@ class TtpAgent(LocalElasticAgent):
                 group.store.set(IMPORTS_KEY, imports)
                 self._said_in = group.store
 
-    def _forgo_restarts(self, worker_group: Any, workers: Mapping[int, Popen[Any]]) -> None:
+    def _forgo_restarts(self, worker_group: Any) -> None:
         """Set the number of restarts left to 0 if a restart cannot help.
 
         That is so if the program or the settings are wrong, if the job makes no progress, or if this host is drained.
         """
-        codes = {rank: code for rank, worker in workers.items() if (code := worker.poll()) is not None}
-        if not self._host.restart_helps(codes, self._remaining_restarts):
+        if not self._host.restart_helps(self.exit_codes(), self._remaining_restarts):
             self._remaining_restarts = 0
         rendezvous = worker_group.spec.rdzv_handler
         if self._remaining_restarts and self._host.is_drained(or_another=rendezvous.get_backend() == "static"):
