@@ -177,7 +177,7 @@ def test_states_that_trainings_have(value: Any) -> None:
     ids=lambda array: str(tuple(array.shape)),
 )
 def test_what_came_back_is_encoded_as_before(array: Any) -> None:
-    """Equal states have equal encodings, also where some ranks have restored theirs: strides that say nothing differ."""
+    """Equal states have equal encodings, also if only some ranks have restored theirs, without needless strides."""
     assert encode(decode(encode(array))) == encode(array)
 
 
