@@ -129,8 +129,8 @@ def same_bytes(one: Any, other: Any) -> bool:
 
 
 def raw_bytes(tensor: Any) -> Any:
-    flat = tensor.detach().resolve_conj().contiguous().reshape(-1)
-    return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
+    plain = tensor.detach().resolve_conj().contiguous()
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
 @settings(max_examples=150, deadline=None)
@@ -151,7 +151,9 @@ def test_what_comes_back_is_what_went_in(value: Any) -> None:
         [numpy.float64(1.5), numpy.bool_(True), numpy.int8(-3), numpy.str_("x"), numpy.datetime64("2026-01-01", "s")],
         numpy.arange(6).reshape(2, 3)[:, ::-1].T,
         numpy.asfortranarray(numpy.arange(24).reshape(2, 3, 4)),
+        numpy.ones((4, 2, 6))[:, :1, ::2].transpose(2, 1, 0),
         torch.arange(6).reshape(2, 3).t(),
+        [torch.rand(1, 5).t(), torch.rand(1, 5)[:, 0], torch.empty(2, 0, 3).permute(2, 1, 0)],
         torch.nn.Parameter(torch.rand(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)),
         torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16)),
         torch.nn.Parameter(torch.ones(2), requires_grad=False),
@@ -163,22 +165,7 @@ def test_what_comes_back_is_what_went_in(value: Any) -> None:
 )
 def test_states_that_trainings_have(value: Any) -> None:
     assert same(decode(encode(value)), value)
-
-
-@pytest.mark.parametrize(
-    "array",
-    [
-        torch.rand(1, 5).t(),
-        torch.rand(3, 2, 1, 1).contiguous(memory_format=torch.channels_last),
-        torch.rand(1, 5)[:, 0],
-        torch.empty(2, 0, 3).permute(2, 1, 0),
-        numpy.ones((4, 2, 6))[:, :1, ::2].transpose(2, 1, 0),
-    ],
-    ids=lambda array: str(tuple(array.shape)),
-)
-def test_what_came_back_is_encoded_as_before(array: Any) -> None:
-    """Equal states have equal encodings, also if only some ranks have restored theirs, without needless strides."""
-    assert encode(decode(encode(array))) == encode(array)
+    assert encode(decode(encode(value))) == encode(value)  # ranks that have restored theirs have the digest of others
 
 
 def test_arrays_come_back_writable() -> None:

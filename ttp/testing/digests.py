@@ -18,7 +18,9 @@ def digest(state: Any) -> str:
         hashed.update(name.encode())
         value = found.to_local() if hasattr(found, "to_local") else found
         if hasattr(value, "untyped_storage"):
-            hashed.update(f"{value.dtype}{tuple(value.shape)}".encode() + _bytes(value))
+            from ttp.adapters.torch.device.accelerator import copied_bytes
+
+            hashed.update(f"{value.dtype}{tuple(value.shape)}".encode() + copied_bytes(value.cpu()))
         else:
             hashed.update(repr(value).encode())
     return hashed.hexdigest()
@@ -34,10 +36,3 @@ def leaves(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
             yield from leaves(value, f"{name}.{index}")
     else:
         yield name, state
-
-
-def _bytes(tensor: Any) -> bytes:
-    import torch
-
-    data: bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return data

@@ -300,7 +300,7 @@ def as_viewed(memory: Tensor, tensor: Tensor) -> Tensor:
 def sample_of(tensor: Tensor) -> Tensor:
     """Return a copy of some elements in the middle of a tensor that is not empty, as bytes on its device."""
     row = tensor.detach()[tuple(size // 2 for size in tensor.shape[:-1])]
-    return row.reshape(-1)[:_SAMPLED].clone().view(torch.uint8)
+    return flat_bytes(row.reshape(-1)[:_SAMPLED].clone())
 
 
 def copied_bytes(tensor: Tensor) -> bytes:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
+from ttp.adapters.torch.device.accelerator import flat_bytes
 from ttp.adapters.torch.restoring.kept import Held, Kept, UnlikeError, values_of
 from ttp.core.layout import Version
 from ttp.core.rank.kept_state import Origin
@@ -122,7 +123,7 @@ def _memory(data: Tensor) -> Any:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
+    return flat_bytes(tensor.contiguous())
 
 
 def _fill(tensor: Tensor, data: Tensor) -> None:

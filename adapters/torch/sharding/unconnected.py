@@ -19,6 +19,7 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
+from ttp.adapters.torch.device.accelerator import copied_bytes
 from ttp.adapters.torch.sharding.names import ModelNames
 from ttp.config import RankEnv
 from ttp.core.layout import Version
@@ -86,4 +87,4 @@ def _some(state: Mapping[str, Any]) -> Iterator[bytes]:
     """Yield some bytes of each tensor of a parameter's state. Those on a device may be behind the weights."""
     for _, value in sorted(state.items(), key=lambda item: str(item[0])):
         if type(value) is Tensor and value.device.type == "cpu" and value.layout is torch.strided:
-            yield value.flatten()[:_SOME].view(torch.uint8).numpy().tobytes()
+            yield copied_bytes(value.flatten()[:_SOME])

@@ -12,9 +12,10 @@ from torch import nn
 from tests.adapters.torch.fake_device import FakeDevice, Sin, Watching
 from tests.adapters.torch.fake_runtime import FakeRuntime
 from ttp.adapters.torch.device import to_host
-from ttp.adapters.torch.device.accelerator import copied_bytes, holder
+from ttp.adapters.torch.device.accelerator import copied_bytes, holder, sample_of
 from ttp.adapters.torch.device.to_host import HostCopier
 from ttp.adapters.torch.local_state import buffers
+from ttp.adapters.torch.sharding import unconnected
 from ttp.errors import CheckpointError
 
 LARGE = buffers.LARGE_BYTES // 4
@@ -51,6 +52,13 @@ ON_HOST = 4
 
 def on_device(device: Any, given: list[Any]) -> list[Any]:
     return [tensor if place == ON_HOST else device.device.put(tensor) for place, tensor in enumerate(given)]
+
+
+def test_bytes_of_one_element_of_a_row() -> None:
+    """Its stride is that of the row, which no view as bytes allows."""
+    one = torch.full((1, 5), 2.0)[:, 0]
+    read = [sample_of(one).numpy().tobytes(), *unconnected._some({"exp_avg": one})]
+    assert one.stride() == (5,) and read == [copied_bytes(torch.tensor(2.0))] * 2
 
 
 class TestHostCopier:

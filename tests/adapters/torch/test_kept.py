@@ -305,13 +305,14 @@ def test_what_is_distributed_in_another_way_is_refused(tmp_path: Path) -> None:
 
 
 def some_state() -> Kept:
-    """Return tensors of many kinds: large, small, empty, without dimensions, transposed, tied."""
+    """Return tensors of many kinds: large, small, empty, one element of a row, without dimensions, transposed, tied."""
     generator = torch.Generator().manual_seed(3)
     large = torch.randn(3 << 20, generator=generator)
     parameters = {
         "large": large,
         "tied": large,
         "small": torch.randn(3, 5, generator=generator).bfloat16(),
+        "one": torch.randn(1, 5, generator=generator)[:, 0],
         "odd": torch.tensor([True, False, True]),
         "empty": torch.empty(0, 4),
         "transposed": torch.randn(4, 6, generator=generator).t(),
