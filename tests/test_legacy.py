@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 from tests.ports import free_port
 from ttp import legacy
 from ttp.config import RankEnv
-from ttp.errors import UsageError
+from ttp.errors import UsageError, told_by_code
 from ttp.legacy import Program, replica_set
 from ttp.mindio.handlers import Call
 from ttp.mindio.protocol.replica_lists import Replicas
@@ -153,3 +154,16 @@ def test_replica_groups_of_the_replicated_optimizer(
 ) -> None:
     layout = Replicas(len(dp_ranks), ((replica_set(dp_ranks, shards),),)).layout()
     assert list(layout.groups.values()) == holders
+
+
+def test_a_call_of_another_form_is_no_failure_of_the_function() -> None:
+    """It is a mistake in the program, which would go on as if the manager's request had been refused."""
+
+    def double(number: int) -> None:
+        number + "a"  # type: ignore[operator] # on purpose: its own errors are told by the code
+
+    answers: Any = told_by_code(logging.getLogger(), TypeError)(double)
+    assert answers(1) == 1
+    for wrong in ({}, {"numbre": 1}, {"number": 1, "more": 2}):
+        with pytest.raises(TypeError):
+            answers(**wrong)

@@ -7,6 +7,7 @@ expected failure inside the core is a value or an event, never an exception.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable
 from types import TracebackType
@@ -100,11 +101,17 @@ class ToldAs:
 def told_by_code(
     log: logging.Logger, *kinds: type[Exception]
 ) -> Callable[[Callable[_P, int | None]], Callable[_P, int]]:
-    """Make a function that raises one of these exceptions log it and return 1; without one it returns 0 for None."""
+    """Make a function that raises one of these exceptions log it and return 1; without one it returns 0 for None.
+
+    A call with too few arguments, or with unknown ones, raises TypeError as usual.
+    """
 
     def decorate(function: Callable[_P, int | None]) -> Callable[_P, int]:
+        form = inspect.signature(function)
+
         @functools.wraps(function)
         def call(*args: _P.args, **kwargs: _P.kwargs) -> int:
+            form.bind(*args, **kwargs)
             try:
                 return function(*args, **kwargs) or RET_OK
             except kinds as problem:
