@@ -18,6 +18,7 @@ import pytest
 from tests.controller.conftest import Controller
 from tests.processor.fake_source import no_thread
 from tests.waiting import until
+from ttp.processor.liveness import signals
 from ttp.processor.liveness.signals import Preemption
 
 HANGING = """
@@ -185,7 +186,6 @@ class Slow(FakeSource):
         file.write(b"state")
         return [Piece("piece", *file.sync_and_close(), "shard", shard, order.rank) for shard in order.shards]
 
-@ttp.ttp_to_persist
 def train():
     env = RankEnv.from_env()
     rank = session.current().start_processor(env, Layout.data_parallel(1), Slow(), Path(sys.argv[1]))
@@ -202,19 +202,19 @@ def told(*_):
     raise eval(sys.argv[2])
 
 signal.signal(signal.SIGTERM, told)
-train()
+train() if sys.argv[3] == "bare" else ttp.ttp_to_persist(train)()
 """
 
 
-@pytest.mark.parametrize("installed", ["before", "after"])
+@pytest.mark.parametrize("program", ["before", "after", "bare"])
 @pytest.mark.parametrize("leaves", ["SystemExit(0)", "KeyboardInterrupt"])
-def test_the_job_is_saved_however_the_handler_of_the_program_leaves(
-    leaves: str, installed: str, tmp_path: Path
-) -> None:
-    with _training(tmp_path, leaves, installed) as process:
+def test_the_job_is_saved_however_the_handler_of_the_program_leaves(leaves: str, program: str, tmp_path: Path) -> None:
+    """It is installed before ttp's or after it; or the program does not decorate ``train()``."""
+    with _training(tmp_path, leaves, program) as process:
         process.send_signal(signal.SIGTERM)
-        process.communicate("\n", timeout=60)
+        _, said = process.communicate("\n", timeout=60)
         assert process.returncode == 75
+        assert "Cause: SIGTERM" in said
 
 
 def test_a_second_signal_does_not_end_a_rank_that_saves(tmp_path: Path) -> None:
@@ -240,7 +240,8 @@ def _training(directory: Path, *arguments: str) -> Iterator[subprocess.Popen[str
     }  # fmt: skip
     command = [sys.executable, "-W", "ignore", "-c", TRAINING, str(directory), *arguments]
     try:
-        with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        with subprocess.Popen(command, env=env, text=True, **pipes) as process:
             assert process.stdout is not None and process.stdout.readline() == "training\n"
             yield process
     finally:
@@ -308,6 +309,17 @@ def test_off_the_main_thread_nothing_is_installed(caplog: pytest.LogCaptureFixtu
     thread.join()
     assert signal.getsignal(signal.SIGTERM) is before
     assert "outside the main thread" in caplog.text
+
+
+def test_who_leaves_without_a_signal_does_not_wait_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second Ctrl-C in that time would take the goodbye from the rank."""
+    monkeypatch.setattr(signals, "NOTED_S", 3600)
+    preemption = Preemption(lambda _: None)
+    preemption.install()
+    try:
+        assert not preemption.came()
+    finally:
+        preemption.uninstall()
 
 
 def test_without_room_for_another_thread_the_next_signal_is_reported_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,10 +24,10 @@ log = logging.getLogger("ttp.processor")
 
 LOOK_S = 1.0
 NOTED_S = 0.5
-"""Seconds within which a thread notes a signal that only a handler of the program has seen."""
+"""Seconds within which the thread that reads the pipe answers."""
 
-_HANDLED = b"\0"
-"""What the Python handler writes into the pipe: no signal has this number."""
+_HANDLED, _ASKED = b"\0", b"\xff"
+"""What the Python handler, and who asks for signals, write into the pipe: no signal has these numbers."""
 
 Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 
@@ -62,7 +62,7 @@ class Preemption:
         self._previous: Handler = None
         self._previous_fd = -1
         self._installed = False
-        self._handled, self._noted = False, threading.Event()  # SIGTERM has come
+        self._came, self._answered = False, threading.Event()
         self.alone = False
         """True while a handler of the program is not called: it might raise in a thread that waits for the rescue."""
 
@@ -83,8 +83,13 @@ class Preemption:
         threading.Thread(target=self._listen, name="ttp-signals", daemon=True).start()
 
     def came(self) -> bool:
-        """Return whether SIGTERM has come. A handler that was installed over this one may be a moment faster."""
-        return self._handled or self._noted.wait(NOTED_S)
+        """Return whether SIGTERM has come, and was reported, even if only a handler installed over this one saw it."""
+        if self._installed:
+            self._answered.clear()
+            with contextlib.suppress(OSError):
+                os.write(self._write_fd, _ASKED)
+                self._answered.wait(NOTED_S)  # the signals before have been reported then
+        return self._came
 
     def uninstall(self) -> None:
         """Restore the former handler of SIGTERM, unless another has been installed over this one."""
@@ -111,7 +116,6 @@ class Preemption:
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         """Replace the default action of SIGTERM. The user's handler still runs, unless ``alone``."""
-        self._handled = True  # no event: this may interrupt who waits for it
         if self._installed:  # a handler that was installed over this one may call it later, too
             with contextlib.suppress(OSError):
                 os.write(self._write_fd, _HANDLED)
@@ -121,6 +125,9 @@ class Preemption:
     def _listen(self) -> None:
         reported = False  # the signal that the Python handler serves next
         while data := os.read(self._read_fd, 1):
+            if data == _ASKED:
+                self._answered.set()
+                continue
             if data == _HANDLED:
                 if not reported:
                     self._tell()
@@ -135,8 +142,8 @@ class Preemption:
         os.close(self._read_fd)
 
     def _tell(self) -> None:
-        self._noted.set()
         self._report("SIGTERM: this process was asked to end (preemption, or a launcher that stops the job)")
+        self._came = True
         if self._in_vain is not None:
             with contextlib.suppress(RuntimeError):  # no thread can be started: the process stays
                 threading.Thread(target=self._end_if, args=(self._in_vain,), name="ttp-preempted", daemon=True).start()
