@@ -44,7 +44,7 @@ from ttp.adapters.torch.restoring.kept import Kept, begin_in_first_mode
 from ttp.adapters.torch.restoring.registered import Restoring
 from ttp.adapters.torch.saving.preimage import PreImage
 from ttp.adapters.torch.saving.trial import Trial, try_before_training
-from ttp.adapters.torch.saving.unsaved import numbers_of, refuse_detached_schedule, refuse_unsaved
+from ttp.adapters.torch.saving.unsaved import numbers_of, refuse_detached_schedule, refuse_unsaved, tell_changed
 from ttp.adapters.torch.sharding.data_parallel import LayoutWatch, ddps_of, hook_refusal
 from ttp.adapters.torch.sharding.exchange import connected, gather_or_refuse, refuse_everywhere
 from ttp.adapters.torch.sharding.names import ModelNames
@@ -118,8 +118,7 @@ class TorchAdapter(Restoring):
         self._attachment: Attachment | None = None
         self._hooks = contextlib.ExitStack()  # removes all hooks
         self._processor: Processor | None = None
-        self._looked = False  # whether the optimizers were checked for state that cannot be saved
-        self._numbers = numbers_of(self._given, self._extra.objects)
+        self._numbers: Any = None  # those of optimizers, after the first update; empty after the second
         self._followers: Followers | None = None
         self._following: dict[str, Tensor] = {}  # parameters that no optimizer trains and pre-images copy
         self._source.may_follow = lambda: self._followers is not None and not self._followers.all_small
@@ -329,11 +328,14 @@ class TorchAdapter(Restoring):
     def _after_end(self) -> None:
         if self._source.exchanges:
             self._stay_redone()
-        if not self._looked:
-            self._looked = True
+        if self._numbers is None:
+            self._numbers = numbers_of(self._given, self._extra.objects)
             if (goes_on := current()) is not None:
                 goes_on.why_no_loop()  # the loop has begun: stop recording collectives (see ``regroup.Groups``)
-            refuse_unsaved(self._given, self._extra.objects, self._numbers)
+            refuse_unsaved(self._given, self._extra.objects)
+        elif self._numbers:
+            tell_changed(self._numbers, numbers_of(self._given, self._extra.objects))
+            self._numbers = {}
 
     def _stay_redone(self) -> None:
         """Wait after a redone update until the gate opens: the optimizer's exchange could hang on a dead rank."""

@@ -24,20 +24,16 @@ _SCRATCH = frozenset({"old_p", "e_w"})
 _DEPTH_MAX = 5
 
 
-def refuse_unsaved(given: Sequence[Optimizer], extra: Collection[Any], before: Numbers) -> None:
+def refuse_unsaved(given: Sequence[Optimizer], extra: Collection[Any]) -> None:
     """Refuse optimizers that keep state that would not be in a checkpoint. Call it when every optimizer has stepped.
-
-    Numbers in their attributes are only warned of: a cache does no harm.
 
     Args:
         given: the optimizers as the user gave them.
         extra: the objects that the user gave as ``extra_state``. A wrapper among them is saved by its ``state_dict()``.
-        before: ``numbers_of`` from before the first update.
 
     Raises:
         UsageError: an optimizer keeps such state.
     """
-    _tell_changed(before, numbers_of(given, extra))
     every = [owner for optimizer in given for owner in owners_of(optimizer)]
     several = "of several optimizers does not tell which of them such an entry belongs to"
     why = several if len(every) > 1 else "has names for strings only"
@@ -81,17 +77,20 @@ def numbers_of(given: Sequence[Optimizer], extra: Collection[Any]) -> Numbers:
         extra: the objects that the user gave as ``extra_state``. What they hold is saved.
     """
     return {
-        (id(each), f"{type(each).__name__}.{name}"): repr(value)
+        (id(each), f"{type(each).__name__}.{name}"): repr(numbers)
         for optimizer in given
         for each in (*wrappers_of(optimizer), *owners_of(optimizer))
         if type(each).__module__.partition(".")[0] not in ("torch", "ttp") and not any(each is one for one in extra)
         for name, value in list(vars(each).items())
-        if name not in ("state", "param_groups") and _only_numbers(value)
+        if name not in ("state", "param_groups") and (numbers := _numbers_in(value)) is not None
     }
 
 
-def _tell_changed(before: Numbers, after: Numbers) -> None:
-    """Warn, on rank 0, of numbers that the first update has changed: of an optimizer that counts its steps itself."""
+def tell_changed(before: Numbers, after: Numbers) -> None:
+    """Warn, on rank 0, of numbers that an update has changed: of an optimizer that counts its steps itself.
+
+    It is no error, as a cache does no harm. Not the first update, which makes what never changes again.
+    """
     changed = sorted({name for (owner, name), text in after.items() if before.get((owner, name)) != text})
     if changed and not (dist.is_available() and dist.is_initialized() and dist.get_rank() > 0):
         log.warning(
@@ -102,12 +101,14 @@ def _tell_changed(before: Numbers, after: Numbers) -> None:
         )
 
 
-def _only_numbers(value: Any) -> bool:
-    if isinstance(value, (list, tuple, deque)):
-        return all(map(_only_numbers, list(value)))
-    if isinstance(value, Mapping):
-        return all(map(_only_numbers, list(value.values())))
-    return type(value) in (int, float)
+def _numbers_in(value: Any) -> list[float] | None:
+    """Return the numbers in a value that holds nothing else, whatever the keys of its dicts are; else None."""
+    if type(value) in (int, float):
+        return [value]
+    if not isinstance(value, (list, tuple, deque, Mapping)):
+        return None
+    found = [_numbers_in(each) for each in list(value.values() if isinstance(value, Mapping) else value)]
+    return None if None in found else [number for part in found for number in part or ()]
 
 
 def refuse_detached_schedule(given: Sequence[Optimizer], schedulers: Sequence[Any]) -> None:

@@ -111,8 +111,10 @@ class Counting(Sign):
         super().__init__(parameters)
         self.norms: list[float] = []
         self.count, self.warm_up, self.told = 0, 10, True
+        self.rates = {p: 1.0 for group in self.param_groups for p in group["params"]}
 
     def direction(self, number: int, p: Any) -> Any:
+        self.size = 4  # made by the first update, and the same from then on, in each launch
         self.count += 1
         self.norms.append(float(p.grad.norm()))
         return super().direction(number, p) / self.count
