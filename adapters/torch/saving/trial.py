@@ -159,8 +159,12 @@ class Trial:
         """
         if self._thread is None:
             thread = threading.Thread(target=self._run, args=(check,), name="ttp-trial", daemon=True)
-            thread.start()  # may raise: the next update must not wait for a thread that never began
-            self._waits, self._thread = waits, thread
+            try:
+                thread.start()
+            except RuntimeError as problem:  # the next update must not wait for a thread that never began
+                _log.warning("it is not checked whether this training state can be saved: %s", problem)
+            else:
+                self._waits, self._thread = waits, thread
 
     # ------------------------------------------------------------------------------------------------------- private
 

@@ -77,7 +77,9 @@ def test_a_hook_frees_nothing_that_it_does_not_own() -> None:
     assert abs(sys.getrefcount(None) - before) < 5_000
 
 
-def test_without_room_for_another_thread_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_room_for_another_thread_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """The first update begins a check on a thread of its own, for which the hook of the next one waits."""
     job = Checked(tmp_path).wrap()
     with monkeypatch.context() as crowded:
@@ -85,3 +87,4 @@ def test_without_room_for_another_thread_training_goes_on(tmp_path: Path, monkey
         job.step()
     job.step()
     assert save(job.adapter, job.processor, 2).is_dir()
+    assert "it is not checked whether" in caplog.text and "ttp had an error" not in caplog.text, "what follows is done"
