@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mindspore as ms
 import msgpack
@@ -98,7 +98,7 @@ class LocalCapture:
         )
         self.on_written: Callable[[int, bool], None] | None = None
         self.restored: LocalState | None = None
-        """The state that was restored, until training begins."""
+        """The state that was restored, without that beside the optimizer, until training begins."""
 
     def open_page(self, page: PageWriter) -> None:
         """Write to this page from now on."""
@@ -154,7 +154,7 @@ class LocalCapture:
                     f"the checkpoint has a parameter {name}, {dtype}{list(shape)}, that this network does not have"
                 )
             put(self._memory, name, data)
-        self.restored = state
+        self.restored = replace(state, beside={})  # a loop of its own never says that training begins
         return self.restore_streams(state)
 
     def restore_streams(self, state: LocalState) -> list[str]:
