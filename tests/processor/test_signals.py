@@ -240,8 +240,8 @@ def _training(directory: Path, *arguments: str) -> Iterator[subprocess.Popen[str
     }  # fmt: skip
     command = [sys.executable, "-W", "ignore", "-c", TRAINING, str(directory), *arguments]
     try:
-        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        with subprocess.Popen(command, env=env, text=True, **pipes) as process:
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
             assert process.stdout is not None and process.stdout.readline() == "training\n"
             yield process
     finally:

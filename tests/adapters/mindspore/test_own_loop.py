@@ -146,7 +146,7 @@ def test_what_is_drawn_or_seeded_between_restore_and_training_does_not_count(tmp
     second = Loop(tmp_path, jit=False)
     for several, size in ((False, SAVED), (True, SAVED + 1)):
         second.adapter.load(checkpoint, 0, 1, protected=True)
-        assert not second.adapter._capture.restored.beside, "which may be large, and may be held for ever"
+        assert (kept := second.adapter._capture.restored) and not kept.beside, "it may be large"
         second.adapter.position = Position(step=SAVED, batch_num=size)
         np.random.seed(1)
         second.adapter.training_begins(several=several)
