@@ -338,6 +338,8 @@ def test_a_client_keeps_its_certificate_while_half_of_a_renewal_is_there(
         for _ in range(2):
             assert ask_status("127.0.0.1", controller.port, "") is not None, controller.output()
         assert caplog.text.count("the renewed certificate cannot be used") == 1
+        certificate.unlink()
+        assert ask_status("127.0.0.1", 1, "") is None, "where nobody answers the next controller is asked"
         certificate.write_bytes(before)
         assert ask_status("127.0.0.1", controller.port, "") is not None
     finally:

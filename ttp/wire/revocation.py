@@ -63,11 +63,7 @@ class Guard:
         return self.problem(shown[0]) if shown else "no certificate was shown"
 
     def believed(self, where: str) -> bytes:
-        """Return the certificate (PEM) that the server at ``where`` (``host:port``) shows, if it is valid.
-
-        If no server answers, or its certificate is not valid, return this process' own certificate: a channel that
-        trusts only that one connects to a server with the same certificate, or to none.
-        """
+        """Return the certificate (PEM) that the server at ``where`` (``host:port``) shows; empty if none is valid."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False  # gRPC checks the name
         context.set_alpn_protocols(["h2"])
@@ -86,7 +82,7 @@ class Guard:
             log.debug("the server at %s showed no certificate: %s", where, problem)
         else:
             return ssl.DER_cert_to_PEM_cert(shown or b"").encode()
-        return self.own.read_bytes()
+        return b""
 
 
 def _changed(path: Path) -> int:

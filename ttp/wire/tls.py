@@ -114,7 +114,9 @@ def open_channel(where: str, options: list[tuple[str, Any]]) -> grpc.Channel:
     mine = _present()
     if mine is None:
         return grpc.insecure_channel(where, options=options)
-    believed = mine.authority if mine.guard is None else mine.guard.believed(where)
+    believed = mine.authority
+    if mine.guard is not None:  # a channel that trusts its own certificate only connects to such a server, or to none
+        believed = mine.guard.believed(where) or mine.certificate
     credentials = grpc.ssl_channel_credentials(believed, mine.key, mine.certificate)
     return grpc.secure_channel(
         where, credentials, options=[*options, ("grpc.ssl_target_name_override", mine.name)]
