@@ -130,7 +130,7 @@ def _protected(
             result = train(*args, **kwargs)
     except (KeyboardInterrupt, SystemExit) as leaving:
         wanted = isinstance(leaving, KeyboardInterrupt) or leaving.code in (None, 0)
-        if wanted and not current.preempted():  # else by its handler of SIGTERM
+        if wanted and not current.preemption.came():  # else by its handler of SIGTERM
             current.left(leaving)
         else:
             current.raised(leaving)

@@ -25,10 +25,10 @@ from ttp.launch.run_dir import allow_journal
 from ttp.processor import continuing
 from ttp.processor.faults import describe, errors_of, is_collective_error
 from ttp.processor.last_words import log_error, write_error_file
+from ttp.processor.liveness.signals import Preemption
 from ttp.processor.source import StateSource
 
 if TYPE_CHECKING:
-    from ttp.processor.liveness.signals import Preemption
     from ttp.processor.processor import Processor
     from ttp.store.choice import Found
     from ttp.store.share import Share
@@ -82,7 +82,7 @@ class Session:
         self.wrap_again: Callable[[], object] | None = None  # registers the same objects once more
         self._pauses: list[list[str]] = []
         self._pauses_lock = threading.Lock()
-        self._preemption: Preemption | None = None
+        self.preemption = Preemption(log.info)  # installed when this rank joins
         self._trained_in: Path | None = None
         configure_logging(config)
 
@@ -134,7 +134,6 @@ class Session:
             ConfigError: the job has several hosts and no token; or the run directory belongs to another user.
         """
         from ttp.launch.admission import admitted, spans_hosts
-        from ttp.processor.liveness.signals import Preemption
         from ttp.processor.processor import Processor
 
         self.config, address = admitted(self.config, env.master_addr, several=spans_hosts(os.environ, env.world_size))
@@ -149,8 +148,8 @@ class Session:
             self.processor = processor
             if self._pauses:  # entered before this rank had joined
                 self._show_pause()
-        self._preemption = Preemption(processor.report_preemption, processor.wait_let_go)
-        self._preemption.install()
+        self.preemption = Preemption(processor.report_preemption, processor.wait_let_go)
+        self.preemption.install()
         atexit.register(self._at_exit, os.getpid())
         return processor
 
@@ -186,17 +185,12 @@ class Session:
         """Leave the job because ``train()`` was left on purpose; ``problem``: a ``KeyboardInterrupt`` if by Ctrl-C."""
         self._leave(GoodbyeReason.INTERRUPTED if isinstance(problem, KeyboardInterrupt) else GoodbyeReason.LEFT)
 
-    def preempted(self) -> bool:
-        """Return whether SIGTERM has come to this rank."""
-        return self._preemption is not None and self._preemption.came()
-
     def raised(self, problem: BaseException) -> None:
         """Report an exception of ``train()`` and wait for the release. Returns only if no controller can be reached."""
         if self.processor is None:
             return
         self._go_on(problem)
-        if self._preemption is not None:
-            self._preemption.alone = True  # a scheduler signals the ranks, and so does their launcher
+        self.preemption.alone = True  # a scheduler signals the ranks, and so does their launcher
         if not self._reported:
             self.report(problem)
         self._go_on(problem)
@@ -210,7 +204,7 @@ class Session:
         assert self.processor is not None
         self._reported = True
         kind = FaultKind.COLLECTIVE if is_collective_error(problem) else FaultKind.EXCEPTION
-        if isinstance(problem, (KeyboardInterrupt, SystemExit)) and self.preempted():
+        if isinstance(problem, (KeyboardInterrupt, SystemExit)) and self.preemption.came():
             kind = FaultKind.PREEMPTED  # the program's handler of SIGTERM
         detail = log_error(self.processor.env.rank, problem)
         write_error_file(problem)
@@ -230,32 +224,29 @@ class Session:
 
     def end_launch(self) -> None:
         """Detach this process from the current launch, so that it can become a rank of the next one."""
-        if self._preemption is not None:
-            self._preemption.uninstall()
+        self.preemption.uninstall()
         atexit.unregister(self._at_exit)  # it would keep this session, and the objects that it refers to, alive
-        self.adapter = self.processor = self._preemption = None
-        self._reported = False
+        self.adapter, self.processor, self._reported, self.preemption = None, None, False, Preemption(log.info)
 
     def _leave(self, reason: GoodbyeReason) -> None:
-        if self._preemption is not None:
-            self._preemption.uninstall()
+        self.preemption.uninstall()
         if self.processor is not None:
             self.processor.leave(reason)
             if reason is GoodbyeReason.DONE:
                 self._go_on(None)
-            self.processor = self.adapter = self.wrap_again = self._preemption = None  # the exit handler keeps this
+            self.processor = self.adapter = self.wrap_again = None  # the exit handler keeps this
+            self.preemption = Preemption(log.info)
 
     def _at_exit(self, pid: int) -> None:
         """Say goodbye, or report the exception that ends the program, for one that does not decorate ``train()``.
 
         After ``train()`` has returned, tell the launcher instead: a crash from here on is a library that is torn down.
         """
-        if os.getpid() != pid:
+        told = self.preemption.came()
+        problem = getattr(sys, "last_value", SystemExit() if told else None)
+        if os.getpid() != pid or (isinstance(problem, KeyboardInterrupt) and not told):
             return
         with contextlib.suppress(Exception):
-            problem = getattr(sys, "last_value", None) or (SystemExit() if self.preempted() else None)
-            if isinstance(problem, KeyboardInterrupt) and not self.preempted():
-                return
             if self.processor is not None:
                 self.raised(problem) if problem is not None else self._leave(GoodbyeReason.LEFT)
             elif problem is None and self._trained_in is not None:

@@ -89,7 +89,7 @@ class Preemption:
             with contextlib.suppress(OSError):
                 os.write(self._write_fd, _ASKED)
                 self._answered.wait(NOTED_S)  # the signals before have been reported then
-        return self._came
+        return self._installed and self._came
 
     def uninstall(self) -> None:
         """Restore the former handler of SIGTERM, unless another has been installed over this one."""
