@@ -24,6 +24,7 @@ from ttp.adapters.megatron.stock import JOB_KEY, read_megatron_job
 from ttp.adapters.torch.restoring.reader import load_chunks, overlap
 from ttp.adapters.torch.saving.checkpoint import Chunk
 from ttp.adapters.torch.saving.job_state import JobState
+from ttp.adapters.torch.saving.metadata import fitting
 from ttp.adapters.torch.saving.piece_index import IndexEntry, StatePath, items_of
 from ttp.errors import CheckpointError, OtherModelError
 from ttp.store.manifest import Manifest
@@ -87,11 +88,12 @@ def restore_into(path: Path, manifest: Manifest, held: Held) -> JobState:
 
 
 def items_by_key(manifest: Manifest) -> dict[str, list[IndexEntry]]:
-    """Return the entries (saved boxes and values) of a checkpoint, by the name of the tensor."""
-    saved: dict[str, list[IndexEntry]] = {}
-    for item in items_of(manifest.pieces):
-        saved.setdefault(item.key, []).append(item)
-    return saved
+    """Return the entries (saved boxes and values) of a checkpoint, by the name of the tensor.
+
+    Raises:
+        CheckpointError: see ``fitting``.
+    """
+    return fitting(items_of(manifest.pieces), STATE_PREFIX)
 
 
 def restore_groups(held: Held, job: JobState) -> None:
@@ -153,11 +155,10 @@ Gaps = Mapping[str, Sequence[IndexEntry]]
 
 
 def _gaps(saved: Mapping[str, Sequence[IndexEntry]]) -> Gaps:
-    alike = ((key, {(e.offsets, e.sizes): e for e in saved[key]}) for key in saved if key.startswith(STATE_PREFIX))
     return {
-        key: list(entries.values())
-        for key, entries in alike
-        if sum(prod(sizes) for _, sizes in entries) < prod(saved[key][0].shape)
+        key: entries
+        for key, entries in saved.items()
+        if key.startswith(STATE_PREFIX) and sum(prod(e.sizes) for e in entries) < prod(entries[0].shape)
     }
 
 

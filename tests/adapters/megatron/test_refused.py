@@ -15,7 +15,7 @@ import torch
 
 import ttp
 from tests.adapters.torch.fake_device import FakeDevice, Watching
-from ttp.adapters.megatron import contents, offer_to_megatron, stock, training
+from ttp.adapters.megatron import contents, offer_to_megatron, restore, stock, training
 from ttp.adapters.megatron.adapter import MegatronAdapter
 from ttp.adapters.megatron.geometry import Described, Geometry, TensorView
 from ttp.adapters.megatron.optimizers import Holding, Inner, _dealt, _refuse_unknown, unchained, with_counts
@@ -24,7 +24,7 @@ from ttp.adapters.megatron.restore import Wants, _install_groups, _moments, _oth
 from ttp.adapters.megatron.source import MegatronSource
 from ttp.adapters.megatron.stock import JOB_KEY
 from ttp.adapters.torch.restoring.reader import load_chunks
-from ttp.adapters.torch.saving.checkpoint import write_shard
+from ttp.adapters.torch.saving.checkpoint import Chunk, write_shard
 from ttp.adapters.torch.saving.job_state import JobState
 from ttp.adapters.torch.saving.piece_index import items_of
 from ttp.core.layout import Layout, Rank, Shard, Version
@@ -351,3 +351,19 @@ def test_a_larger_padding_of_the_vocabulary_begins_with_moments_of_zero(tmp_path
     )
     assert moments["exp_avg"].tolist() == [[1.0, 1.0]] * 4 + [[0.0, 0.0]] * 2
     assert main.tolist() == [[1.0, 1.0]] * 4 + [[3.0, 3.0]] * 2, "the weights of padding are those of this job's seed"
+
+
+def test_boxes_that_do_not_make_up_a_tensor_are_refused_before_anything_is_modified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Together they have as many elements as the tensor, but two of its rows twice and two of them not at all."""
+    view = TensorView("w", (8, 2), (0, 0), (8, 2), (2, 1), 0, flexible=False)
+    described = Described("w", torch.zeros(8, 2), (view,), True)
+    boxes = tuple(Chunk(torch.ones(4, 2), (8, 2), (row, 0)) for row in (0, 2))
+    piece = write_shard(tmp_path, "f", {"w": boxes}, shard=Shard("s"), writer=Rank(0))
+    held: Any = SimpleNamespace(geometry=SimpleNamespace(tensors={"w": described}), inners=[])
+    manifest: Any = SimpleNamespace(version=1, pieces=[piece])
+    monkeypatch.setattr(restore, "read_megatron_job", lambda *_: JobState(1, extra={JOB_KEY: {}}))
+    with pytest.raises(CheckpointError, match="w has chunks that overlap"):
+        restore.restore_into(tmp_path, manifest, held)
+    assert not described.tensor.any()
