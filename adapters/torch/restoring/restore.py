@@ -17,7 +17,7 @@ from ttp.adapters.torch.loop.combined_optimizer import members_of
 from ttp.adapters.torch.loop.unwrap_optimizer import unwrap_optimizer
 from ttp.adapters.torch.restoring.compare import hand_to, is_left_out, model_differences, optimizer_differences
 from ttp.adapters.torch.restoring.kept import Kept, UnlikeError, hand_over
-from ttp.adapters.torch.restoring.reader import load_chunks, read_value, read_values
+from ttp.adapters.torch.restoring.reader import by_path, load_chunks, read_value, read_values
 from ttp.adapters.torch.restoring.schedules import load_scaler, load_scheduler
 from ttp.adapters.torch.saving.flatten_state import put
 from ttp.adapters.torch.saving.job_state import FROZEN, JobState, read_job_state
@@ -137,9 +137,8 @@ def _read(
     path: Path, manifest: Manifest, names: ModelNames, optimizer: Optimizer, elsewhere: Collection[str]
 ) -> _Saved:
     every = items_of(manifest.pieces)
-    # One item per name is enough: any chunk of a tensor has its dtype and whole shape.
-    items = list({item.key: item for item in every}.values())
-    items = [item for item in items if _owner(item) not in elsewhere]
+    # One item per value is enough: any chunk of a tensor has its dtype and whole shape.
+    items = [chunks[0] for chunks in by_path(every) if _owner(chunks[0]) not in elsewhere]
     short = next((item for item in items if len(item.path) < _parts_min(item)), None)
     if short is not None:
         raise ValueError(f"{short.key} is the path of a container, not of a value")

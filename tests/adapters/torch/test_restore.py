@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,12 @@ from torch import Tensor, nn
 
 from tests.adapters.torch.checkpoints import Net, adamw, digest, train, write_checkpoint
 from ttp.adapters.torch.restoring.compare import hand_to
+from ttp.adapters.torch.restoring.reader import read_values
 from ttp.adapters.torch.restoring.restore import Restored, restore_into
+from ttp.adapters.torch.saving.checkpoint import write_shard
 from ttp.adapters.torch.saving.job_state import JobState
+from ttp.adapters.torch.saving.piece_index import items_of
+from ttp.core.layout import Rank, Shard
 from ttp.errors import CheckpointError, OtherModelError
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -101,6 +106,20 @@ def test_every_bit_comes_back_and_training_goes_on_as_before(tmp_path: Path, nam
         torch.manual_seed(11)
         train(one, two, None, 3)
     assert facts(other, again) == facts(model, optimizer)
+
+
+def test_of_a_value_that_two_ranks_wrote_the_first_counts_as_for_torch(tmp_path: Path) -> None:
+    model, optimizer = fresh(OPTIMIZERS["odd"], seed=3)
+    train(model, optimizer, None, 1)
+    path = tmp_path / "c"
+    manifest = write_checkpoint(path, model, optimizer, JobState(version=1))
+    state = {"optim": {"state": {"first.weight": {"count": 9}}}}
+    second = write_shard(path, "__1_0.distcp", state, shard=Shard("model"), writer=Rank(1))
+    manifest = replace(manifest, pieces=(*manifest.pieces, second))
+    assert read_values(path, items_of(manifest.pieces))["optim"]["state"]["first.weight"]["count"] == 1
+    other, again = fresh(OPTIMIZERS["odd"])
+    restore_into(path, manifest, model=other, optimizer=again)
+    assert again.state[other.first.weight]["count"] == 1
 
 
 def test_state_that_the_optimizer_already_has_is_replaced(tmp_path: Path) -> None:
