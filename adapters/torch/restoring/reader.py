@@ -6,9 +6,12 @@ overlap these, so a checkpoint of any layout can be read in any other.
 
 from __future__ import annotations
 
+import contextlib
 import io
+import itertools
 import os
 from collections.abc import Collection, Iterable, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -52,15 +55,30 @@ def load_chunks(
     for steps, found in chunks.items():  # all, before anything is modified
         if steps not in saved or (steps not in padded and saved[steps][0].shape != tuple(found[0].shape)):
             raise CheckpointError(f"{path} has no tensor {'.'.join(map(str, steps))} of shape {tuple(found[0].shape)}")
-    for steps, found in chunks.items():
-        missing = sum(chunk.tensor.numel() for chunk in found)
-        missing -= sum(copy_overlaps(path, item, found) for item in saved[steps])
-        if missing and steps not in padded:
+    missing = {steps: sum(chunk.tensor.numel() for chunk in found) for steps, found in chunks.items()}
+    with _Files() as files:
+        for item in sorted(itertools.chain(*saved.values()), key=attrgetter("file", "offset")):
+            missing[item.path] -= copy_overlaps(path, item, chunks[item.path], files)
+    for steps, count in missing.items():
+        if count and steps not in padded:
             key = saved[steps][0].key
-            raise CheckpointError(f"{path} is incomplete: {missing} elements of {key} are in none of its pieces")
+            raise CheckpointError(f"{path} is incomplete: {count} elements of {key} are in none of its pieces")
 
 
-def copy_overlaps(path: Path, item: IndexEntry, chunks: Sequence[Chunk]) -> int:
+class _Files(contextlib.ExitStack):
+    """Keeps the file open that was read last: on shared storage each opening may wait for a server."""
+
+    last: tuple[Path, io.FileIO] | None = None
+
+    def open(self, path: Path) -> io.FileIO:
+        """Return an open file, which stays open until the next call for another one."""
+        if self.last is None or self.last[0] != path:
+            self.close()
+            self.last = path, self.enter_context(open_plain(path))
+        return self.last[1]
+
+
+def copy_overlaps(path: Path, item: IndexEntry, chunks: Sequence[Chunk], files: _Files | None = None) -> int:
     """Copy one saved chunk into ``chunks``, where they overlap. The file is not read if they do not overlap.
 
     Returns:
@@ -75,7 +93,7 @@ def copy_overlaps(path: Path, item: IndexEntry, chunks: Sequence[Chunk]) -> int:
         common = overlap(item.offsets, item.sizes, chunk.offsets, chunk.tensor.shape)
         if common is None:
             continue
-        piece = read_value(path, item) if piece is None else piece
+        piece = read_value(path, item, files) if piece is None else piece
         source, target = common
         with torch.inference_mode(chunk.tensor.is_inference()):  # else torch writes to no view of it
             here = chunk.tensor.detach()[target]
@@ -144,14 +162,15 @@ def read_whole(path: Path, chunks: Sequence[IndexEntry]) -> Any:
     return full
 
 
-def read_value(path: Path, item: IndexEntry) -> Any:
+def read_value(path: Path, item: IndexEntry, files: _Files | None = None) -> Any:
     """Read one item to the CPU, without a second copy of its bytes in memory.
 
     Raises:
         CheckpointError: the file cannot be read, or does not match its table of contents.
     """
     with ToldAs(CheckpointError, f"{item.key} in {path / item.file} cannot be read", Exception):
-        with open_plain(path / item.file) as file:
+        with _Files() if files is None else contextlib.nullcontext(files) as opened:
+            file = opened.open(path / item.file)
             size = os.fstat(file.fileno()).st_size
             if item.offset + item.length > size:
                 raise ValueError(f"it would end at byte {item.offset + item.length}, and the file has {size} bytes")
