@@ -218,7 +218,8 @@ class MegatronCheckpoint:
         Raises:
             CheckpointError: the checkpoint has no rank layouts, or they cannot be read.
         """
-        told = (item for key, items in self.items.items() if key.startswith(RANK_LAYOUT_PREFIX) for item in items)
+        # From all pieces: data-parallel ranks that update different tensors have one key for different layouts.
+        told = (item for item in items_of(self.manifest.pieces) if item.key.startswith(RANK_LAYOUT_PREFIX))
         found = [RankLayout.from_json(str(self._value(item))) for item in told]
         if not found:
             raise CheckpointError(

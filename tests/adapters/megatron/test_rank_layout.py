@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("torch")
 
+from ttp.adapters.megatron import contents
 from ttp.adapters.megatron.contents import _global_name
 from ttp.adapters.megatron.geometry import TensorView
 from ttp.adapters.megatron.rank_layout import ModelPlace, OptimizerGroups, RankLayout
+from ttp.adapters.megatron.stock import JOB_KEY
+from ttp.adapters.torch.saving.checkpoint import write_shard
+from ttp.adapters.torch.saving.job_state import JobState
+from ttp.core.layout import Rank, Shard
 from ttp.errors import CheckpointError
 
 TILE = TensorView("decoder.layers.mlp.weight", (4, 8, 3), (2, 4, 0), (4, 3), (3, 1), 0, flexible=True)
@@ -61,6 +69,21 @@ FORMAT_1 = {
 
 def test_a_rank_layout_comes_back_as_it_was() -> None:
     assert RankLayout.from_json(LAYOUT.to_json()) == LAYOUT
+
+
+def test_ranks_that_update_different_tensors_have_one_key_and_a_layout_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a conversion lacks the moments that only the second rank has."""
+    both = [LAYOUT, replace(LAYOUT, optimizers=(OptimizerGroups("dense", ((),)),))]
+    pieces = [
+        write_shard(tmp_path, f"{n}", {one.key: [one.to_json()]}, shard=Shard(f"s{n}"), writer=Rank(n))
+        for n, one in enumerate(both)
+    ]
+    manifest = SimpleNamespace(framework="megatron", pieces=pieces)
+    monkeypatch.setattr(contents, "Manifest", SimpleNamespace(load=lambda _: manifest))
+    monkeypatch.setattr(contents, "read_megatron_job", lambda *_: JobState(1, extra={JOB_KEY: {}}))
+    assert contents.MegatronCheckpoint(tmp_path).rank_layouts() == both
 
 
 def test_that_of_an_earlier_version_is_read() -> None:
