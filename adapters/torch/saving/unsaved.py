@@ -101,13 +101,13 @@ def tell_changed(before: Numbers, after: Numbers) -> None:
         )
 
 
-def _numbers_in(value: Any) -> list[float] | None:
+def _numbers_in(value: Any, depth: int = _DEPTH_MAX) -> list[float] | None:
     """Return the numbers in a value that holds nothing else, whatever the keys of its dicts are; else None."""
     if type(value) in (int, float):
         return [value]
-    if not isinstance(value, (list, tuple, deque, Mapping)):
+    if not depth or not isinstance(value, (list, tuple, deque, Mapping)):
         return None
-    found = [_numbers_in(each) for each in list(value.values() if isinstance(value, Mapping) else value)]
+    found = [_numbers_in(each, depth - 1) for each in list(value.values() if isinstance(value, Mapping) else value)]
     return None if None in found else [number for part in found for number in part or ()]
 
 
