@@ -45,13 +45,14 @@ class EvidenceBook:
     """The evidence of one incident.
 
     Args:
-        record: called with the kind of the record and its facts for everything that is added or withdrawn.
+        incident: its id.
+        record: called with the id, the kind of the record and its facts for everything that is added or withdrawn.
     """
 
-    def __init__(self, record: Callable[..., None]) -> None:
+    def __init__(self, incident: str, record: Callable[..., None]) -> None:
         self.by_kind: dict[m.FaultKind, OrderedDict[Rank, Evidence]] = {}
         """Evidence that stands, by kind and subject, the oldest first. An OrderedDict removes its first item fast."""
-        self._record = record
+        self._incident, self._record = incident, record
         self._withdrawn: list[Evidence] = []
 
     def add(self, evidence: Evidence, detail: str = "", witness: int | None = None) -> None:
@@ -71,7 +72,7 @@ class EvidenceBook:
         else:
             return
         facts = {"rank": evidence.subject, "evidence": evidence.kind.value, "text": evidence.text}
-        self._record("evidence", **facts, host=evidence.host, detail=detail, witness=witness)
+        self._record(self._incident, "evidence", **facts, host=evidence.host, detail=detail, witness=witness)
 
     def withdraw(self, subject: Rank, kind: m.FaultKind) -> bool:
         """Withdraw evidence that turned out to be wrong. Return False if there was none."""
@@ -80,7 +81,7 @@ class EvidenceBook:
         if evidence is None:
             return False
         self._withdrawn.append(evidence)
-        self._record("retracted", rank=subject, evidence=kind.value)
+        self._record(self._incident, "retracted", rank=subject, evidence=kind.value)
         return True
 
     def withdraw_from(self, subjects: Iterable[Rank], kind: m.FaultKind) -> list[Rank]:

@@ -385,8 +385,10 @@ class ControllerMachine:
     @property
     def _grace_s(self) -> float:
         """Return the seconds that a rank whose stream has ended may take to open another; more if no rank was left."""
-        patience, all_lost = self.patience, not self.job.live or self._suspected == len(self.job.members)
-        return in_queue(max(patience.grace_s, patience.partition_s * all_lost), self._suspected)
+        grace_s = self.patience.grace_s
+        if not self.job.live or self._suspected == len(self.job.members):
+            grace_s = max(grace_s, self.patience.partition_s)
+        return in_queue(grace_s, self._suspected)
 
     def _expire(self, now: float) -> None:
         self._parts.layouts.expire(now)

@@ -57,5 +57,9 @@ class Outbox:
         self.record("refused", rank=hello.rank, host=hello.host, pid=hello.pid, code=code.value, text=text)
 
     def record(self, kind: str, **facts: Any) -> None:
-        """Add a record, with its kind and facts, for the incident's file."""
-        self._actions.append(Record(kind, self.incident, facts))
+        """Add a record, with its kind and facts, for the file of the open incident."""
+        self.record_of(self.incident, kind, **facts)
+
+    def record_of(self, incident: str, kind: str, **facts: Any) -> None:
+        """Add a record for the file of this incident, which need not be open any more."""
+        self._actions.append(Record(kind, incident, facts))

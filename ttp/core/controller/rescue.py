@@ -82,12 +82,11 @@ class Rescue:
         """Take evidence of a fault. The first evidence opens an incident."""
         host = self._job.members[subject].hello.host if subject in self._job.members else ""
         evidence = Evidence(subject, kind, text, now, host, final=kind is m.FaultKind.EXITED and witness == OUTSIDER)
-        incident = self.last if self._job.ended and self.incident is None else self.incident or self._open(now, text)
-        if incident is None or incident is self.last or incident.stage is Stage.RELEASED:
-            if incident is not None and incident.evidence.stands(subject, kind):  # may have a better text: a launcher
-                self._outbox.incident, open_now = incident.id, self._outbox.incident  # learns how a rank died when
-                incident.evidence.add(evidence, detail, witness)  # the kernel has freed its memory
-                self._outbox.incident = open_now
+        over = self._job.ended and self.incident is None
+        incident = self.last if over else self.incident or self._open(now, text)
+        if incident is None or over or incident.stage is Stage.RELEASED:
+            if incident and incident.evidence.stands(subject, kind):  # late, a launcher knows how a large process died
+                incident.evidence.add(evidence, detail, witness)
             return
         if incident.snapshot:
             incident.snapshot, incident.rescue_since = False, now
@@ -113,7 +112,7 @@ class Rescue:
         assert self._job.layout is not None
         self.total += 1
         fresh_id = self._new_id(self.total)
-        book = EvidenceBook(self._outbox.record)
+        book = EvidenceBook(recovered_id or fresh_id, self._outbox.record_of)
         incident = Incident(recovered_id or fresh_id, now, snapshot, self._job.layout, book, bool(recovered_id))
         incident.reign = f"-{fresh_id}" if recovered_id else ""
         incident.deferred = self.meanwhile.saves(self._job)
