@@ -33,7 +33,7 @@ def read_checkpoint(path: Path) -> WholeState:
 
         return read_megatron(path)
     items = _torch_items(path, manifest)
-    fitting(items)
+    fitting(items)  # called for its check
     job = read_job_state(path, manifest.pieces) if any(p.kind == JOB_KIND for p in manifest.pieces) else None
     kind = next((item for item in items if item.path == ("ttp", "optimizer")), None)
     found = tuple(_leaf(path, chunks) for chunks in by_path(items))

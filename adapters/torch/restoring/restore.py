@@ -98,7 +98,7 @@ def restore_into(
         hand_over(kept, names, optimizer, saved.optimizer)
         _load_groups(saved, optimizer)
     else:
-        fitting(saved.items)
+        fitting(saved.items)  # called for its check
         _load_model(saved, names, cutter)
         for group in added:
             optimizer.add_param_group(group)

@@ -111,6 +111,8 @@ class Counting(Sign):
         super().__init__(parameters)
         self.norms: list[float] = []
         self.count, self.warm_up, self.told = 0, 10, True
+        self.cycle: list[Any] = [0]
+        self.cycle.append(self.cycle)
         self.rates = {p: 1.0 for group in self.param_groups for p in group["params"]}
 
     def direction(self, number: int, p: Any) -> Any:
