@@ -160,7 +160,7 @@ def test_a_call_of_another_form_is_no_failure_of_the_function() -> None:
     """It is a mistake in the program, which would go on as if the manager's request had been refused."""
 
     def double(number: int) -> None:
-        number + "a"  # type: ignore[operator] # on purpose: its own errors are told by the code
+        raise TypeError(f"{number} cannot be doubled")
 
     answers: Any = told_by_code(logging.getLogger(), TypeError)(double)
     assert answers(1) == 1

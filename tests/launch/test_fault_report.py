@@ -22,7 +22,9 @@ class Hearing(Stub):
     def __init__(self) -> None:
         self.leads, self.asked = False, 0
 
-    def ReportFault(self, request: wire.ReportFaultRequest, _: grpc.ServicerContext) -> wire.ReportFaultResponse:  # noqa: N802
+    def ReportFault(  # noqa: N802 - the name is that of the call in the .proto file
+        self, request: wire.ReportFaultRequest, _: grpc.ServicerContext
+    ) -> wire.ReportFaultResponse:
         self.asked += 1
         return wire.ReportFaultResponse(accused=request.ranks if self.leads else (), text="it does not lead")
 

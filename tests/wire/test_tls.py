@@ -302,10 +302,10 @@ def test_a_controller_shows_a_certificate_that_was_renewed_and_keeps_it_when_the
     monkeypatch: pytest.MonkeyPatch, authority: Authority, tmp_path: Path
 ) -> None:
     """Without a restart, and open connections stay open."""
-    settings = authority.sign(file="long-running")
+    settings: dict[str, Any] = authority.sign(file="long-running")
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
-    controller = Controller(tmp_path, **settings)  # type: ignore[arg-type]
+    controller = Controller(tmp_path, **settings)
     try:
         first = _shown(controller.port)
         authority.sign(file="long-running")
@@ -325,11 +325,11 @@ def test_a_client_keeps_its_certificate_while_half_of_a_renewal_is_there(
     monkeypatch: pytest.MonkeyPatch, authority: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Else a rank whose stream breaks in that moment could not come back, and its job would end with 70."""
-    settings = authority.sign(file="client")
+    settings: dict[str, Any] = authority.sign(file="client")
     settings["TTP_TLS_CRL"] = str(authority.revoke())
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
-    controller = Controller(tmp_path, **settings)  # type: ignore[arg-type]
+    controller = Controller(tmp_path, **settings)
     try:
         assert ask_status("127.0.0.1", controller.port, "") is not None
         certificate = Path(settings["TTP_TLS_CERT"])
