@@ -6,10 +6,13 @@ Usage: fake_worker.py OUT PLAN. PLAN is a JSON object, whose keys are read below
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import platform
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import NoReturn
@@ -42,6 +45,12 @@ def save() -> NoReturn:
     os._exit(PLAN.get("exit", 75))
 
 
+def die_slowly() -> None:
+    while not (OUT / "freed").exists():
+        time.sleep(0.01)
+    os.kill(PID, signal.SIGKILL)
+
+
 def on_sigterm(*_: object) -> None:
     put(f"sigterm-{RANK}-{ATTEMPT}")
     if PLAN.get("on_sigterm") == "save":
@@ -55,6 +64,10 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN if PLAN.get("deaf") else signal.default_int_handler)
     if LEASES is not None and PLAN.get("armed", True):
         LEASES.arm(PID)
+    if PLAN.get("dying"):  # as a large process, whose memory the kernel frees for seconds: only another thread lives
+        threading.Thread(target=die_slowly, daemon=True).start()
+        put(f"pid-{RANK}-{ATTEMPT}", str(PID))
+        ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0)  # exit, of this thread alone
     put(f"device-{RANK}-{ATTEMPT}", os.environ.get("DEVICE_ID", ""))
     put(f"pid-{RANK}-{ATTEMPT}", str(PID))
     if PLAN.get("attempts", 1) <= ATTEMPT:

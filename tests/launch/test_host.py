@@ -19,6 +19,7 @@ from ttp.launch import host as subject
 from ttp.launch import job_verdict, leases
 from ttp.launch.host import Host
 from ttp.launch.preparation import settled
+from ttp.launch.proc_files import is_ending
 from ttp.launch.run_dir import prepare_run_dir
 from ttp.launch.token_file import read_token, write_token
 from ttp.wire.v1.controller_pb2 import GetVerdictResponse
@@ -161,6 +162,21 @@ def test_patience_ends(host: Host, workers: StartWorkers, out: Path) -> None:
     host.hold(group)
     assert (out / "saving-0-0").exists()
     assert group[0].poll() is None
+
+
+def test_one_whose_memory_is_being_freed_is_not_hung(
+    host: Host, workers: StartWorkers, out: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """That takes the kernel seconds if a process was large, and only after them is known why it was killed."""
+    group = workers({"save_s": 0.1}, {"dying": True})
+    until(lambda: is_ending(group[1].pid))
+    (out / "rescue").touch()
+    assert not host.hold(group)
+    assert "hung" not in caplog.text and group[1].poll() is None
+    host.expect_stop(group)
+    assert not host._watch.expects(group[1].pid), "its death is reported"
+    (out / "freed").touch()
+    assert group[1].wait(30) == -signal.SIGKILL
 
 
 def test_unarmed_ones_are_left_to_the_launcher(host: Host, workers: StartWorkers, out: Path) -> None:

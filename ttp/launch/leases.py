@@ -20,7 +20,7 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
-from ttp.launch.proc_files import stat_of
+from ttp.launch.proc_files import is_ending, stat_of
 from ttp.launch.run_dir import make_private
 from ttp.store.durable import replace_file
 
@@ -69,8 +69,8 @@ class Leases:
         remove(self._leases / str(pid))
 
     def armed(self) -> set[int]:
-        """Return the processes that armed themselves and did not disarm. Some may be dead."""
-        return {int(path.name) for path in entries(self._armed)}
+        """Return the processes that armed themselves, did not disarm, and have not begun to end. Some may be dead."""
+        return {pid for path in entries(self._armed) if not is_ending(pid := int(path.name))}
 
     def has_ended(self, pid: int) -> bool:
         """Return whether ``end`` was called for ``pid``."""

@@ -9,6 +9,8 @@ import contextlib
 from pathlib import Path
 
 PROC = Path("/proc")
+PF_EXITING = 0x4
+"""A flag of the kernel: the process ends."""
 
 
 def stat_of(pid: int | str, proc: Path = PROC) -> list[str]:
@@ -36,3 +38,10 @@ def start_of(pid: int) -> int:
     with contextlib.suppress(OSError):
         return int(stat_of(pid)[19])
     return 0
+
+
+def is_ending(pid: int) -> bool:
+    """Return whether a process has begun to end. It cannot be stopped any more; to free its memory may take seconds."""
+    with contextlib.suppress(OSError):
+        return bool(int(stat_of(pid)[6]) & PF_EXITING)
+    return False

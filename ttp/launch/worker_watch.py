@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from ttp.launch.cgroups import Mount, groups, mounts
 from ttp.launch.deaths import ORDERLY_EXITS, SIGKILLED, DeathWatch, describe_exit
+from ttp.launch.proc_files import is_ending
 
 logger = logging.getLogger("ttp.launch")
 
@@ -55,9 +56,9 @@ class WorkerWatch:
             self._expected = set()
 
     def expect(self, pids: Iterable[int]) -> None:
-        """Do not report the deaths of these workers: the launcher is about to stop them."""
+        """Do not report the deaths of these workers: the launcher is about to stop those that do not end already."""
         with self._lock:
-            self._expected.update(pids)
+            self._expected.update(pid for pid in pids if not is_ending(pid))
 
     def expects(self, pid: int) -> bool:
         """Return whether ``expect`` was called for this worker."""
