@@ -153,7 +153,8 @@ class ControllerService(rpc.ControllerServicer):
         reason = limits.text("reason", request.reason)
         if request.exit_code == EXIT_BAD_CONFIG and self._are_of_this_launch(pid_of):
             self._driver.feed(ce.RankWasWrong(f"{ranks_text(pid_of)} {reason}"))
-        meant = fault_targets(self._driver.machine.job, pid_of, host)
+        exited = kind is m.FaultKind.EXITED and not request.drain
+        meant = fault_targets(self._driver.machine.job, pid_of, host, exited=exited)
         if not meant.ranks:
             return pb.ReportFaultResponse(text=meant.problem or "nothing was done: give a rank or a host")
         pids = tuple(pid_of.get(rank, 0) for rank in meant.ranks) if request.pids else ()

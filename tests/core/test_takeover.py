@@ -7,6 +7,7 @@ import pytest
 from tests.core.talk import PATIENCE, Talk, frozen_at_7
 from ttp.core import messages as m
 from ttp.core.controller.events import Remembered
+from ttp.core.controller.fault_targets import fault_targets
 from ttp.core.layout import Rank, Version
 from ttp.testing.scenario import grid
 
@@ -26,6 +27,17 @@ def test_a_dead_rank_that_never_says_hello_again_is_missed() -> None:
     assert talk.after(4) == ""
     assert talk.after(1) == "[opened] Freeze:0,1 [evidence]"
     assert talk.facts("evidence")["text"] == "rank 2 did not come back to the new controller"
+
+
+def test_a_dead_rank_that_is_missed_died_as_its_launcher_has_told_the_new_controller() -> None:
+    talk = Talk(formed=False)
+    for rank in (0, 1):
+        talk.hello(rank, incarnation=2, resume=True, term_seen=1, version=7)
+    told = [fault_targets(talk.machine.job, [Rank(r)], "", exited=True).ranks for r in (2, 3)]
+    assert told == [(2,), ()] and not fault_targets(talk.machine.job, [Rank(2)], "").ranks
+    assert talk.accuse(2, m.FaultKind.EXITED) == "", "it may be about an earlier process"
+    talk.after(5)
+    assert talk.incident.cause == "rank 2 did not come back to the new controller: seen from outside"
 
 
 def test_a_rank_that_never_comes_back_explains_why_the_collectives_of_the_others_failed() -> None:

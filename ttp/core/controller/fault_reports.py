@@ -96,6 +96,8 @@ class FaultReports:
         """Take evidence from outside of the job: from a launcher, a node monitor or an operator."""
         for index, rank in enumerate(event.ranks):
             member = self._job.members.get(rank)
+            if member is None and self._job.gather_until is not None:  # it may be about an earlier process of this rank
+                self._job.exited[rank] = event.reason
             if member is None or member.left or not self._job.formed:
                 continue  # a job that is not formed has nothing to lose
             if event.pids and event.pids[index] not in (0, member.hello.pid):

@@ -24,7 +24,7 @@ class FaultTargets:
     problem: str
 
 
-def fault_targets(job: Membership, ranks: Iterable[Rank], host: str) -> FaultTargets:
+def fault_targets(job: Membership, ranks: Iterable[Rank], host: str, *, exited: bool = False) -> FaultTargets:
     """Find the ranks of a report.
 
     A report may name a host as its ranks do, by its address, or by its short name if that is unique: the scheduler
@@ -34,11 +34,13 @@ def fault_targets(job: Membership, ranks: Iterable[Rank], host: str) -> FaultTar
         job: the ranks.
         ranks: the accused ranks.
         host: the accused host, with all its ranks; empty: none.
+        exited: whether the processes of the ranks have ended: then ranks that a new controller misses count, too.
     """
     if not job.formed or job.ended or job.layout is None:
         return FaultTargets((), f"{_not_training(job)}: no such rank can be accused, and nothing was done")
     wanted, problems = set(ranks), []
-    strangers = sorted(rank for rank in wanted if rank not in job.members)
+    missing = range(job.layout.world_size) if exited and job.gather_until is not None else ()
+    strangers = sorted(rank for rank in wanted if rank not in job.members and rank not in missing)
     if strangers:
         problems.append(
             f"no such rank: {compact_ranks(strangers)} (this job has {job.layout.world_size} ranks, from 0)"

@@ -93,7 +93,8 @@ class Gathering:
         job.gather_until, self._sent_on = None, False
         for rank in range(job.layout.world_size):
             if rank not in job.members:
-                text = f"rank {rank} did not come back to the new controller"
+                why = job.exited.get(Rank(rank), "")
+                text = f"rank {rank} did not come back to the new controller{why and ': '}{why}"
                 self._rescue.fault(Rank(rank), m.FaultKind.LOST, text, now)
 
     @property

@@ -89,6 +89,8 @@ class Membership:
     moving: set[Rank] = field(default_factory=set)
     """Living ranks that are to be replaced: their new processes are admitted as guests."""
     guests: dict[Rank, Guest] = field(default_factory=dict)
+    exited: dict[Rank, str] = field(default_factory=dict)
+    """How missing ranks ended, as their launchers have told a controller that takes over."""
     gather_until: float | None = None
     """Time until which missing ranks may say hello to a controller that takes over; None: it waits for none."""
 
@@ -132,7 +134,7 @@ class Membership:
         self.suspects, self.suspects_on = OrderedDict(), Counter()
         self.live, self.silent, self.broken, self.done = set(), set(), set(), set()
         self.formed, self.gather_until, self.seats = False, None, set()
-        self.moving, self.guests = set(), {}
+        self.moving, self.guests, self.exited = set(), {}, {}
 
     def learn(self, layout: Layout) -> None:
         """Remember a layout by its digest; only the last few are kept."""
