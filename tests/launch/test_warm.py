@@ -8,6 +8,7 @@ import json
 import os
 import resource
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -19,12 +20,14 @@ import pytest
 
 from tests.launch.conftest import LAUNCHERS, OF_MINDSPORE, PATIENCE_S
 from tests.waiting import until
-from ttp.cli.status import restarts_line
+from ttp.cli.connection import Where
+from ttp.cli.status import describe, restarts_line
 from ttp.config import Config
 from ttp.launch.warm import memory
 from ttp.launch.warm.rules import digest
 from ttp.launch.warm.starter import PR_GET_CHILD_SUBREAPER, PR_SET_CHILD_SUBREAPER, WarmStarter, adopting, read_status
 from ttp.store.durable import replace_file
+from ttp.wire.v1.controller_pb2 import GetStatusResponse
 
 if TYPE_CHECKING:
     from tests.launch.conftest import Job
@@ -325,6 +328,17 @@ def test_it_leaves_three_quarters_of_a_core_to_the_ranks(tmp_path: Path) -> None
         assert f"{told['bytes'] / 2**20:.0f} MiB, shared" in restarts_line(told).plain
     finally:
         starter.close()
+
+
+def test_a_launcher_that_was_killed_starts_nothing_again(tmp_path: Path) -> None:
+    where, noted = Where("127.0.0.1", 1, "", run_dir=tmp_path), WarmStarter(Config(), tmp_path)
+    noted._note("ready")
+    assert describe(GetStatusResponse(), where)["restarts"] == {"state": "ready"}
+    code = "import os, sys; from pathlib import Path; from ttp.launch.warm.starter import WarmStarter, Config; "
+    code += "WarmStarter(Config(), Path(sys.argv[1]))._note('ready'); os.kill(os.getpid(), 9)"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
+    told = describe(GetStatusResponse(), where)["restarts"]
+    assert "are cold: the launcher was killed" in restarts_line(told).plain
 
 
 def test_forked_ranks_draw_other_numbers(start: Start, imports: Any, environ: dict[str, str]) -> None:
