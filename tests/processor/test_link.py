@@ -97,6 +97,29 @@ def test_a_stream_that_ends_is_said_even_if_the_reason_cannot_be_found_out(
     assert [type(event) for event in said] == [ev.StreamDown]
 
 
+def test_a_problem_that_lasts_is_logged_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a broken certificate, for example, an attempt fails every few seconds."""
+    streams: list[dict[str, Any]] = []
+
+    class Noted(FakeStream):
+        def __init__(self, *args: object, **calls: Any) -> None:
+            super().__init__(*args, **calls)
+            streams.append(calls)
+
+    monkeypatch.setattr(connecting, "Stream", Noted)
+    monkeypatch.setattr(connecting, "aside", lambda name, job: None)
+    link = link_of(tmp_path, [])
+    link._joining.joined()
+    for times in (1, 2):
+        for _ in range(3):
+            link.connect(act.Connect(start_controller=False, address="127.0.0.1:1"))
+            streams[-1]["on_down"]("UNAVAILABLE: bad certificate")
+        assert caplog.text.count("bad certificate") == times
+        streams[-1]["on_up"]()
+
+
 def test_a_second_stream_without_a_thread_is_said_to_be_down(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(second, "Stream", WithoutThread)
     monkeypatch.setattr(second, "aside", lambda name, job: job())

@@ -276,12 +276,17 @@ def test_a_controller_refuses_a_certificate_that_was_revoked(
 
 
 def test_a_controller_with_a_certificate_that_was_revoked_is_not_spoken_to(
-    listed: dict[str, dict[str, str]], stolen: dict[str, str], tmp_path: Path
-) -> None:
+    listed: dict[str, dict[str, str]], stolen: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
     controller = Controller(tmp_path, **stolen)  # type: ignore[arg-type]  # settings, and none else
     try:
         assert _status(controller.port, stolen).returncode == 0
         done = _status(controller.port, listed["welcome"])
+        mine = _identity(monkeypatch, listed["welcome"])
+        assert mine is not None and mine.guard is not None
+        assert [mine.guard.believed(f"127.0.0.1:{controller.port}") for _ in range(2)] == [b"", b""]
+        assert caplog.text.count("was rejected") == 1, "a rank comes back in seconds"
     finally:
         controller.close()
     assert done.returncode == 64 and "was revoked (TTP_TLS_CRL)" in done.stderr, done.stderr

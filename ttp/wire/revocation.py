@@ -77,12 +77,17 @@ class Guard:
                 with context.wrap_socket(plain) as secure:
                     shown = secure.getpeercert(binary_form=True)
         except ssl.SSLCertVerificationError as problem:
-            log.error("the certificate of the server at %s was rejected: %s", where, problem.verify_message)
+            _say_rejected(where, problem.verify_message, int(time.time() // AGAIN_S))
         except OSError as problem:  # covers ssl.SSLError
             log.debug("the server at %s showed no certificate: %s", where, problem)
         else:
             return ssl.DER_cert_to_PEM_cert(shown or b"").encode()
         return b""
+
+
+@functools.lru_cache(maxsize=100)  # a client that finds no other server comes back in seconds
+def _say_rejected(where: str, why: str, _time: int) -> None:
+    log.error("the certificate of the server at %s was rejected: %s", where, why)
 
 
 def _changed(path: Path) -> int:

@@ -65,6 +65,8 @@ class ControllerLink:
         self._peers: tuple[str, ...] = ()
         """Addresses of the controller's end of the stream; empty if the stream goes through the relay."""
         self._relayed = False
+        self._said: set[str] = set()
+        """The problems that were logged since there was a stream."""
 
     def perform(self, action: act.LinkAction) -> None:
         """Carry out an action of the machine on the streams. Does not wait for a network."""
@@ -105,7 +107,7 @@ class ControllerLink:
             if self._joining.pending():
                 self._joining.failed(problem)  # raised in the program
             else:
-                log.error("%s", problem)
+                self._say(logging.ERROR, str(problem))
             self._put(ev.StreamDown(str(problem)))
         except Exception as problem:
             log.debug("cannot connect", exc_info=True)
@@ -145,7 +147,13 @@ class ControllerLink:
             self._stream = stream
         stream.start()
 
+    def _say(self, level: int, text: str) -> None:
+        """Log a problem, once until there is a stream again: the next attempt is made in seconds."""
+        log.log(logging.DEBUG if text in self._said else level, "%s", text)
+        self._said.add(text)
+
     def _on_up(self, host: str, port: int, *, relayed: bool) -> None:
+        self._said.clear()
         self._put(ev.StreamUp())
         stream = self._stream
 
@@ -162,11 +170,8 @@ class ControllerLink:
         if relay is not None:
             self._shortcut.ended(relay, reason)
         if not self._over():
-            log.log(
-                logging.DEBUG if self._joining.pending() else logging.WARNING,
-                "stream to the controller ended: %s",
-                reason,
-            )
+            level = logging.DEBUG if self._joining.pending() else logging.WARNING
+            self._say(level, f"stream to the controller ended: {reason}")
         if reason.startswith(("UNAUTHENTICATED", "FAILED_PRECONDITION")) and self._joining.pending():
             self._joining.failed(
                 ConfigError(f"the controller at {self._env.master_addr}:{self._config.port}: {reason}")
