@@ -183,6 +183,18 @@ def test_the_secret_of_another_job_of_this_user_is_found_on_its_host(
         other_jobs.refuse_shared(tmp_path, config, "ours")
 
 
+@pytest.mark.parametrize("answer", ["refused", "controller", "nobody"])
+def test_a_job_whose_secret_is_not_known_may_run(
+    answer: str, tmp_path: Path, launch: Callable[..., None], controllers: Controllers,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """It was started with a TTP_RUN_DIR of its own, for example. Another job may have got the port meanwhile."""
+    launch(5)
+    monkeypatch.setattr(other_jobs, "probe", lambda *_: answer)
+    other_jobs.refuse_shared(tmp_path, CONFIG, "ours")
+    assert ["far:5, where that of run theirs was" in text for text in caplog.messages] == [True] * (answer == "refused")
+
+
 def test_a_history_that_cannot_be_read_keeps_no_job_from_starting(tmp_path: Path) -> None:
     (tmp_path / INCIDENTS).mkdir()
     (tmp_path / INCIDENTS / "launches.log").mkdir()

@@ -33,6 +33,10 @@ ENDING_S = 60.0
 """Seconds to wait for a job that saves or ends, for example because a scheduler has started the next job early."""
 _POLL_S = 0.5
 _TRAINS = frozenset({"waiting", "forming", "training"})
+NOT_ASKED = (
+    "a controller listens at %s, where that of run %s was, which has recorded no end and saves to %s; it requires a "
+    "token that this job does not have. If that job runs, stop it, or give this one a save_dir of its own"
+)
 LIVES = frozenset({"live", "frozen"})
 """States of a rank, as `ttp status` names them, whose process is part of the job."""
 
@@ -86,6 +90,8 @@ def _status(launch: Launch, save_dir: Path, config: Config) -> Any:
                 status = ask_status(address, port, token)
                 if status is not None:
                     return status if _runs(status, launch, save_dir) else None
+        if refuses_to_say(launch, config):
+            log.warning(NOT_ASKED, launch.controller, launch.run_id, save_dir)
     except Exception as problem:  # a failing check must not keep a job from starting
         log.debug("cannot ask the controller of an earlier launch at %s: %s", launch.controller, problem)
     return None
