@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ttp.cli.directories import checkpoint_meant
 from ttp.cli.output import Json, print_json, say, show_table
 from ttp.core.layout import compact_ranks
 from ttp.errors import CheckpointError
@@ -18,7 +20,9 @@ SHOWN_MAX = 40
 
 Source = Annotated[
     Path,
-    typer.Argument(metavar="GROUP_INFO|STRATEGY|MANIFEST", help="A file, or a directory of strategies or checkpoint."),
+    typer.Argument(
+        metavar="GROUP_INFO|STRATEGY|MANIFEST", help="A file, or a directory of strategies or checkpoints (its newest)."
+    ),
 ]
 
 ReplicaGroups = tuple[tuple[int, ...], ...]
@@ -43,8 +47,8 @@ def redundancy(source: Source, json: Json = False) -> None:
     """List the ranks that hold the same slices, so that each can stand for the others when one is lost.
 
     Reads group_info.pb of MindSpore (or of a ttp job), strategy files (protobuf or JSON; a directory with those of all
-    stages of a pipeline), and the manifest of a checkpoint. MindSpore need not be installed. Exits with 1 if the file
-    cannot be read.
+    stages of a pipeline), and the manifest of a checkpoint or of the newest in a save_dir. MindSpore need not be
+    installed. Exits with 1 if the file cannot be read.
 
     JSON keys: source, kind (group_info, strategy, manifest), groups (lists of ranks whose whole checkpoints are the
     same), parameters (of a strategy: by parameter, of a manifest: by shard; lists of ranks that hold the same slice).
@@ -70,7 +74,10 @@ def read(source: Path) -> Told:
 
     require(source, "give a group_info.pb, a strategy file or a manifest")
     directory = source.parent if source.name == MANIFEST else source
-    if source.name == MANIFEST or (source.is_dir() and (source / MANIFEST).exists()):
+    if source.is_dir():
+        with contextlib.suppress(CheckpointError):  # it holds no checkpoint of ttp, so it may be one of strategies
+            directory = checkpoint_meant(source)
+    if source.name == MANIFEST or (directory / MANIFEST).exists():
         manifest = Manifest.load(directory)
         shards: dict[str, ReplicaGroups] = {
             str(shard): (tuple(int(rank) for rank in ranks),) for shard, ranks in manifest.groups.items()
