@@ -19,6 +19,7 @@ from ttp.core.layout import Layout, Version
 from ttp.core.messages import FaultKind, GoodbyeReason
 from ttp.core.restore_messages import Candidate
 from ttp.errors import EXIT_BAD_CONFIG, ConfigError, RestoreError, UsageError
+from ttp.launch.leases import Leases
 from ttp.launch.log_format import configure_logging
 from ttp.launch.rank_names import in_torchruns_names
 from ttp.launch.run_dir import allow_journal
@@ -115,8 +116,7 @@ class Session:
     def _join(self, adapter: Adapter, save_dir: Path, layout: Layout | None, buddy: bool) -> None:
         env = RankEnv.from_env()
         found = adapter.layout(env.world_size)  # ranks may have to communicate for it: before the first one joins
-        processor = self.start_processor(env, layout or found, adapter.source, save_dir, buddy=buddy)
-        adapter.attach(processor)
+        adapter.attach(self.start_processor(env, layout or found, adapter.source, save_dir, buddy=buddy))
 
     def start_processor(
         self,
@@ -242,16 +242,16 @@ class Session:
 
         After ``train()`` has returned, tell the launcher instead: a crash from here on is a library that is torn down.
         """
-        told = self.preemption.came()
-        problem = getattr(sys, "last_value", SystemExit() if told else None)
+        problem = getattr(sys, "last_value", SystemExit() if (told := self.preemption.came()) else None)
         if os.getpid() != pid or (isinstance(problem, KeyboardInterrupt) and not told):
             return
         with contextlib.suppress(Exception):
-            if self.processor is not None:
+            if self.processor is not None and self.in_train:
+                self.preemption.program_ends()
+                self.processor.wait_released()
+            elif self.processor is not None:
                 self.raised(problem) if problem is not None else self._leave(GoodbyeReason.LEFT)
             elif problem is None and self._trained_in is not None:
-                from ttp.launch.leases import Leases
-
                 Leases(self._trained_in).end(pid)
 
     def restore(self) -> int:

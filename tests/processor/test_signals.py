@@ -168,7 +168,7 @@ def test_without_a_controller_the_signal_ends_the_process_as_without_ttp(handler
 
 
 TRAINING = """
-import signal, sys, time
+import signal, sys, threading, time
 from pathlib import Path
 import ttp
 from tests.processor.fake_source import FakeSource
@@ -202,6 +202,10 @@ def told(*_):
     raise eval(sys.argv[2])
 
 signal.signal(signal.SIGTERM, told)
+if sys.argv[3] == "thread":
+    threading.Thread(target=ttp.ttp_to_persist(train), daemon=True).start()
+    while True:
+        time.sleep(0.1)
 train() if sys.argv[3] == "bare" else ttp.ttp_to_persist(train)()
 """
 
@@ -217,9 +221,13 @@ def test_the_job_is_saved_however_the_handler_of_the_program_leaves(leaves: str,
         assert "Cause: SIGTERM" in said
 
 
-def test_a_second_signal_does_not_end_a_rank_that_saves(tmp_path: Path) -> None:
-    """A scheduler signals the ranks, and so does their launcher; the handler of the program raises each time."""
-    with _training(tmp_path, "SystemExit(143)", "before") as process:
+@pytest.mark.parametrize("program", ["before", "thread"])
+def test_a_second_signal_does_not_end_a_rank_that_saves(program: str, tmp_path: Path) -> None:
+    """A scheduler signals the ranks, and so does their launcher; the handler of the program raises each time.
+
+    A program that ends while another thread trains was taken for one that had trained to its end.
+    """
+    with _training(tmp_path, "SystemExit(143)", program) as process:
         process.send_signal(signal.SIGTERM)
         assert process.stdout is not None
         assert {process.stdout.readline(), process.stdout.readline()} == {"told to end\n", "saving\n"}

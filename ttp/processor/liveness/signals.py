@@ -82,6 +82,13 @@ class Preemption:
         _installed.add(self)
         threading.Thread(target=self._listen, name="ttp-signals", daemon=True).start()
 
+    def program_ends(self) -> None:
+        """Report that the main thread ends the program while another one trains. Signals do not end the wait."""
+        self.alone = True
+        with contextlib.suppress(RuntimeError):  # no thread can be started
+            self.install()
+        self._report("the program ends, but train() still runs on another thread")
+
     def came(self) -> bool:
         """Return whether SIGTERM has come, and was reported, even if only a handler installed over this one saw it."""
         if self._installed:
