@@ -131,7 +131,8 @@ def test_a_disk_that_is_full_is_named(ttp: Ttp) -> None:
         assert "is full" not in ttp("verdict", disk).err
         fill(disk)
         found = ttp("verdict", disk, "--launcher-code", 64)
-        assert found.code == 64 and f"The file system of {disk} is full" in found.err.replace("\n", " ")
+        said = found.err.replace("\n", " ")
+        assert found.code == 64 and f"The file system of {disk} is full: what could not be recorded" in said
 
 
 def test_a_time_that_is_none_is_bad_usage(place: Path, ttp: Ttp) -> None:

@@ -160,7 +160,8 @@ def _storage(place: Path) -> str:
     except OSError as problem:
         return f". {place} cannot be read: {problem.strerror}"
     state = "mounted read-only" if now.f_flag & os.ST_RDONLY else "full" if now.f_blocks and not now.f_bavail else ""
-    return f". The file system of {place} is {state}" if state else ""
+    told = "what could not be recorded there is in the launcher's log, and in incidents/ of the run directory"
+    return f". The file system of {place} is {state}: {told}" if state else ""
 
 
 def _running(place: Path, launches: list[Launch]) -> Verdict | None:
