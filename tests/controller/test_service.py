@@ -126,6 +126,16 @@ def test_a_host_that_was_drained_is_taken_back_by_any_of_its_names(controller: C
     assert ask("N1", recovered=True).recovered, "now the short name is unique"
 
 
+def test_of_a_rank_that_a_new_controller_misses_its_end_can_be_told(controller: Controller) -> None:
+    controller.rank(0, resume=True, incarnation=2, term_seen=1).expect(m.Welcome)
+
+    def told(kind: Any) -> list[int]:
+        request = pb.ReportFaultRequest(ranks=[1], reason="killed", kind=kind)
+        return list(controller.stub.ReportFault(request, metadata=controller.metadata, timeout=10).accused)
+
+    assert (told(pb.FAULT_KIND_OUTSIDE), told(pb.FAULT_KIND_EXITED)) == ([], [1])
+
+
 def test_watchers_see_the_past_and_the_present(controller: Controller) -> None:
     controller.rank(0).expect(m.Welcome)
     watch = controller.stub.WatchEvents(pb.WatchEventsRequest(replay=10), metadata=controller.metadata, timeout=20)
