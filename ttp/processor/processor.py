@@ -262,7 +262,10 @@ class Processor:
         copies = self.copying or self._receiver
         if copies is not None:
             copies.close()
-        self._close_source()
+        self.host.leave()
+        with contextlib.suppress(Exception):
+            self.source.close()
+        self.host.close()
 
     # ------------------------------------------------------------------------------------------------ the owner thread
 
@@ -375,12 +378,6 @@ class Processor:
     def _wrote(self, count: int) -> None:
         self.written += count
 
-    def _close_source(self) -> None:
-        self.host.leave()
-        with contextlib.suppress(Exception):
-            self.source.close()
-        self.host.close()
-
     def _exit(self, order: act.Exit | act.GoOn) -> None:
         """End the process, with the program's own exit code if it has set one; for ``GoOn`` release it to go on."""
         if isinstance(order, act.Exit):
@@ -391,6 +388,8 @@ class Processor:
             self._let_go.set()
 
     def _hang_up(self) -> None:
+        """Close what other processes wait for. The source stays: its hooks hold the training thread at the gate."""
         with contextlib.suppress(Exception):
             self._link.finish(timeout_s=0.5)
-        self._close_source()
+        self.host.leave()
+        self.host.close()
