@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
+from signal import Signals
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 pytest.importorskip("torch")
 
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -20,6 +25,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTi
 
 from ttp.errors import ConfigError
 from ttp.launch import stand_by
+from ttp.launch.agent import TtpAgent
 from ttp.launch.run import _parse
 from ttp.launch.stand_by import LATE_S, VACANT_S, Rescheduling, StandBy, vacancies
 
@@ -128,6 +134,26 @@ def test_the_limit_that_ended_a_meeting_is_named(
     with pytest.raises(RendezvousTimeoutError):
         rendezvous.next_rendezvous()
     assert limit in caplog.text
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_launcher_that_ends_by_a_signal_keeps_no_place_alive(answers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A keep-alive that was under way aborted Python at its end: the exit code was 134 instead of 75."""
+    asked, signal = threading.Event(), SignalException("SIGTERM", Signals.SIGTERM)
+
+    def stop() -> None:
+        asked.set()
+        threading.Event().wait(0 if answers else None)
+
+    agent: Any = object.__new__(TtpAgent)
+    spec = SimpleNamespace(rdzv_handler=Rescheduling(SimpleNamespace(_stop_heartbeats=stop), 1.0))
+    agent._worker_group, agent._pcontext = SimpleNamespace(spec=spec, group_world_size=1, workers=[]), None
+    agent._host, agent._token = Mock(), Mock(made_here=False)
+    monkeypatch.setattr(stand_by, "LEAVE_S", 0.1)
+    monkeypatch.setattr(LocalElasticAgent, "run", Mock(side_effect=signal))
+    with pytest.raises(SignalException):
+        agent.run()
+    assert asked.is_set()
 
 
 @pytest.mark.parametrize(
