@@ -326,8 +326,12 @@ class Processor:
                 self._inspector.thaw()
             case act.Redo(version):
                 self._inspector.redo(version)
-            case act.StartSave() | act.CancelSave() | act.StartCommit():
-                self._saver.perform(action)
+            case act.StartSave(save):
+                self._saver.save(save)
+            case act.CancelSave():
+                self._saver.cancel()
+            case act.StartCommit(commit):
+                self._saver.commit(commit)
             case act.HoldLease() | act.DropLease():
                 self._lease.perform(action)
             case act.NoteRing():
