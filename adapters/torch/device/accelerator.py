@@ -10,20 +10,22 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from ttp import polling
 from ttp.errors import CheckpointError
 
 log = logging.getLogger("ttp.adapters.torch")
 
-_POLL_S = 0.0002
+poll = partial(polling.poll, every_s=0.0002)
+"""``ttp.polling.poll`` for marks of a device: the driver's own waits have no time limit."""
 
 AHEAD_MAX = 12
 """Number of updates that a host may be ahead of its device before copies of the oldest version are dropped."""
@@ -271,17 +273,6 @@ class _DeviceMarks:
             except RuntimeError as problem:  # the device is broken, and finishes nothing more
                 log.debug("the marks of the device cannot be queried: %s", problem)
             return self._finished
-
-
-def poll(done: Callable[[], bool], timeout_s: float) -> bool:
-    """Call ``done`` until it returns True or ``timeout_s`` is over; return which. The driver's waits have no limit."""
-    deadline, pause_s = time.monotonic() + timeout_s, _POLL_S / 16
-    while not done():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _POLL_S)  # a save waits for each tensor, and small ones arrive at once
-    return True
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
