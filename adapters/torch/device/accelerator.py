@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections import deque
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -297,3 +297,17 @@ def sample_of(tensor: Tensor) -> Tensor:
 def copied_bytes(tensor: Tensor) -> bytes:
     """Return a copy of the elements of a strided tensor, on the host, as bytes."""
     return flat_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous()).numpy().tobytes()
+
+
+Copies = tuple[list[Tensor], list[Tensor]]
+"""Targets and sources of copies."""
+
+
+def by_kind(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[Copies]:
+    """Group pairs of target and source by device and dtype: torch would copy a mixed list tensor by tensor."""
+    kinds: defaultdict[tuple[Any, Any], Copies] = defaultdict(lambda: ([], []))
+    for target, source in pairs:
+        targets, sources = kinds[target.device, target.dtype]
+        targets.append(target)
+        sources.append(source)
+    return list(kinds.values())
