@@ -102,9 +102,8 @@ class BufferTable:
         self.small: list[BufferEntry] = []
         self.large: list[BufferEntry] = []
         self._absent: list[tuple[dict[str, Tensor | None], str]] = []
-        self._owners: list[
-            dict[str, Tensor | None]
-        ] = []  # the dictionaries of all buffers, also of those that are None
+        # The dictionaries of all buffers, also of those that are None, and their names there.
+        self._owners: list[dict[str, Tensor | None]] = []
         self._keys: list[str] = []
         self._found: list[Tensor | None] = []
         self._tensors: list[Tensor] = []
