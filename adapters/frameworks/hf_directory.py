@@ -91,9 +91,8 @@ def _write(trainer: Any, checkpoint: Path, facts: dict[str, Any]) -> Path:
     final, draft = place / f"checkpoint-{facts['step']}", place / ".new"
     shutil.rmtree(draft, ignore_errors=True)
     for old in place.glob("checkpoint-*"):
-        shutil.rmtree(
-            old, ignore_errors=True
-        )  # the checkpoint of ttp from which it was made stays; the disk may have no room for two directories
+        # The checkpoint of ttp from which it was made stays; the disk may have no room for two directories.
+        shutil.rmtree(old, ignore_errors=True)
     draft.mkdir(parents=True)
     if fsdp_plugin(trainer) is None:
         _write_model(trainer, draft, _model(checkpoint))

@@ -23,6 +23,7 @@ from ttp.adapters.versions import names_of, require
 from ttp.config import CONTROLLER_ADDR, Config
 from ttp.core.controller.job_verdict import FRUITLESS_MAX
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, ConfigError, TtpError
+from ttp.launch import presence
 from ttp.launch.controller_keeper import ControllerKeeper
 from ttp.launch.ports import hold_port
 from ttp.launch.ring import ask_everybody, reigning
@@ -189,15 +190,12 @@ class TtpCallback(WorkerGroupCallback, ControllerCallback):
     def _ask(self, around: tuple[str, ...], method: str, request: Any, timeout_s: float) -> Iterator[tuple[str, Any]]:
         import grpc
 
-        from ttp.wire.channel import metadata, open_channel, stub
-
         def ask(address: str, port: int) -> Any:
-            with open_channel(address, port) as channel:
-                try:
-                    return getattr(stub(channel), method)(request, timeout=timeout_s, metadata=metadata(self._token))
-                except grpc.RpcError as problem:
-                    log.warning("the controller at %s:%s did not answer %s: %s", address, port, method, problem)
-                    return None
+            try:
+                return presence.ask(address, port, self._token, method, request, timeout_s)
+            except grpc.RpcError as problem:
+                log.warning("the controller at %s:%s did not answer %s: %s", address, port, method, problem)
+                return None
 
         ends = time.monotonic() + timeout_s
         return ask_everybody(around, ask, lambda: ends)

@@ -24,6 +24,7 @@ from ttp.adapters.mindspore.memory import Memory
 from ttp.errors import GARBLED, CheckpointError, OtherModelError, ToldAs
 from ttp.processor.local_state.host_rng import HostStreams
 from ttp.processor.local_state.pages import Buffer, Kept, PageWriter
+from ttp.processor.local_state.sections import Sections
 
 _MAGIC = b"TTPM\x01"
 _HEADER = struct.Struct("<5sBI5I3q")
@@ -216,26 +217,14 @@ def _decode(data: bytes) -> LocalState:
     if magic != _MAGIC:
         raise ValueError(f"unknown format: they begin with {magic!r}")
     streams, (epoch, step, batch_num) = rest[:5], rest[5:]
-    reader = _Reader(data, _HEADER.size)
-    table = msgpack.unpackb(reader.take(described))
-    python, python_gauss, numpy, numpy_gauss, stream = map(reader.take, streams)
+    sections = Sections(data, _HEADER.size)
+    table = msgpack.unpackb(sections.take(described))
+    python, python_gauss, numpy, numpy_gauss, stream = map(sections.take, streams)
     beside: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
     for large in (False, True):
         for name, dtype, shape, size in table:
             if (size >= _LARGE) is large:
-                beside[str(name)] = str(dtype), tuple(int(extent) for extent in shape), reader.take(size)
-    if reader.at != len(data):
-        raise ValueError(f"{len(data) - reader.at} bytes too many")
+                beside[str(name)] = str(dtype), tuple(int(extent) for extent in shape), sections.take(size)
+    sections.end()
     host = python, python_gauss, numpy, numpy_gauss
     return LocalState(Position(epoch, step, batch_num), bool(passed), host, stream, beside)
-
-
-class _Reader:
-    def __init__(self, data: bytes, at: int) -> None:
-        self._data, self.at = data, at
-
-    def take(self, size: int) -> bytes:
-        if size < 0 or self.at + size > len(self._data):
-            raise ValueError(f"the header requires at least {self.at + size} bytes")
-        self.at += size
-        return self._data[self.at - size : self.at]

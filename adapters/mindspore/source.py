@@ -22,6 +22,7 @@ from ttp.mindspore_files.ckpt_writer import TensorToWrite, number, write_entries
 from ttp.mindspore_files.group_info import NAME, encode_group_info
 from ttp.processor.local_state.local_piece import Change, Pages, write_local_piece
 from ttp.processor.paged_source import PagedSource
+from ttp.processor.sampling import BAD_MAX, blocks_of
 from ttp.processor.source import Cancelled
 from ttp.store.durable import sync_directory
 from ttp.store.encoding import encode
@@ -60,7 +61,6 @@ class MindSporeSource(PagedSource):
     def __init__(self, memory: Memory, capture: LocalCapture, replicated: Sequence[str]) -> None:
         super().__init__(capture)
         self._memory, self._capture, self._replicated = memory, capture, tuple(replicated)
-        self._inspector: Inspector | None = None
         self.in_step = False
         """Whether the step that made the last update is still running."""
         self.preimage: Any = None
@@ -71,8 +71,6 @@ class MindSporeSource(PagedSource):
     def connect(self, processor: Processor) -> None:
         """Set the processor of this rank, to which updates are reported from now on."""
         self._processor = processor
-        if processor.config.digest != "off":
-            self._inspector = Inspector(processor.config.digest)
 
     # ------------------------------------------------------------------------------------------------ StateSource
 
@@ -92,12 +90,12 @@ class MindSporeSource(PagedSource):
 
     def inspect(self, version: Version) -> tuple[tuple[ShardDigest, ...], tuple[str, ...]]:
         """See ``StateSource``."""
-        if self._processor is None or self._inspector is None or not self._memory.on_host:
+        if self._processor is None or self._processor.config.digest == "off" or not self._memory.on_host:
             return (), ()
         shards = self._processor.layout.shards_of(Rank(self._processor.env.rank))
         try:
             held = [self._memory.of(name) for name in self._replicated]
-            digest, bad = self._inspector.look(held, version)
+            digest, bad = inspected(held, version, self._processor.config.digest)
         except Exception as problem:
             log.warning("version %s was not compared with other replicas: %s", version, problem)
             return tuple(ShardDigest(shard, "") for shard in shards), ()
@@ -282,65 +280,28 @@ def _job_state(version: int, position: Position) -> bytes:
 #
 # Comparison of replicas: a digest of the parameters that must be equal on them, and the names of parameters that hold
 # NaN or Inf.
-#
-# A state of up to 64 MiB is read whole. Of a larger state evenly spaced blocks are read, and different blocks at each
-# version. Digests can be compared only if they are of the same version and made in the same mode.
 
 
-WHOLE_BYTES = 64 << 20
-"""Largest state, in bytes, that is read whole in the mode ``sample``."""
-SAMPLE_BYTES = 16 << 20
-"""Bytes of a larger state that are read, divided among parameters by their sizes."""
-_SHARE_MIN = 1 << 10
-"""Bytes that are read at least of each parameter."""
-_BLOCK_BYTES = 64 << 10
-"""Size of a block in bytes."""
-_BAD_MAX = 8
-"""Number of names of parameters with NaN or Inf that are reported."""
+def inspected(held: Iterable[Held], version: int, mode: str) -> tuple[str, tuple[str, ...]]:
+    """Return a digest of the parameters ``held``, of ``version``, and the names of those with NaN or Inf.
 
-
-class Inspector:
-    """Computes digests of parameters in host memory.
-
-    Args:
-        mode: ``sample`` (read blocks of a large state) or ``all`` (read everything).
+    The state must not change during the call. For ``mode`` see ``ttp.processor.sampling``.
     """
-
-    def __init__(self, mode: str) -> None:
-        self._mode = mode
-
-    def look(self, held: Iterable[Held], version: int) -> tuple[str, tuple[str, ...]]:
-        """Return a digest of the parameters ``held``, of ``version``, and the names of those with NaN or Inf.
-
-        The state must not change during the call.
-        """
-        known = sorted(held, key=lambda h: h.name)
-        total = sum(h.array.nbytes for h in known)
-        whole = self._mode == "all" or total <= WHOLE_BYTES
-        digest, bad = xxhash.xxh3_128(), list[str]()
-        digest.update(json.dumps([(h.name, h.dtype, list(h.shape)) for h in known]).encode())
-        for h in known:
-            share = h.array.nbytes if whole else max(_SHARE_MIN, h.array.nbytes * SAMPLE_BYTES // total)
-            finite = True
-            for block in _blocks(h.array.reshape(-1), share, version):
-                digest.update(memoryview(block.view(np.uint8)))
-                finite = finite and _finite(block)
-            if not finite:
-                bad.append(h.name)
-        return digest.hexdigest(), tuple(bad[:_BAD_MAX])
-
-
-def _blocks(flat: Any, share: int, version: int) -> Iterator[Any]:
-    """Yield the whole array, or evenly spaced blocks of about ``share`` bytes together."""
-    if flat.nbytes <= share:
-        yield flat
-        return
-    block = max(1, min(_BLOCK_BYTES, share) // flat.itemsize)
-    count = max(1, share // (block * flat.itemsize))
-    pitch = flat.size // count
-    start = version * 40_503 % (pitch - block + 1)
-    for place in range(start, start + count * pitch, pitch):
-        yield flat[place : place + block]
+    known = sorted(held, key=lambda h: h.name)
+    total = sum(h.array.nbytes for h in known)
+    digest, bad = xxhash.xxh3_128(), list[str]()
+    digest.update(json.dumps([(h.name, h.dtype, list(h.shape)) for h in known]).encode())
+    for h in known:
+        flat, finite = h.array.reshape(-1), True
+        chosen = blocks_of(flat.size, flat.itemsize, total=total, mode=mode, version=version)
+        size, count, pitch, start = chosen or (flat.size, 1, max(1, flat.size), 0)
+        for at in range(start, start + count * pitch, pitch):
+            block = flat[at : at + size]
+            digest.update(memoryview(block.view(np.uint8)))
+            finite = finite and _finite(block)
+        if not finite:
+            bad.append(h.name)
+    return digest.hexdigest(), tuple(bad[:BAD_MAX])
 
 
 def _finite(block: Any) -> bool:

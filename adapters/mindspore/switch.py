@@ -36,10 +36,9 @@ def require_switched_on(environ: Mapping[str, str] | None = None) -> None:
         )
 
 
-def may_be_protected(environ: Mapping[str, str] | None = None) -> bool:
+def may_be_protected() -> bool:
     """Return whether ttp may be on in this job: then an optimizer that is wrapped now must report its updates."""
-    environ = os.environ if environ is None else environ
-    return bool(environ.get("TTP_PORT")) or bool(_TTP_ON.search(environ.get(TFT, "")))
+    return bool(os.environ.get("TTP_PORT")) or bool(_TTP_ON.search(os.environ.get(TFT, "")))
 
 
 def _said(environ: Mapping[str, str], name: str) -> str:

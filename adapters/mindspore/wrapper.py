@@ -110,27 +110,21 @@ class OptTTPWrapper(nn.Optimizer):
         if not self.ttp_reports or context.get_context("mode") != context.PYNATIVE_MODE:
             return super().__call__(*args, **kwargs)
         self.global_step.asnumpy()
-        self._tell_begin()
+        self._begins(_ONE)
         result = self.opt(*args, **kwargs)
         self.global_step.asnumpy()
-        self._tell_end()
+        self._ends(_ONE)
         return result
 
     def _begins(self, one: Any) -> Any:
-        self._tell_begin()
+        if self.reporter is not None:
+            self.reporter.begin_update()
         return _ONE
 
     def _ends(self, one: Any) -> Any:
-        self._tell_end()
-        return _ONE
-
-    def _tell_begin(self) -> None:
-        if self.reporter is not None:
-            self.reporter.begin_update()
-
-    def _tell_end(self) -> None:
         if self.reporter is not None:
             self.reporter.end_update()
+        return _ONE
 
 
 OptTFTWrapper = OptTTPWrapper

@@ -118,9 +118,8 @@ class TorchAdapter(Restoring):
         self._attachment: Attachment | None = None
         self._hooks = contextlib.ExitStack()  # removes all hooks
         self._processor: Processor | None = None
-        self._numbers: dict[Any, str] | None = (
-            None  # those of optimizers, after the first update; empty after the second
-        )
+        # Those of optimizers, after the first update; empty after the second.
+        self._numbers: dict[Any, str] | None = None
         self._followers: Followers | None = None
         self._following: dict[str, Tensor] = {}  # parameters that no optimizer trains and pre-images copy
         self._source.may_follow = lambda: self._followers is not None and not self._followers.all_small

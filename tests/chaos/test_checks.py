@@ -194,6 +194,15 @@ def test_a_lost_host_costs_its_random_streams_unless_they_are_mirrored() -> None
     assert "rank-local state of ranks [1] was not saved" in verdict(host_is_lost(mirrored)).findings[0]
 
 
+def test_a_copy_may_be_late_where_it_is_sent_beside_the_training() -> None:
+    mirrored = Script(3, 1, env=(("TTP_MIRROR", "on"),))
+    late = host_is_lost(mirrored)
+    late.found = [Found(2), Found(5, (), (), (1,))]
+    assert verdict(late).findings, "rank 1 died in the update, so its copy of the version before was the right one"
+    late.notes[1][FIRST] = life(1, 2, 5)
+    assert (verdict(late).findings, diverges(late.evidence())) == ((), True)
+
+
 def test_bits_have_no_reference_after_a_host_was_lost() -> None:
     story = Story(diverged=True)
     change_weights(story)

@@ -213,4 +213,4 @@ def test_a_port_that_somebody_else_has(job: Make) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         this = job(ranks=2, port=other.getsockname()[1])
         assert this.run() == [2, 2], this.story()
-        assert "is in use by a program that is not a ttp controller" in this.story()
+        assert "is in use by a program that does not answer as a ttp controller" in this.story()

@@ -87,7 +87,8 @@ class Oracle:
         silent = {rank for rank, beat in latest.items() if now - beat.now > 3.0}
         if patience is None or now < self.story()[1] + patience or silent == set(latest):
             return None
-        if any(beat.activity for rank, beat in latest.items() if rank not in silent):
+        paused = [beat.place[0] for rank, beat in latest.items() if rank not in silent and beat.activity]
+        if paused and not any(beat.place[0] < max(paused) for beat in latest.values() if not beat.activity):
             return None
         if silent:
             return tuple(sorted(silent))

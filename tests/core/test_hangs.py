@@ -264,6 +264,21 @@ class TestPauses:
         job.stand(r0="silent")
         assert named(job.wait(60)) == [(0,)]
 
+    def test_a_rank_that_never_came_to_it_is_found(self) -> None:
+        job = Job()
+        job.stand(r0=(0, 3), r1=(1, 0), r2=(1, 0), r3=(1, 0))
+        job.beat()
+        job.stand(r1="evaluation", r2="evaluation", r3="evaluation")
+        (found,) = job.wait(60)
+        assert found.subjects == (0,) and "rank 0 at step 21, point 3, ranks 1-3 at step 22, point 0" in found.text
+
+    def test_ranks_at_the_next_step_may_wait_for_one_that_pauses(self) -> None:
+        job = Job()
+        job.stand(r0=(1, 0), r1=(1, 0), r2=(1, 0), r3=(1, 2))
+        job.beat()
+        job.stand(r0="saving")
+        assert job.wait(1000) == []
+
     def test_a_pause_of_somebody_who_left_does_not_last(self) -> None:
         job = Job()
         job.stand(r0="evaluation")

@@ -127,6 +127,7 @@ def wait_for_ever() -> None:
 
 DEEDS: Any = {"flip": flip_a_bit, "half": half_a_message, "deadlock": wait_for_ever, "hold": lambda: None}
 injector = Injector()
+calls = itertools.count()
 
 
 def send_all() -> None:
@@ -211,7 +212,9 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
         from ttp.adapters.torch import ReplicatedOptimizer
 
         replicated = ReplicatedOptimizer(model.parameters(), InnerFault, int(copies), lr=1e-2)
-        replicated.register_gather_pre_hook(lambda: injector.at("gather"))
+        exchange: Any = replicated._gather
+        at: Any = injector.at
+        exchange.run = lambda run=exchange.run: (at("gather"), run())
         return replicated
     if kind == "zero":
         from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -223,9 +226,6 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 def batch(step: int, micro: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + 100 * micro + RANK)
     return torch.randn(8, 16, generator=generator), torch.randint(0, 4, (8,), generator=generator)
-
-
-calls = itertools.count()
 
 
 def misbehave() -> bool:

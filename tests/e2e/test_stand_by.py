@@ -22,6 +22,7 @@ import torch.distributed
 
 TCPStore: Any = torch.distributed.TCPStore  # type: ignore[attr-defined,unused-ignore] # not in its stubs
 WAIT_S = 120
+GONE = "keep_alive_interval=1"  # a host counts as gone after 3 s
 Unbroken = Callable[[Job], list[dict[str, Any]]]
 
 pytestmark = [pytest.mark.timeout(3 * WAIT_S), pytest.mark.xdist_group("ttp")]
@@ -36,7 +37,7 @@ def make_two(make_job: Callable[..., Job]) -> Callable[..., Job]:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def make(standing_by: int, *more: str, **settings: Any) -> Job:
-        common = ["--nnodes", "2", *more, "--rdzv-backend", "c10d", "--rdzv-id", "job"]
+        common = ["--nnodes", "2", "--rdzv-conf", GONE, *more, "--rdzv-backend", "c10d", "--rdzv-id", "job"]
         common += ["--rdzv-endpoint", f"127.0.0.1:{store.port}"]
         hosts = [f"spare{n}" for n in range(standing_by)] + ["one", "two"]
         nodes = [[*common, *(["--stand-by"] if host.startswith("spare") else [])] for host in hosts]
@@ -150,7 +151,7 @@ def test_without_one_the_job_ends_with_75_within_the_limit(make_two: Callable[..
 
 @pytest.mark.slow
 def test_an_elastic_job_goes_on_with_fewer_ranks_and_with_more_again(make_two: Callable[..., Job]) -> None:
-    job = make_two(0, "--elastic", "--rdzv-conf", "last_call_timeout=1", steps=60).start()
+    job = make_two(0, "--elastic", "--rdzv-conf", f"{GONE},last_call_timeout=1", steps=60).start()
     await_version(job, 3)
     without_power(job, "two")
     await_starts(job, 2)

@@ -93,6 +93,16 @@ def test_a_rank_leaves_although_its_save_hangs(place: BadDisk, tmp_path: Path) -
     version_4_is_whole(place)
 
 
+def test_a_rank_that_was_released_makes_no_more_updates(tmp_path: Path) -> None:
+    """However long its process takes to end: nothing that the program does there would be in the checkpoint."""
+    notes = tmp_path / "notes"
+    with training(tmp_path / "ck", tmp_path, SOLO_NOTES=str(notes)) as process:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 75
+    (checkpoint,) = (tmp_path / "ck").glob("tft*")
+    assert checkpoint.name.endswith(f"step_{notes.read_text()}")
+
+
 def test_storage_that_refuses_for_a_moment_is_tried_again(place: BadDisk, tmp_path: Path) -> None:
     """With one rank and no fallback, the save is repeated until there is room again."""
     with training(place.mountpoint, tmp_path) as process:

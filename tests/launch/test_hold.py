@@ -123,6 +123,10 @@ STORIES: dict[str, list[Look]] = {
         (99.9, {1}, {3: -9}, {1: 1e6}, WAIT),
         (100.0, {1}, {3: -9}, {1: 1e6}, LATE),
     ],
+    "its lease ends just before": [  # "no rank saves, or has begun to" was not true
+        (0.0, {1}, {3: -9}, {1: 99.5}, WAIT),
+        (100.0, {1}, {3: -9}, {1: 99.5}, LATE),
+    ],
     "one hung rank is killed, another one appears hung": [
         (0.0, {1, 2, 4}, {3: -9}, {4: 60}, WAIT),
         (1.0, {1, 2}, {3: -9, 4: 75}, {}, WAIT),

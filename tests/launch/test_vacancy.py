@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import threading
 from collections import Counter
+from signal import Signals
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -20,8 +27,11 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTi
 
 from ttp.errors import ConfigError
 from ttp.launch import stand_by
+from ttp.launch.agent import TtpAgent
 from ttp.launch.run import _parse
 from ttp.launch.stand_by import LATE_S, VACANT_S, Rescheduling, StandBy, vacancies
+
+TCPStore: Any = torch.distributed.TCPStore
 
 
 @pytest.mark.parametrize(
@@ -130,12 +140,62 @@ def test_the_limit_that_ended_a_meeting_is_named(
     assert limit in caplog.text
 
 
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_launcher_that_ends_by_a_signal_keeps_no_place_alive(answers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A keep-alive that was under way aborted Python at its end: the exit code was 134 instead of 75."""
+    asked, signal = threading.Event(), SignalException("SIGTERM", Signals.SIGTERM)
+
+    def stop() -> None:
+        asked.set()
+        threading.Event().wait(0 if answers else None)
+
+    agent: Any = object.__new__(TtpAgent)
+    spec = SimpleNamespace(rdzv_handler=Rescheduling(SimpleNamespace(_stop_heartbeats=stop), 1.0))
+    agent._worker_group, agent._pcontext = SimpleNamespace(spec=spec, group_world_size=1, workers=[]), None
+    agent._host, agent._token = Mock(), Mock(made_here=False)
+    monkeypatch.setattr(stand_by, "LEAVE_S", 0.1)
+    monkeypatch.setattr(LocalElasticAgent, "run", Mock(side_effect=signal))
+    with pytest.raises(SignalException):
+        agent.run()
+    assert asked.is_set()
+
+
+TEN_S = "keep_alive_interval=1,keep_alive_max_attempt=10"
+
+MEETS = """
+import sys
+from datetime import datetime, timedelta
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+port, seconds, conf = sys.argv[1:]
+class Clock(datetime):
+    @classmethod
+    def now(cls, tz=None):
+        return datetime.now(tz) + timedelta(seconds=int(seconds))
+dynamic_rendezvous.datetime = Clock
+conf = dict(each.split("=") for each in conf.split(","))
+meeting = RendezvousParameters("c10d", f"127.0.0.1:{port}", "job", 2, 2, local_addr="127.0.0.1", is_host="no", **conf)
+print(get_rendezvous_handler(meeting).next_rendezvous().world_size)
+"""
+
+
+def test_hosts_meet_whose_clocks_differ() -> None:
+    """torch compares the time of a keep-alive with the clock of the host that reads it."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    conf = _parse(["--rdzv-backend", "c10d", "x.py"]).rdzv_conf
+    commands = [[sys.executable, "-c", MEETS, str(store.port), seconds, conf] for seconds in ("0", "6")]
+    hosts = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
+    assert [host.communicate(timeout=100)[0].strip() for host in hosts] == ["2", "2"]
+
+
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
         ([], ""),
-        (["--rdzv-backend", "c10d"], "keep_alive_interval=1"),
-        (["--rdzv-backend", "c10d", "--rdzv-conf", "join_timeout=9"], "join_timeout=9,keep_alive_interval=1"),
+        (["--rdzv-backend", "c10d"], TEN_S),
+        (["--rdzv-backend", "c10d", "--rdzv-conf", "join_timeout=9"], f"join_timeout=9,{TEN_S}"),
         (["--rdzv-backend", "c10d", "--rdzv-conf", "keep_alive_interval=4"], "keep_alive_interval=4"),
         (["--rdzv-backend", "c10d", "--nnodes", "1:65"], ""),
     ],

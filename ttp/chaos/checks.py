@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ttp.chaos.notes import LifeKey, RankLife
-from ttp.chaos.record import Evidence, Record
+from ttp.chaos.record import Evidence, Found, Record
 from ttp.chaos.ways import way_findings
 from ttp.errors import EXIT_NOT_SAVED, EXIT_SAVED
 
@@ -81,8 +81,8 @@ def judge(evidence: Evidence) -> Judgement:
 
 def diverges(evidence: Evidence) -> bool:
     """Return whether rank-local state was lost for good, so that the bits of later steps cannot be compared."""
-    lost = not evidence.record.trouble and any(_without_pages(evidence, life) for life in trained(evidence)[1:])
-    return evidence.diverged or lost
+    later = () if evidence.record.trouble else trained(evidence)[1:]
+    return evidence.diverged or any(_without_pages(evidence, life) or _late_copies(evidence, life) for life in later)
 
 
 def trained(evidence: Evidence) -> list[LifeKey]:
@@ -178,7 +178,7 @@ def bit_findings(evidence: Evidence, lives: list[LifeKey]) -> list[str]:
         return []
     found: list[str] = []
     for index, life in enumerate(lives):
-        lacking = _without_pages(evidence, life) if index else frozenset()
+        lacking = _without_pages(evidence, life) | _late_copies(evidence, life) if index else frozenset()
         for rank, of_rank in sorted(evidence.notes.items()):
             if life in of_rank:
                 found += _rank_bits(evidence, rank, of_rank[life], lacking)
@@ -187,10 +187,30 @@ def bit_findings(evidence: Evidence, lives: list[LifeKey]) -> list[str]:
     return found[:6]
 
 
+def _restored(evidence: Evidence, life: LifeKey) -> list[Found]:
+    """Return the checkpoints from which this life may have been restored."""
+    starts = {lives[life].start for lives in evidence.notes.values() if life in lives}
+    return [found for found in evidence.record.found if found.version in starts]
+
+
 def _without_pages(evidence: Evidence, life: LifeKey) -> frozenset[int]:
     """Return the ranks whose own state is missing in the checkpoint from which this life was restored."""
-    starts = {lives[life].start for lives in evidence.notes.values() if life in lives}
-    return frozenset(r for found in evidence.record.found if found.version in starts for r in found.missing_pages)
+    return frozenset(rank for found in _restored(evidence, life) for rank in found.missing_pages)
+
+
+def _late_copies(evidence: Evidence, life: LifeKey) -> frozenset[int]:
+    """Return the ranks whose own state in that checkpoint is a copy from before the last version that they finished.
+
+    The copy on another host is sent beside the training: a host may be lost before the last one has arrived.
+    """
+    if not evidence.script.mirrored:
+        return frozenset()
+    earlier = {(rank, found.version) for found in _restored(evidence, life) for rank in found.earlier_pages}
+    return frozenset(
+        rank
+        for rank, version in earlier
+        if any((was.start or 0) < version <= was.finished for was in evidence.notes[rank].values())
+    )
 
 
 def _rank_bits(evidence: Evidence, rank: int, life: RankLife, lacking: frozenset[int]) -> Iterator[str]:

@@ -12,6 +12,7 @@ from ttp.chaos.hosts import Hosts
 from ttp.chaos.launching import clean_environment
 from ttp.chaos.record import Found
 from ttp.errors import CheckpointError
+from ttp.processor.local_state.local_piece import is_provisional, ranks_kept
 from ttp.store import names
 from ttp.store.manifest import Manifest
 from ttp.store.verify import verify_checkpoint
@@ -26,15 +27,17 @@ def checkpoints(save_dirs: Sequence[Path]) -> list[Found]:
     for path in (path for save_dir in save_dirs if save_dir.is_dir() for path in sorted(save_dir.iterdir())):
         version = names.parse_checkpoint_name(path.name)
         if version is not None:
-            found.append(Found(int(version), tuple(verify_checkpoint(path)), _missing_pages(path)))
+            found.append(Found(int(version), tuple(verify_checkpoint(path)), *_pages(path)))
     return sorted(found, key=lambda f: f.version)
 
 
-def _missing_pages(path: Path) -> tuple[int, ...]:
+def _pages(path: Path) -> tuple[tuple[int, ...], tuple[int, ...]]:
     try:
-        return tuple(int(rank) for rank in Manifest.load(path).missing_pages)
+        manifest = Manifest.load(path)
     except CheckpointError:
-        return ()
+        return (), ()
+    earlier = (rank for rank in ranks_kept(manifest.pieces) if is_provisional(manifest.pieces, rank))
+    return tuple(int(rank) for rank in manifest.missing_pages), tuple(earlier)
 
 
 def closing_words(save_dirs: Sequence[Path], hosts: Hosts, numbers: Iterable[int]) -> list[str]:

@@ -240,6 +240,8 @@ def _all_ranks_of_a_host(s: RunDraw) -> tuple[Fault, ...]:
 
 _HOSTS, _MOUNT = frozenset({"hosts"}), frozenset({"mount"})
 _OUTER = tuple(p for p in STEP_PHASES if p != "in_step")
+_WATCHED = _OUTER[: _OUTER.index("stepped")]
+"""Phases in which a rank that hangs is found: the evaluation that follows them waits on purpose."""
 _WIDE = ("wide",)
 
 KINDS: tuple[Kind, ...] = (
@@ -326,9 +328,9 @@ _FALLBACK, _MIRROR = frozenset({"fallback"}), frozenset({"mirror"})
 _PLACES = ("two places",)
 
 KINDS += (
-    Kind("a rank hangs", _one("hang"), weight=2, shapes=_SEEN, features=_HANG, phases=_OUTER),
-    Kind("a rank hangs with the interpreter lock", _one("hang-gil"), shapes=_SEEN, features=_HANG, phases=_OUTER),
-    Kind("a rank is stopped for good", _one("stop"), shapes=_SEEN, features=_HANG, phases=_OUTER),
+    Kind("a rank hangs", _one("hang"), weight=2, shapes=_SEEN, features=_HANG, phases=_WATCHED),
+    Kind("a rank hangs with the interpreter lock", _one("hang-gil"), shapes=_SEEN, features=_HANG, phases=_WATCHED),
+    Kind("a rank is stopped for good", _one("stop"), shapes=_SEEN, features=_HANG, phases=_WATCHED),
     Kind("kill the controller's host", _host("kill", 0), weight=3, shapes=_BY, features=_STANDBY, diverges=True),
     Kind("kill a host, then the controller", _host_then_controller, shapes=_BY, features=_STANDBY, diverges=True),
     Kind("full disk, second place", _disk("disk-full"), shapes=_PLACES, features=_FALLBACK, needs=_MOUNT),

@@ -45,11 +45,15 @@ class Injection:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A checkpoint on disk: its version, the problems found in it, and the ranks whose rank-local state it lacks."""
+    """A checkpoint on disk: its version, the problems found in it, and the ranks whose rank-local state it lacks.
+
+    ``earlier_pages``: the ranks whose rank-local state is that of the version before.
+    """
 
     version: int
     problems: tuple[str, ...] = ()
     missing_pages: tuple[int, ...] = ()
+    earlier_pages: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)

@@ -79,6 +79,8 @@ class TtpAgent(LocalElasticAgent):
             trained = result is not None and not result.is_failed()
             self.job_code = EXIT_TRAINED if trained else verdict(self.exit_codes().values())
             self._fail_open(self._end)
+            if isinstance(rendezvous := self._worker_group.spec.rdzv_handler, Rescheduling):
+                self._fail_open(rendezvous.rest)
             if self._token.made_here:
                 self._fail_open(self._host.forget_token)
 

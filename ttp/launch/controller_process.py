@@ -18,7 +18,7 @@ from pathlib import Path
 from ttp.config import Config
 from ttp.errors import EXIT_PORT_TAKEN, ConfigError, ToldAs
 from ttp.launch.own_module import own_module
-from ttp.launch.presence import Presence, controller_pid, is_local, listens, port_owner, probe
+from ttp.launch.presence import PROBE_S, Presence, controller_pid, is_local, listens, port_owner, probe
 from ttp.launch.run_dir import make_private
 from ttp.polling import poll
 from ttp.wire.tls import diagnose
@@ -38,7 +38,7 @@ KEPT_S = 30 * 86400.0
 """Seconds without ranks after which a controller with an owner ends by itself. Ranks may prepare data for hours before
 they connect; normally its owner ends it with the job."""
 LOADS_S, LOOK_S = 300.0, 5.0
-"""Most seconds beyond the patience that a controller may take until it listens, and those between two looks. On a busy
+"""Most seconds beyond the patience that a controller may take until it answers, and those between two looks. On a busy
 host, or from a slow file system, Python takes minutes to import: no setting is wrong then."""
 END_S = 10.0
 """Seconds that a controller may take to end."""
@@ -172,7 +172,7 @@ def ensure_controller(
     deadline_s = time.monotonic() + patience_s
     last_s = deadline_s + LOADS_S
     try:
-        while time.monotonic() < deadline_s:
+        while time.monotonic() < last_s:
             if cancelled():
                 start.give_up()
                 return None
@@ -183,8 +183,10 @@ def ensure_controller(
             if start.wanted(presence):
                 start.begin()
             time.sleep(0.05)
-            if time.monotonic() >= deadline_s and start.loads():
-                deadline_s = min(last_s, time.monotonic() + LOOK_S)
+            if time.monotonic() >= deadline_s:
+                if not start.loads():
+                    break
+                deadline_s = time.monotonic() + LOOK_S
         raise ConfigError(start.timed_out(patience_s))
     except BaseException:
         start.give_up()
@@ -212,8 +214,10 @@ class _Start:
         self._child = start_controller(self._config, self._run_dir, owned=self._owned)
 
     def loads(self) -> bool:
-        """Return whether a controller was started that does not listen on its port yet."""
-        return self._child is not None and port_owner(self._port) is None
+        """Return whether a controller was started that does not listen on its port yet, or is too busy to answer."""
+        if self._child is None or (owner := port_owner(self._port)) is None:
+            return self._child is not None
+        return f"pid {self._child.pid} (" in owner and listens(self._address, self._port, PROBE_S)
 
     def finished(self) -> subprocess.Popen[bytes] | None:
         """Return the started process if it is the controller that serves; else end it and return None."""
@@ -260,7 +264,10 @@ class _Start:
                 f"used by the controller of another job{self._owner()}: choose another TTP_PORT. If both are one job, "
                 "give all of its processes the same TTP_TOKEN"
             )
-        return f"in use by a program that is not a ttp controller{self._owner()}: choose another TTP_PORT"
+        return (
+            f"in use by a program that does not answer as a ttp controller{self._owner()}: choose another TTP_PORT, "
+            "or, if it is a controller of this job that was stopped or hangs, kill it: another one is started"
+        )
 
     def timed_out(self, patience_s: float) -> str:
         where = f"{self._address}:{self._port}"

@@ -44,7 +44,7 @@ class HoldDecision(enum.Enum):
     KILL_HUNG = "kill hung"  # kill the workers in ``Hold.hung``, then look again
     STOP = "stop"  # stop the workers, as torch's agent does by itself
     AGAIN = "again"  # the live workers go on in their processes: start only the dead ones
-    OUT_OF_PATIENCE = "out of patience"  # the same as STOP, though a worker was still saving
+    OUT_OF_PATIENCE = "out of patience"  # the same as STOP, though a worker was saving
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class Hold:
         if not armed:
             return HoldDecision.STOP
         if now - self._started >= self._patience_s:
-            return HoldDecision.OUT_OF_PATIENCE if holding else HoldDecision.STOP
+            return HoldDecision.OUT_OF_PATIENCE if self._held & armed else HoldDecision.STOP  # leases end then, too
         return HoldDecision.WAIT if holding else self._without_lease(now, scene, frozenset(armed))
 
     def _going_on(self, scene: WorkersNow, alive: frozenset[Pid]) -> HoldDecision:

@@ -128,9 +128,8 @@ class MovedRanks:
                 self._host.expect_stop(workers)
                 self._host.stop(workers, signal.SIGTERM, GRACE_S)
                 break
-            if (
-                time.monotonic() > offered + ANSWER_S
-            ):  # the offer may still be needed: this launcher does not know whether the ranks have taken their seats
+            # The offer may still be needed: this launcher does not know whether the ranks have taken their seats.
+            if time.monotonic() > offered + ANSWER_S:
                 offer()
                 offered = time.monotonic()
         codes = {rank: worker.poll() for rank, worker in workers.items()}

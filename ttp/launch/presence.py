@@ -34,7 +34,8 @@ def _describe(pid: int) -> str:
     import psutil
 
     try:
-        return f"pid {pid} ({psutil.Process(pid).name()})"
+        process = psutil.Process(pid)
+        return f"pid {pid} ({process.name()}{', stopped' if process.status() == psutil.STATUS_STOPPED else ''})"
     except (psutil.Error, OSError):
         return f"pid {pid}"
 

@@ -45,3 +45,12 @@ def is_ending(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return bool(int(stat_of(pid)[6]) & PF_EXITING)
     return False
+
+
+def number_in(file: Path, name: str) -> int | None:
+    """Return the number behind a name in a file of lines that begin with a name and a number; None: it is not there."""
+    try:
+        lines = [line.split() for line in file.read_text(errors="replace").splitlines()]
+    except OSError:
+        return None
+    return next((int(w[1]) for w in lines if len(w) > 1 and w[0] == name and w[1].isdecimal()), None)

@@ -157,15 +157,16 @@ def _let_hosts_go(arguments: Any) -> None:
 
 
 def _rendezvous_settings(arguments: Any) -> str:
-    """Return the user's settings plus a heartbeat with which a silent host counts as gone after 3 s instead of 15.
+    """Return the user's settings plus a heartbeat with which a silent host counts as gone after 10 s instead of 15.
 
-    This matters only while hosts meet. In jobs of more than ``FEW_NODES`` hosts it is left out, because each beat
-    rewrites the state of all hosts, which is one value in torch's store.
+    This matters only while hosts meet. It is not less, because torch compares the wall clocks of two hosts, and because
+    a busy host may be late. In jobs of more than ``FEW_NODES`` hosts it is left out, because each beat rewrites the
+    state of all hosts, which is one value in torch's store.
     """
     given = str(arguments.rdzv_conf)
-    if "keep_alive_interval" in given or arguments.rdzv_backend not in LETS_IN or _nodes(arguments.nnodes) > FEW_NODES:
+    if "keep_alive" in given or arguments.rdzv_backend not in LETS_IN or _nodes(arguments.nnodes) > FEW_NODES:
         return given
-    return ",".join(filter(None, (given, "keep_alive_interval=1")))
+    return ",".join(filter(None, (given, "keep_alive_interval=1,keep_alive_max_attempt=10")))
 
 
 def _put_mindio_into_place(config: Config) -> None:

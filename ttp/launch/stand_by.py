@@ -9,6 +9,7 @@ takes it, and from then on is like the others. The others wait ``TTP_RESCHEDULE_
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -84,6 +85,12 @@ class Rescheduling(WrappedRendezvous):
         self._left = True
         self._inner._stop_heartbeats()
         self._inner._op_executor.run(_RendezvousExitOp(), time.monotonic() + LEAVE_S)
+
+    def rest(self) -> None:
+        """Send no more keep-alives. An answer that comes while Python ends aborts the process, in torch's C++ code."""
+        stopping = threading.Thread(target=self._inner._stop_heartbeats, daemon=True)
+        stopping.start()
+        stopping.join(LEAVE_S)  # the rendezvous may not answer any more
 
     def shutdown(self) -> bool:
         """See torch's ``RendezvousHandler.shutdown``. A host without a place does not close the rendezvous."""

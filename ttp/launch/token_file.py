@@ -94,7 +94,9 @@ def _check_private(found: os.stat_result, named: str) -> None:
     if not stat.S_ISREG(found.st_mode):
         raise ConfigError(f"{named} is not a regular file")
     if found.st_uid not in (0, os.getuid()):
-        raise ConfigError(f"{named} belongs to uid {found.st_uid}, who can read it: use a file of your own")
+        raise ConfigError(
+            f"{named} belongs to uid {found.st_uid}, who can read it: use a file of your own, or run this as that user"
+        )
     if found.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise ConfigError(
             f"{named} has mode {stat.S_IMODE(found.st_mode):04o}, and others than its owner may read or write it: "

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from ttp.launch.cgroups import Mount, groups, mounts
 from ttp.launch.deaths import ORDERLY_EXITS, SIGKILLED, DeathWatch, describe_exit
-from ttp.launch.proc_files import is_ending
+from ttp.launch.proc_files import is_ending, number_in
 
 logger = logging.getLogger("ttp.launch")
 
@@ -148,7 +148,7 @@ class OomWatch:
     def explain(self, pid: int) -> str:
         """Return a text if the out-of-memory killer has killed ``pid``, else empty. Call it once, after its death."""
         place = self._place.get(pid)
-        count = _read(place.file) if place is not None else None
+        count = number_in(place.file, COUNTER) if place is not None else None
         if place is None or count is None or count <= self._before[place.file]:
             return ""
         before = self._before[place.file]
@@ -161,20 +161,10 @@ class OomWatch:
                 _Place(group.name, group.folder / FILES[group.version]) for group in groups(pid, known, self._proc)
             ]
             for place in (*places, _Place("this machine", self._proc / "vmstat")):
-                count = _read(place.file)
+                count = number_in(place.file, COUNTER)
                 if count is not None:
                     self._place[pid] = place
                     self._before.setdefault(place.file, count)
                     return
         except (OSError, ValueError, LookupError) as problem:  # a signal is an Exception, too, in torch's launcher
             logger.debug("cannot find the cgroup of pid %d: %s", pid, problem)
-
-
-def _read(file: Path) -> int | None:
-    """Return the counter in a file; None: there is none."""
-    try:
-        lines = file.read_text().splitlines()
-    except (OSError, ValueError):
-        return None
-    counts = (line.split() for line in lines)
-    return next((int(c[1]) for c in counts if len(c) == 2 and c[0] == COUNTER and c[1].isdecimal()), None)

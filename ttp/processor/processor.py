@@ -262,7 +262,10 @@ class Processor:
         copies = self.copying or self._receiver
         if copies is not None:
             copies.close()
-        self._close_source()
+        self.host.leave()
+        with contextlib.suppress(Exception):
+            self.source.close()
+        self.host.close()
 
     # ------------------------------------------------------------------------------------------------ the owner thread
 
@@ -323,8 +326,12 @@ class Processor:
                 self._inspector.thaw()
             case act.Redo(version):
                 self._inspector.redo(version)
-            case act.StartSave() | act.CancelSave() | act.StartCommit():
-                self._saver.perform(action)
+            case act.StartSave(save):
+                self._saver.save(save)
+            case act.CancelSave():
+                self._saver.cancel()
+            case act.StartCommit(commit):
+                self._saver.commit(commit)
             case act.HoldLease() | act.DropLease():
                 self._lease.perform(action)
             case act.NoteRing():
@@ -375,12 +382,6 @@ class Processor:
     def _wrote(self, count: int) -> None:
         self.written += count
 
-    def _close_source(self) -> None:
-        self.host.leave()
-        with contextlib.suppress(Exception):
-            self.source.close()
-        self.host.close()
-
     def _exit(self, order: act.Exit | act.GoOn) -> None:
         """End the process, with the program's own exit code if it has set one; for ``GoOn`` release it to go on."""
         if isinstance(order, act.Exit):
@@ -391,6 +392,8 @@ class Processor:
             self._let_go.set()
 
     def _hang_up(self) -> None:
+        """Close what other processes wait for. The source stays: its hooks hold the training thread at the gate."""
         with contextlib.suppress(Exception):
             self._link.finish(timeout_s=0.5)
-        self._close_source()
+        self.host.leave()
+        self.host.close()

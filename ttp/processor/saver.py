@@ -12,7 +12,6 @@ from pathlib import Path
 from ttp.config import Config, RankEnv
 from ttp.core import messages as m
 from ttp.core.layout import Layout, Version
-from ttp.core.rank import actions as act
 from ttp.core.rank import events as ev
 from ttp.processor.copies.copier import Copying
 from ttp.processor.holding import Holding
@@ -78,16 +77,6 @@ class Saver:
     def busy(self) -> bool:
         """True while a job runs or waits to be run."""
         return self._worker.busy
-
-    def perform(self, action: act.StartSave | act.CancelSave | act.StartCommit) -> None:
-        """Carry out an action of the machine. Does not wait for the disk."""
-        match action:
-            case act.StartSave(save):
-                self.save(save)
-            case act.CancelSave():
-                self.cancel()
-            case act.StartCommit(commit):
-                self.commit(commit)
 
     def save(self, order: m.Save) -> None:
         """Write this rank's pieces of a checkpoint."""

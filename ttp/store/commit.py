@@ -159,9 +159,8 @@ class _Job:
         except Exception as problem:
             if self._committed() is None:
                 raise
-            _log.info(
-                "%s was already committed by another rank (here: %s)", self.final, problem
-            )  # the other rank has removed this rank's claim
+            # The other rank has removed this rank's claim.
+            _log.info("%s was already committed by another rank (here: %s)", self.final, problem)
 
     # ---------------------------------------------------------------------------------------------------- assembling
 

@@ -10,20 +10,22 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from ttp import polling
 from ttp.errors import CheckpointError
 
 log = logging.getLogger("ttp.adapters.torch")
 
-_POLL_S = 0.0002
+poll = partial(polling.poll, every_s=0.0002)
+"""``ttp.polling.poll`` for marks of a device: the driver's own waits have no time limit."""
 
 AHEAD_MAX = 12
 """Number of updates that a host may be ahead of its device before copies of the oldest version are dropped."""
@@ -273,17 +275,6 @@ class _DeviceMarks:
             return self._finished
 
 
-def poll(done: Callable[[], bool], timeout_s: float) -> bool:
-    """Call ``done`` until it returns True or ``timeout_s`` is over; return which. The driver's waits have no limit."""
-    deadline, pause_s = time.monotonic() + timeout_s, _POLL_S / 16
-    while not done():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _POLL_S)  # a save waits for each tensor, and small ones arrive at once
-    return True
-
-
 def flat_bytes(tensor: Tensor) -> Tensor:
     """Return a view of the memory of a dense tensor as a vector of bytes; see ``as_viewed``."""
     # A dimension of size 1 may have any stride, which reshape(-1) would keep.
@@ -306,3 +297,17 @@ def sample_of(tensor: Tensor) -> Tensor:
 def copied_bytes(tensor: Tensor) -> bytes:
     """Return a copy of the elements of a strided tensor, on the host, as bytes."""
     return flat_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous()).numpy().tobytes()
+
+
+Copies = tuple[list[Tensor], list[Tensor]]
+"""Targets and sources of copies."""
+
+
+def by_kind(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[Copies]:
+    """Group pairs of target and source by device and dtype: torch would copy a mixed list tensor by tensor."""
+    kinds: defaultdict[tuple[Any, Any], Copies] = defaultdict(lambda: ([], []))
+    for target, source in pairs:
+        targets, sources = kinds[target.device, target.dtype]
+        targets.append(target)
+        sources.append(source)
+    return list(kinds.values())

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor, nn
 
 from ttp.adapters.torch.device.accelerator import AHEAD_MAX, AllEvents, Event, Runtime, flat_bytes, holder
@@ -217,10 +216,7 @@ class DeviceBuffers:
             self._trusted = False
         self._before = buffers
         for held in staged.large:
-            digest, entry = xxhash.xxh3_64_intdigest(_view(held.pinned)), held.entry
-            if entry.digest_of == held.stamp is not None and entry.digest != digest:
-                self.table.distrust(entry)
-            entry.digest, entry.digest_of = digest, held.stamp
+            self.table.compare(held.entry, held.stamp, _view(held.pinned))
 
     def mark(self) -> Event:
         """Return a mark behind the work that is queued on all devices so far."""

@@ -102,9 +102,8 @@ class BufferTable:
         self.small: list[BufferEntry] = []
         self.large: list[BufferEntry] = []
         self._absent: list[tuple[dict[str, Tensor | None], str]] = []
-        self._owners: list[
-            dict[str, Tensor | None]
-        ] = []  # the dictionaries of all buffers, also of those that are None
+        # The dictionaries of all buffers, also of those that are None, and their names there.
+        self._owners: list[dict[str, Tensor | None]] = []
         self._keys: list[str] = []
         self._found: list[Tensor | None] = []
         self._tensors: list[Tensor] = []
@@ -161,10 +160,21 @@ class BufferTable:
         large = entry.size >= LARGE_BYTES and entry.is_dense and not isinstance(owner, _NormBase)
         (self.large if large else self.small).append(entry)
 
-    def distrust(self, entry: BufferEntry) -> None:
-        """Read this buffer at every capture from now on: its bytes changed while its stamp did not."""
-        entry.counted = False
-        self._uncounted.add(entry.info.name)
+    def compare(self, entry: BufferEntry, stamp: Hashable, view: Buffer) -> None:
+        """Compare the bytes of a large buffer with the last time.
+
+        If they have changed while the stamp has not, the buffer is read at every capture from now on.
+
+        Args:
+            entry: the buffer.
+            stamp: its stamp when ``view`` held its bytes; None: it had none.
+            view: the bytes.
+        """
+        digest = xxhash.xxh3_64_intdigest(view)
+        if stamp is not None and entry.digest_of == stamp and entry.digest != digest:
+            entry.counted = False
+            self._uncounted.add(entry.info.name)
+        entry.digest, entry.digest_of = digest, stamp
 
 
 class BufferSet:
@@ -213,20 +223,12 @@ class BufferSet:
         if self._captures < _LEARNING_CAPTURES:
             self._captures += 1
             for entry, view in zip(self.table.large, self._large_views, strict=True):
-                self._learn(entry, view)
+                if (stamp := entry.stamp()) is not None:
+                    self.table.compare(entry, stamp, view)
         stamps = [entry.stamp() for entry in self.table.large]
         if None in stamps or stamps != [stamp for stamp, _ in self._kept]:
             self._kept = list(zip(stamps, self._large_views, strict=True))
         return self._kept
-
-    def _learn(self, entry: BufferEntry, view: Buffer) -> None:
-        """Compare the bytes of a large buffer with the last time, and distrust its stamp if only the bytes changed."""
-        stamp = entry.stamp()
-        if stamp is not None:
-            digest = xxhash.xxh3_64_intdigest(view)
-            if entry.digest_of == stamp and entry.digest != digest:
-                self.table.distrust(entry)
-            entry.digest_of, entry.digest = stamp, digest
 
 
 def _live(tensor: Tensor) -> memoryview:

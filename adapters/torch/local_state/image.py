@@ -21,6 +21,7 @@ from ttp.adapters.torch.local_state.buffers import BufferInfo, decode_buffer
 from ttp.core.messages import Piece
 from ttp.errors import GARBLED, CheckpointError, ToldAs
 from ttp.processor.local_state.local_piece import read_local_image
+from ttp.processor.local_state.sections import Sections
 from ttp.store.encoding import EncodingError, encode
 from ttp.store.encoding import decode as decode_values
 
@@ -124,39 +125,21 @@ def _parse(data: memoryview) -> _Parts:
     magic, extra_count, description_size = _HEADER.unpack_from(data)
     if magic not in (_MAGIC, _MAGIC_APART):
         raise ValueError(f"they begin with {magic!r}")
-    at = _HEADER.size
-    described, at = _take(data, at, description_size)
-    description = msgpack.unpackb(described)
+    sections = Sections(data, _HEADER.size)
+    description = msgpack.unpackb(sections.take(description_size))
     names = [str(name) for name in description["extra"]]
     if len(names) != extra_count:
         raise ValueError(f"{extra_count} extra states with {len(names)} names")
-    rng_size, *extra_sizes = struct.unpack_from(f"<{1 + extra_count}Q", data, at)
-    at += 8 * (1 + extra_count)
-    rng, at = _take(data, at, rng_size)
-    extra: dict[str, memoryview] = {}
-    for name, size in zip(names, extra_sizes, strict=True):
-        section, at = _take(data, at, size)
-        if section:
-            extra[name] = section
+    lengths = struct.Struct(f"<{1 + extra_count}Q")
+    rng_size, *extra_sizes = lengths.unpack(sections.take(lengths.size))
+    rng = sections.take(rng_size)
+    parts = [(name, sections.take(size)) for name, size in zip(names, extra_sizes, strict=True)]
+    extra = {name: part for name, part in parts if part}
     buffers: list[tuple[BufferInfo, memoryview]] = []
     for name, dtype, shape in description["buffers"]:
         info = BufferInfo(str(name), str(dtype), tuple(int(extent) for extent in shape))
-        section, at = _take(data, at, info.size)
-        buffers.append((info, section))
-    apart: dict[str, list[memoryview]] = {}
-    for name, sizes in zip(names, description.get("apart", ()), strict=False):
-        parts = []
-        for size in sizes:
-            part, at = _take(data, at, size)
-            parts.append(part)
-        if parts and name in extra:
-            apart[name] = parts
-    if at != len(data):
-        raise ValueError(f"{len(data) - at} bytes too many")
-    return _Parts(rng, extra, apart, buffers)
-
-
-def _take(data: memoryview, at: int, size: int) -> tuple[memoryview, int]:
-    if size < 0 or at + size > len(data):
-        raise ValueError(f"their header announces at least {at + size} bytes")
-    return data[at : at + size], at + size
+        buffers.append((info, sections.take(info.size)))
+    listed = zip(names, description.get("apart", ()), strict=False)
+    arrays = [(name, [sections.take(size) for size in sizes]) for name, sizes in listed]
+    sections.end()
+    return _Parts(rng, extra, {name: parts for name, parts in arrays if parts and name in extra}, buffers)

@@ -20,6 +20,7 @@ import torch
 from ttp.errors import GARBLED, CheckpointError, ToldAs
 from ttp.processor.local_state.host_rng import HostStreams, memory_at
 from ttp.processor.local_state.pages import Buffer
+from ttp.processor.local_state.sections import Sections
 from ttp.store.encoding import EncodingError
 
 log = logging.getLogger("ttp.adapters.torch")
@@ -91,12 +92,7 @@ def _split(data: bytes) -> list[bytes]:
     sizes = _HEADER.unpack_from(data)[1:]
     if _HEADER.size + sum(sizes) != len(data):
         raise CheckpointError(f"saved random streams have {len(data)} bytes, which their header contradicts")
-    sections: list[bytes] = []
-    at = _HEADER.size
-    for size in sizes:
-        sections.append(data[at : at + size])
-        at += size
-    return sections
+    return [*map(Sections(data, _HEADER.size).take, sizes)]
 
 
 def _tensor_bytes(tensor: torch.Tensor) -> bytes:

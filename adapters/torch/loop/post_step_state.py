@@ -70,7 +70,6 @@ class PostStepState:
         scheduler: an LR scheduler (anything with ``step`` and ``state_dict``), or a list of them; None: none.
         scaler: a ``GradScaler``, or None.
         averages: whether averages of the weights (EMA) are part of the post-step.
-        version: number of finished updates now.
         runtimes: the devices on which a scaler may have its numbers.
 
     Raises:
@@ -84,7 +83,6 @@ class PostStepState:
         scheduler: Any = None,
         scaler: Any = None,
         averages: bool = False,
-        version: int = 0,
         runtimes: Sequence[Runtime] = (),
     ) -> None:
         self._numbers = Numbers(runtimes)
@@ -98,7 +96,7 @@ class PostStepState:
         self._ended = 0  # number of post-steps whose end was seen
         self._updates_expected = True  # scaler.update() was called in the last post-step
         self._older: deque[_Snapshot] = deque(maxlen=AHEAD_MAX)
-        self._snapshot = self._take(version)
+        self._snapshot = self._take(0)
 
     # --------------------------------------------------------------------------------------------- training thread
 

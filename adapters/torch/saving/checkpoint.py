@@ -115,12 +115,10 @@ class _ShardWriter:
         self._file = file
         self._to_host = to_host
         self._serializer = TensorWriter(stream)
-        self._tensors: dict[
-            tuple[Any, ...], IndexEntry
-        ] = {}  # tied weights are stored once, and listed under all their names
-        self._numbers: dict[
-            tuple[type, str], bytes | None
-        ] = {}  # step counts, equal in all parameters, are encoded once
+        # Tied weights are stored once, and listed under all their names. Step counts, equal in all parameters, are
+        # encoded once.
+        self._tensors: dict[tuple[Any, ...], IndexEntry] = {}
+        self._numbers: dict[tuple[type, str], bytes | None] = {}
         self.items: list[IndexEntry] = []
         self.left_out: list[str] = []
 

@@ -5,12 +5,9 @@ buffers (BatchNorm statistics, until the next forward pass broadcasts them), pla
 may have been stepped on one rank and not yet on another), and, where the state is on a device, tensors on the host
 (they may be an update ahead of the device).
 
-By default a sample is read: everything if the state is small, else evenly spaced blocks of every tensor. The choice of
-blocks depends on the version, so a later save can find damage that an earlier one missed. Digests can be compared only
-if they are of the same version and were made in the same mode (``TTP_DIGEST``).
-
-Host memory is read in place. From a device, samples are copied on the side stream into pinned memory that was allocated
-at the start, because the training's stream may hang and an allocation would queue behind it.
+Of a large state a sample is read; see ``ttp.processor.sampling``. Host memory is read in place. From a device, samples
+are copied on the side stream into pinned memory that was allocated at the start, because the training's stream may hang
+and an allocation would queue behind it.
 """
 
 from __future__ import annotations
@@ -33,19 +30,12 @@ from ttp.adapters.torch.saving.state import optimizer_state
 from ttp.adapters.torch.sharding.names import ModelNames
 from ttp.adapters.torch.sharding.sharding import Sharding, local_tensors
 from ttp.core.layout import Shard
+from ttp.processor.sampling import BAD_MAX, Blocks, blocks_of
 
-WHOLE_BYTES = 64 << 20
-"""The largest state, in bytes, that is read whole. That takes about 10 ms of one core."""
-SAMPLE_BYTES = 16 << 20
-"""Bytes that are read of a larger state. Each costs more to read, because they are spread over the memory."""
-_SHARE_MIN = 1 << 10
-"""The least number of bytes that is read of each tensor, however large the other tensors are."""
-_BLOCK_BYTES = 64 << 10
 _PACK_HOST = 1 << 20  # small enough to be in the CPU's cache when it is read again to find NaN and Inf
 _PACK_DEVICE = 8 << 20
 _PATIENCE_S = 1.0
 """Seconds that a device may take to copy one pack. The side stream works even when a collective hangs."""
-_BAD_MAX = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +146,7 @@ class Inspector:
                 digest.update(row)
             if not _finite(data):
                 bad.update((name, None) for name in _not_finite(data, pack))
-        return Findings(digest.hexdigest(), tuple(bad)[:_BAD_MAX])
+        return Findings(digest.hexdigest(), tuple(bad)[:BAD_MAX])
 
     def _packs(self, known: Sequence[ComparedTensor], version: int) -> Iterator[list[tuple[ComparedTensor, Tensor]]]:
         """Group the samples into packs. A pack has one dtype, is on one device, and is at most ``_limit`` bytes."""
@@ -177,11 +167,9 @@ class Inspector:
     def _pieces(self, known: Sequence[ComparedTensor], version: int) -> Iterator[tuple[ComparedTensor, Tensor]]:
         flat = [(leaf, memory) for leaf in known if (memory := self._memory(leaf.tensor)) is not None]
         total = sum(memory.nbytes for _, memory in flat)
-        whole = self._mode == "all" or total <= WHOLE_BYTES
         for leaf, memory in flat:
-            share = memory.nbytes if whole else max(_SHARE_MIN, memory.nbytes * SAMPLE_BYTES // total)
-            sample = _sample(memory, share, version)
-            for piece in self._split(sample):
+            chosen = blocks_of(memory.numel(), memory.itemsize, total=total, mode=self._mode, version=version)
+            for piece in self._split(memory if chosen is None else _rows_of(memory, chosen)):
                 yield leaf, piece
 
     def _memory(self, tensor: Tensor) -> Tensor | None:
@@ -229,15 +217,10 @@ class Inspector:
         return self._pinned[:size].view(pieces[0].dtype)
 
 
-def _sample(memory: Tensor, share: int, version: int) -> Tensor:
-    """Return about ``share`` bytes of a tensor: all of it, or evenly spaced blocks, one per row."""
-    if memory.nbytes <= share:
-        return memory
-    block = min(_BLOCK_BYTES, share) // memory.element_size()
-    count = max(1, share // (block * memory.element_size()))
-    pitch = memory.numel() // count
-    start = version * 40_503 % (pitch - block + 1)
-    return memory.as_strided((count, block), (pitch, 1), memory.storage_offset() + start)
+def _rows_of(memory: Tensor, blocks: Blocks) -> Tensor:
+    """Return blocks of a vector, one per row."""
+    at = memory.storage_offset() + blocks.start
+    return memory.as_strided((blocks.number, blocks.size), (blocks.pitch, 1), at)
 
 
 def _rows(data: Tensor) -> Any:

@@ -17,7 +17,7 @@ version the copies hold.
 from __future__ import annotations
 
 import logging
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ttp.adapters.torch.device.accelerator import AHEAD_MAX, Fence, Runtime, holder
+from ttp.adapters.torch.device.accelerator import AHEAD_MAX, Fence, Runtime, by_kind, holder
 from ttp.adapters.torch.loop.combined_optimizer import members_of
 from ttp.adapters.torch.loop.schedule_habit import copied
 from ttp.adapters.torch.loop.unwrap_optimizer import unwrap_optimizer
@@ -149,7 +149,8 @@ class PreImage:
         if modules and not image.modules:
             self._copy_modules(image, copies)
         self._copy_followers(image, copies)
-        _carry_out(copies)
+        for targets, sources in by_kind(copies):
+            torch._foreach_copy_(targets, sources)
         image.serial = self._serial
         if image is not newest:
             self._images.append(image)
@@ -256,13 +257,3 @@ def _alike(memory: Tensor, live: Tensor) -> bool:
         return False
     strides = local(memory).stride()
     return strides == local(live).stride() or strides == torch.empty_like(local(live), device="meta").stride()
-
-
-def _carry_out(copies: _Copies) -> None:
-    """Make all copies, with one call per device and dtype, because torch would copy a mixed list tensor by tensor."""
-    kinds: defaultdict[tuple[Any, Any], _Copies] = defaultdict(list)
-    for copy in copies:
-        kinds[copy[0].device, copy[0].dtype].append(copy)
-    for group in kinds.values():
-        targets, sources = zip(*group, strict=True)
-        torch._foreach_copy_(list(targets), list(sources))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ttp.adapters.torch.device.accelerator import Copies, by_kind
 from ttp.adapters.torch.sharding.partition import ShardPlacement
 from ttp.errors import ConfigError
 
@@ -20,16 +20,14 @@ _ALIGNMENT = 16  # bytes of the widest dtype
 
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
 
-_Copies = tuple[list[Tensor], list[Tensor]]  # targets and sources of copies, all of one dtype
-
 
 @dataclass(slots=True)
 class _Round:
     """One all-gather, the copies into its buffer before it, and the copies out of it after it."""
 
     chunk: int  # bytes that each rank sends
-    send: list[_Copies] = field(default_factory=list)
-    receive: list[_Copies] = field(default_factory=list)
+    send: list[Copies] = field(default_factory=list)
+    receive: list[Copies] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -107,9 +105,9 @@ class BlockGather:
     def _plan_round(self, buffer: Tensor, chunk: int, turn: Sequence[list[_Piece]]) -> _Round:
         one = _Round(chunk)
         mine = self._holds[self._me]
-        one.send = _copies((_slot(buffer, self._me * chunk, piece), piece.memory) for piece in turn[mine])
+        one.send = by_kind((_slot(buffer, self._me * chunk, piece), piece.memory) for piece in turn[mine])
         sources = {shard: position for position, shard in reversed(list(enumerate(self._holds)))}  # the first of each
-        one.receive = _copies(
+        one.receive = by_kind(
             (piece.memory, _slot(buffer, sources[shard] * chunk, piece))
             for shard, pieces in enumerate(turn)
             if shard != mine
@@ -185,12 +183,3 @@ def _end(pieces: Sequence[_Piece]) -> int:
 def _slot(buffer: Tensor, start: int, piece: _Piece) -> Tensor:
     begin = start + piece.offset
     return buffer[begin : begin + piece.memory.nbytes].view(piece.memory.dtype)
-
-
-def _copies(pairs: Any) -> list[_Copies]:
-    """Group pairs of target and source by dtype, so that one call copies all tensors of a dtype."""
-    kinds: defaultdict[torch.dtype, _Copies] = defaultdict(lambda: ([], []))
-    for to, source in pairs:
-        kinds[to.dtype][0].append(to)
-        kinds[to.dtype][1].append(source)
-    return list(kinds.values())

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import socket
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
@@ -24,9 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
-from torch.utils.hooks import RemovableHandle
 
-from ttp.adapters.torch.sharding.gather import BlockGather, block_gather, dense_memory
+from ttp.adapters.torch.sharding.gather import block_gather, dense_memory
 from ttp.adapters.torch.sharding.partition import ShardPlacement, assign
 from ttp.errors import ConfigError
 
@@ -82,7 +81,6 @@ class ReplicatedOptimizer(Optimizer):
         self._shards: list[list[Tensor]] = [[] for _ in range(self.placement.shards)]
         self._shard_of: dict[Tensor, int] = {}
         self._loads: dict[bool, list[int]] = {trained: [0] * self.placement.shards for trained in (True, False)}
-        self._gather_hooks: OrderedDict[int, Callable[[], None]] = OrderedDict()
         super().__init__(params, defaults)
         for parameter in self._shard_of:
             dense_memory(parameter)
@@ -91,7 +89,8 @@ class ReplicatedOptimizer(Optimizer):
         _share(inner.param_groups, self.param_groups)
         self.defaults = inner.defaults
         self._meet()
-        self._gather = self._make_gather()
+        group = process_group or dist.group.WORLD
+        self._gather = block_gather(self.placement, self._rank, self.group_ranks, group, self._shards)
 
     # ------------------------------------------------------------------------------------------------- as an Optimizer
 
@@ -124,8 +123,6 @@ class ReplicatedOptimizer(Optimizer):
         _share(self.param_groups, self.inner.param_groups)
         step: Any = self.inner.step
         loss = step(**kwargs) if closure is None else step(closure, **kwargs)
-        for hook in list(self._gather_hooks.values()):
-            hook()
         self._gather.run()
         return loss
 
@@ -177,12 +174,6 @@ class ReplicatedOptimizer(Optimizer):
         """The ranks of the process group, by their numbers in the job."""
         return list(dist.get_process_group_ranks(self.process_group or dist.group.WORLD))
 
-    def register_gather_pre_hook(self, hook: Callable[[], None]) -> RemovableHandle:
-        """Call ``hook`` in each ``step()``, between this rank's update and the exchange."""
-        handle = RemovableHandle(self._gather_hooks)
-        self._gather_hooks[handle.id] = hook
-        return handle
-
     def _mine(self, group: dict[str, Any]) -> dict[str, Any]:
         """Return a param group with only the parameters that this rank updates; there may be none."""
         here = [self.holds(p) for p in group["params"]]
@@ -191,10 +182,6 @@ class ReplicatedOptimizer(Optimizer):
             if key in group:
                 own[key] = [value for value, kept in zip(group[key], here, strict=True) if kept]
         return own
-
-    def _make_gather(self) -> BlockGather:
-        group = self.process_group or dist.group.WORLD
-        return block_gather(self.placement, self._rank, self.group_ranks, group, self._shards)
 
     def _meet(self) -> None:
         """Check that all ranks have the same parameters, and warn if copies share a host. A collective call."""

@@ -21,6 +21,7 @@ from ttp.adapters.torch.saving.inspection import ComparedTensor, Inspector, repl
 from ttp.adapters.torch.sharding.names import ModelNames
 from ttp.adapters.torch.sharding.sharding import Sharding, TrainingObjects
 from ttp.core.layout import Layout, Rank, Shard, Version
+from ttp.processor import sampling
 
 
 class Replica:
@@ -91,8 +92,8 @@ class TestDigest:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"WHOLE_BYTES": 0, "SAMPLE_BYTES": 4096, "_SHARE_MIN": 64, "_BLOCK_BYTES": 256}.items():
-        monkeypatch.setattr(inspection, name, value)
+    for name, value in {"WHOLE_BYTES": 0, "SAMPLE_BYTES": 4096, "SHARE_MIN": 64, "BLOCK_BYTES": 256}.items():
+        monkeypatch.setattr(sampling, name, value)
 
 
 def compared(**tensors: Any) -> list[ComparedTensor]:

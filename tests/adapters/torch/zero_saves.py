@@ -190,7 +190,7 @@ def redone(directory: Path) -> dict[str, Any]:
     job = Job(directory / "redo", replicated(2))
     job.training.step(STEPS - 1)
     gate, entered = job.processor.gate, threading.Event()
-    job.training.optimizer.register_gather_pre_hook(entered.set)
+    job.training.optimizer.inner.register_step_post_hook(lambda *_: entered.set())
     gate.close()
     thread = threading.Thread(target=job.training.step)
     thread.start()

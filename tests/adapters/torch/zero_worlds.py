@@ -306,7 +306,7 @@ def torn_exchange(_directory: Path, rank: int) -> dict[str, Any]:
         training.backward()
     reference.optimizer.step()
     if rank == 1:
-        one.optimizer.register_gather_pre_hook(lambda: os._exit(0))
+        one.optimizer.inner.register_step_post_hook(lambda *_: os._exit(0))
     try:
         one.optimizer.step()
         raised = False

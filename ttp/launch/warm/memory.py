@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ttp.launch.cgroups import Group, groups, mounts
+from ttp.launch.proc_files import number_in
 
 FIRST = 1000
 """Score of a process that the kernel kills first when memory runs out."""
@@ -25,7 +26,7 @@ def left(system: Path = Path("/")) -> int | None:
 
 def anonymous() -> int:
     """Return the bytes of anonymous memory of this process, i.e. not of files; 0: the kernel does not say."""
-    return _number(Path("/proc/self/status"), "RssAnon:") * 1024
+    return (number_in(Path("/proc/self/status"), "RssAnon:") or 0) * 1024
 
 
 def die_first() -> str:
@@ -53,7 +54,7 @@ def die_as_before(score: str) -> None:
 
 
 def _left(proc: Path) -> Iterator[int]:
-    if available := _number(proc / "meminfo", "MemAvailable:"):
+    if available := number_in(proc / "meminfo", "MemAvailable:"):
         yield available * 1024
     try:
         known = list(mounts(proc))
@@ -68,13 +69,4 @@ def _left(proc: Path) -> Iterator[int]:
 
 def _left_of(group: Group) -> int:
     limit, used = (int((group.folder / name).read_text()) for name in FILES[group.version])
-    return limit - used + _number(group.folder / "memory.stat", RECLAIMABLE[group.version])
-
-
-def _number(file: Path, name: str) -> int:
-    """Return the number behind a name; 0: it is not there."""
-    try:
-        lines = [line.split() for line in file.read_text(errors="replace").splitlines()]
-    except OSError:
-        return 0
-    return next((int(words[1]) for words in lines if len(words) > 1 and words[0] == name), 0)
+    return limit - used + (number_in(group.folder / "memory.stat", RECLAIMABLE[group.version]) or 0)
