@@ -310,8 +310,9 @@ def test_with_step_done_they_come_back(tmp_path: Path, caplog: pytest.LogCapture
 
 def test_buffers_that_only_forward_passes_change_are_not_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Statistics of BatchNorm; what hooks of the program do, and caches that an evaluation makes anew."""
-    model, job = balanced(tmp_path)
+    model = Balanced()
     model.register_forward_pre_hook(lambda *_: model.balance())
+    job = Job(tmp_path, model, model)
 
     def evaluate() -> None:
         with torch.no_grad():
