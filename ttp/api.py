@@ -9,7 +9,6 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, overload
 
@@ -19,6 +18,7 @@ from ttp.core.layout import Layout
 from ttp.errors import EXIT_BAD_CONFIG, ConfigError, RefusedError, UsageError
 from ttp.processor import continuing
 from ttp.processor.last_words import asked_for, complain, leave_word
+from ttp.update_function import is_suspended
 
 log = logging.getLogger("ttp")
 
@@ -101,7 +101,7 @@ def _run_once(
     try:
         if not current.enabled:
             return train(*args, **kwargs)
-        if any(kind(train) for kind in (iscoroutinefunction, isgeneratorfunction, isasyncgenfunction)):
+        if is_suspended(train):
             raise UsageError("ttp_to_persist: decorate a plain function, which may call asyncio.run(...) inside")
         if (goes_on := continuing.current()) is not None:
             goes_on.enter()

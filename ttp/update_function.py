@@ -60,7 +60,7 @@ def one_step(func: Callable[P, R]) -> Callable[P, R]:
     Raises:
         UsageError: ``func`` is not a plain function; or, at a call, another decorated function is running already.
     """
-    if not callable(func) or isinstance(func, type) or _is_suspended(func):
+    if not callable(func) or isinstance(func, type) or is_suspended(func):
         raise UsageError(
             f"@ttp.one_step decorates a plain function that makes one update, and {func!r} is not one: a generator, a "
             "coroutine or a class cannot be called once for each update"
@@ -93,7 +93,7 @@ def one_step(func: Callable[P, R]) -> Callable[P, R]:
     return update
 
 
-def _is_suspended(func: Callable[..., object]) -> bool:
+def is_suspended(func: Callable[..., object]) -> bool:
     """Return whether calling the function only makes an object that runs later (a generator or coroutine)."""
     kinds = inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
     return any(kind(func) for kind in kinds)

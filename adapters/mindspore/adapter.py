@@ -246,7 +246,7 @@ class MindSporeAdapter:
         A graph of ``ms.jit`` runs on a thread of MindSpore, where asking for an address waits for this very graph.
         """
         if threading.get_ident() == self._thread:
-            self._memory.again(self._beside)
+            self._memory.again()
             if context.get_context("mode") == context.PYNATIVE_MODE:
                 self._capture.read_stream()
 
@@ -265,7 +265,7 @@ class MindSporeAdapter:
         processor = self._processor
         if processor is None:
             return
-        self._memory.again(self._beside)
+        self._memory.again()
         self._capture.read_stream()
         if self._updated:
             version = processor.gate.version

@@ -21,11 +21,6 @@ from mindspore.train.serialization import tensor_to_ms_type
 
 from ttp.errors import ConfigError
 
-_LOOKS = 3
-"""Number of first updates after each of which all addresses are checked."""
-_SHARE = 16
-"""Number of addresses that are checked after each later update."""
-
 
 @dataclass(frozen=True, slots=True)
 class Held:
@@ -78,9 +73,7 @@ class Memory:
             if other is not parameter:
                 raise ConfigError(f"two parameters are called {parameter.name!r}: give each parameter its own name")
         self._on_host = context.get_context("device_target") == "CPU"
-        self._looks = 0
-        self._next = 0
-        self._names = list(self._parameters)
+        self._addresses: list[int] = []
         self.held: Mapping[str, Held] = {}
         self.look()
 
@@ -92,21 +85,11 @@ class Memory:
     def look(self) -> None:
         """Take the view of every parameter."""
         self.held = {name: self._take(parameter) for name, parameter in self._parameters.items()}
+        self._addresses = [int(held.array.__array_interface__["data"][0]) for held in self.held.values()]
 
-    def again(self, always: Iterable[str] = ()) -> None:
-        """Take the views again if MindSpore or the program has moved parameters. Call it after each update.
-
-        Args:
-            always: names of parameters whose addresses are checked in each call: ``set_data`` moves a parameter.
-        """
-        if not self._on_host:
-            return
-        self._looks += 1
-        names = self._names
-        if self._looks > _LOOKS:
-            names = [self._names[(self._next + i) % len(self._names)] for i in range(min(_SHARE, len(self._names)))]
-            self._next = (self._next + len(names)) % len(self._names)
-        if any(self._parameters[name].data_ptr() != _address(self.held[name].array) for name in {*names, *always}):
+    def again(self) -> None:
+        """Take the views again if MindSpore or the program has moved a parameter. Call it at each update."""
+        if self._on_host and [parameter.data_ptr() for parameter in self._parameters.values()] != self._addresses:
             self.look()
 
     def of(self, name: str) -> Held:
@@ -125,10 +108,6 @@ class Memory:
             parameter.init_data()
         array = parameter.asnumpy() if self._on_host else np.empty(0)
         return Held(parameter.name, str(parameter.dtype), tuple(parameter.shape), array)
-
-
-def _address(array: Any) -> int:
-    return int(array.__array_interface__["data"][0])
 
 
 def _from_device(parameter: Parameter) -> Any:

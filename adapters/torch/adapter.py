@@ -118,8 +118,7 @@ class TorchAdapter(Restoring):
         self._attachment: Attachment | None = None
         self._hooks = contextlib.ExitStack()  # removes all hooks
         self._processor: Processor | None = None
-        # Those of optimizers, after the first update; empty after the second.
-        self._numbers: dict[Any, str] | None = None
+        self._numbers: dict[Any, str] | None = None  # of optimizers, after the first update; empty after the second
         self._followers: Followers | None = None
         self._following: dict[str, Tensor] = {}  # parameters that no optimizer trains and pre-images copy
         self._source.may_follow = lambda: self._followers is not None and not self._followers.all_small
@@ -190,10 +189,11 @@ class TorchAdapter(Restoring):
         ddps = ddps_of(self._model)
         others = {} if gathering(self._model) else untrained(self._names.parameters, [self._optimizer, *self._given])
         post_step = self._post_step = source.post_step = self._make_post_step()
-        if others:
-            self._followers = Followers(self._model, others, source.on_host, self._followed)
-            self._hooks.callback(self._followers.close)
-            self._followed(self._followers.small)
+        self._followers = Followers(
+            self._model, others, source.on_host, self._followed, lambda: not (processor.env.rank or turns.by_hand)
+        )
+        self._hooks.callback(self._followers.close)
+        self._followed(self._followers.small)
         self._buckets = source.buckets = LayoutWatch(ddps, self._names)
         self._trial = self._make_trial(processor, sharding)
         source.exchanges = is_sharded(self._optimizer)
@@ -396,3 +396,5 @@ class TorchAdapter(Restoring):
         """Note that scheduler, scaler and averages have followed the last update; for frameworks that tell when."""
         if self._attachment is not None:
             self._attachment.settled()
+        if self._followers is not None:
+            self._followers.captured()

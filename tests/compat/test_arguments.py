@@ -61,3 +61,17 @@ def test_arguments_of_another_type_are_refused_with_their_name(call: Any, said: 
     for wrong in odd:
         with pytest.raises((ConfigError, TypeError), match=said):
             call(wrong)
+
+
+async def _of_coroutines() -> None: ...
+
+
+def _of_generators() -> Any:
+    yield
+
+
+@pytest.mark.parametrize("suspended", [_of_coroutines, _of_generators])
+def test_a_function_that_only_makes_an_object_is_not_decorated(suspended: Any) -> None:
+    """Calling it returns at once, and the rank would leave the job before it has trained."""
+    with pytest.raises(TypeError, match=r"plain function, which may call asyncio\.run"):
+        tft.tft_exception_handler(suspended)

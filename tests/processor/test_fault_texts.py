@@ -42,6 +42,8 @@ def test_secondary_or_not(problem: BaseException, collective: bool) -> None:
 
 def test_descriptions_are_one_bounded_line() -> None:
     assert describe(ValueError("first\nsecond")) == "ValueError: first"
+    assert describe(RuntimeError("\n-----\n- Select failed:\n---\n")) == "RuntimeError: - Select failed:"
+    assert describe(RuntimeError("\n")) == describe(RuntimeError()) == "RuntimeError"
     assert describe(KeyboardInterrupt()) == "KeyboardInterrupt"
     assert len(describe(RuntimeError("x" * 10_000))) == 500
 

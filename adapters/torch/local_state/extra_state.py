@@ -68,13 +68,21 @@ class ExtraState:
             "extra_state too, before the loader (docs/frameworks.md, data loaders)"
             for name in self._late
         ]
-        return late + [
+        own = [
             f"{_path(name)} holds statistics of BatchNorm ({layer}), which differ between ranks: after a restore every "
             "rank has those of the rank that saved. To resume bit for bit, use SyncBatchNorm, or let the average copy "
             "the model's buffers at each update"
             for name, module in self.modules.items()
             if (layer := _own_statistics(module)) is not None
         ]
+        bare = [
+            f"{_path(name)} is a module without parameters. Modules count as equal on all ranks: after a restore every "
+            "rank has the state of the rank that saved. If each rank collects its own, as metrics do, give an object "
+            "that is no nn.Module, whose state_dict() and load_state_dict() call those of the module"
+            for name, module in self.modules.items()
+            if next(module.parameters(), None) is None
+        ]
+        return late + own + bare
 
     @property
     def objects(self) -> tuple[Any, ...]:

@@ -7,6 +7,9 @@ and the resumed run would make it once more. No hook reports such changes, so th
 first updates. Changes before the first update are ignored: layers may still initialise themselves. A large parameter,
 or one on a device, may only be written to with the values that it has: then it counts as one that changes, but is not
 refused.
+
+Buffers are another matter: the next forward pass changes them too, so they are captured when an update ends, and what
+the program writes to them after that belongs to the next version. The log says so if the first updates show it.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from torch.optim import Optimizer
 
 from ttp.adapters.torch.device.accelerator import copied_bytes, sample_of
 from ttp.adapters.torch.loop.hook import Hook
+from ttp.adapters.torch.loop.misuse import capturing
 from ttp.adapters.torch.sharding.dtensor_chunks import is_distributed
 from ttp.errors import UsageError
 
@@ -29,6 +33,12 @@ log = logging.getLogger("ttp.adapters.torch")
 _UPDATES_WATCHED = 5
 _COPIED_BYTES_MAX = 1 << 18
 _LISTED_MAX = 3
+_WRITTEN = (
+    "the program writes to buffers of the model between an update and the next forward pass (%s). The buffers of a "
+    "version are those at the end of its update, so a run that resumes would lack what was written after it. If that "
+    "belongs to the step, as the bias of a load balance does, call ttp.step_done() at the end of each iteration, and "
+    "once before the loop, right after ttp.restore()"
+)
 
 _State = tuple[Any, Tensor | None]
 """What changes when a parameter is written to, and a sample of its values; None: there is none."""
@@ -51,6 +61,8 @@ class Followers:
             device.
         found: called with the names of parameters that changed inside of a version, or after an update and before the
             next forward pass; and with whether it was after the update.
+        tells: returns whether to log that buffers are written to after an update. On ranks other than the first one
+            DistributedDataParallel does it.
     """
 
     def __init__(
@@ -59,7 +71,9 @@ class Followers:
         parameters: Mapping[str, Tensor],
         on_host: Callable[[Tensor], bool],
         found: Callable[[list[str], bool], None],
+        tells: Callable[[], bool],
     ) -> None:
+        self._model, self._on_host, self._tells = model, on_host, tells
         self._named = {name: p for name, p in parameters.items() if p.numel() and not is_distributed(p)}
         self._found = found
         self.small: list[str] = []
@@ -71,7 +85,11 @@ class Followers:
         self._updates = 0
         self._mark: dict[str, _State] | None = None  # the parameters at the last look; None: they are not compared now
         self._entered = False  # a forward pass has begun since the last update
-        self._handles = [each.register_forward_pre_hook(Hook(self._forward)) for each in called(model)]
+        self._written: dict[str, _State] | None = None  # the buffers at the end of an update, until a forward pass
+        forward, uses = Hook(self._forward), Hook(self._uses_buffers)
+        self._handles = [each.register_forward_pre_hook(forward) for each in called(model) if self._named]
+        # Before hooks of the program, which may change buffers as a part of the forward pass.
+        self._handles += [each.register_forward_pre_hook(uses, prepend=True) for each in called(model)]
 
     @property
     def all_small(self) -> bool:
@@ -91,7 +109,13 @@ class Followers:
             self.close()
             return False
         self._mark, self._entered = self._look(), False
+        self.captured()
         return True
+
+    def captured(self) -> None:
+        """Note that the buffers of a version are captured now."""
+        if self._handles and self._updates and not capturing():
+            self._written = self._look_at_buffers()
 
     def at_gate(self) -> None:
         """Check the parameters, just before the next update.
@@ -116,7 +140,20 @@ class Followers:
         """Stop comparing, and remove the hooks."""
         for handle in self._handles:
             handle.remove()
-        self._handles, self._mark = [], None
+        self._handles, self._mark, self._written = [], None, None
+
+    def _uses_buffers(self, module: nn.Module, _args: Any) -> None:
+        """Compare the buffers at the first forward pass after an update, unless it is that of an evaluation."""
+        if torch.compiler.is_compiling() or self._written is None or capturing():
+            return
+        before, self._written = self._written, None
+        if not (module.training and torch.is_grad_enabled() and self._tells()):
+            return
+        now = self._look_at_buffers()
+        moved = [name for name in now if name in before and now[name][0] != before[name][0]]
+        if changed := [name for name in moved if _differ(before[name][1], now[name][1])]:
+            self._tells = lambda: False
+            log.warning(_WRITTEN, ", ".join(changed[:_LISTED_MAX]) + (", ..." if len(changed) > _LISTED_MAX else ""))
 
     def _forward(self, module: nn.Module, _args: Any) -> None:
         if torch.compiler.is_compiling() or self._mark is None:
@@ -134,6 +171,11 @@ class Followers:
         now = self._mark = self._look()
         return [name for name in self._named if now[name][0] != before[name][0]]
 
+    def _look_at_buffers(self) -> dict[str, _State]:
+        found = {name: each for name, each in self._model.named_buffers() if each.numel() and _is_readable(each)}
+        small = [n for n, each in found.items() if self._on_host(each) and each.nbytes <= _COPIED_BYTES_MAX]
+        return {n: (copied_bytes(each), None) if n in small else _moving(each) for n, each in found.items()}
+
     def _look(self) -> dict[str, _State]:
         try:
             return {name: self._state(name) for name in self._named}
@@ -146,8 +188,16 @@ class Followers:
         parameter = self._named[name]
         if name in self.small:
             return copied_bytes(parameter), None
-        plain = type(parameter) in (Tensor, nn.Parameter) and parameter.layout is torch.strided
-        return (parameter._version, parameter.data_ptr()), sample_of(parameter) if plain else None
+        return _moving(parameter)
+
+
+def _moving(tensor: Tensor) -> _State:
+    return (tensor._version, tensor.data_ptr()), sample_of(tensor) if _is_readable(tensor) else None
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return plain and not (tensor.is_inference() or tensor.is_meta or tensor.is_quantized)
 
 
 def _differ(before: Tensor | None, now: Tensor | None) -> bool:

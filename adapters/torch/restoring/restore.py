@@ -291,7 +291,7 @@ def _load_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
         if key == "params":
             continue
         if isinstance(current, Tensor) and isinstance(value, Tensor) and current.shape == value.shape:
-            current.copy_(value)  # in place: schedulers and compiled steps keep references to the tensor
+            current.detach().copy_(value)  # in place: schedulers and compiled steps keep references to the tensor
         else:
             group[key] = value
 

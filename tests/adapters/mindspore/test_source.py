@@ -24,6 +24,7 @@ from tests.waiting import until
 from ttp.adapters.mindspore import OptTTPWrapper, restore
 from ttp.adapters.mindspore.adapter import MindSporeAdapter
 from ttp.adapters.mindspore.local_state import LocalState, Position
+from ttp.adapters.mindspore.memory import Memory
 from ttp.core.decide import How
 from ttp.core.layout import Rank, Shard, Version
 from ttp.core.messages import Phase, Piece
@@ -172,6 +173,16 @@ def test_who_goes_on_from_it_ends_where_the_other_ends(mode: str, how: How, tmp_
     assert second.adapter.position == Position(2, SAVED, STEPS_PER_EPOCH)
     second.processor.gate.set_version(SAVED)
     assert second.train(Driver(second, SAVED), SAVED) == unbroken
+
+
+def test_a_parameter_that_the_program_moves_is_read_at_its_new_place() -> None:
+    """``set_data`` moves a parameter; whatever a network has besides, the saver must not read the place it has left."""
+    weights = [ms.Parameter(ms.Tensor([float(number)]), name=f"w{number}") for number in range(40)]
+    memory = Memory(weights)
+    for weight in weights:
+        weight.set_data(ms.Tensor([-1.0]))
+        memory.again()
+        assert memory.of(weight.name).array.tolist() == [-1.0], weight.name
 
 
 class Averaging(Driver):

@@ -5,6 +5,7 @@ refused.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -247,3 +248,94 @@ def test_behind_a_step_that_a_scaler_has_left_out(tmp_path: Path) -> None:
         scaler.update()
         model.follow()
     assert job.gate.version == 2
+
+
+class Balanced(nn.Module):
+    """A model with a bias that the loop changes after each step, and counts that the forward pass adds up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = net(nn.BatchNorm1d(8))
+        self.bias: Tensor
+        self.counts: Tensor
+        self.register_buffer("bias", torch.zeros(3))
+        self.register_buffer("counts", torch.zeros(3), persistent=False)
+
+    def balance(self) -> None:
+        self.bias.data += 0.1 * torch.sign(self.counts.mean() - self.counts)
+
+    def forward(self, x: Tensor) -> Any:
+        found: Tensor = self.layers(x)
+        self.counts += found.detach().argmax(-1).bincount(minlength=3)
+        return found + self.bias
+
+
+def balanced(directory: Path) -> tuple[Balanced, Job]:
+    model = Balanced()
+    return model, Job(directory, model, model)
+
+
+@supports("buffers written after the step")
+def test_buffers_that_are_written_behind_the_step_are_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, job = balanced(tmp_path)
+    for _ in range(8):
+        job.step(model.balance)
+    (said,) = [text for text in caplog.messages if "between an update and the next forward pass (bias)" in text]
+    assert "ttp.step_done()" in said
+
+
+@supports("buffers written after the step")
+def test_with_step_done_they_come_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def make() -> Program:
+        model = Balanced()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+        def after() -> None:
+            model.balance()
+            program.step_done()
+
+        def step(number: int) -> Any:
+            model.bias *= 0.9  # belongs to this step
+            return stepped(number)
+
+        stepped = plainly(model, optimizer, after=after)
+        program = Program(model, optimizer, step)
+        return program
+
+    assert_goes_on_with_its_bits(tmp_path, make)
+    assert "between an update" not in caplog.text
+
+
+def test_buffers_that_only_forward_passes_change_are_not_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Statistics of BatchNorm; what hooks of the program do, and caches that an evaluation makes anew."""
+    model = Balanced()
+    model.register_forward_pre_hook(lambda *_: model.balance())
+    job = Job(tmp_path, model, model)
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            model.eval()(data())
+        model.train()
+        model.bias = model.bias + 1
+
+    def settle() -> None:
+        model.balance()
+        job.adapter.settled()  # as Lightning's callback does
+
+    job.adapter.settled()
+    model.bias += 1  # before the first update layers may still initialise themselves
+    for after in (evaluate, settle, evaluate, lambda: None, settle, evaluate):
+        job.step(after)
+    assert "between an update" not in caplog.text
+
+
+def test_other_ranks_do_not_tell_what_is_broadcast_to_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = Balanced()
+    job = Loop(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    job.processor.env = dataclasses.replace(job.processor.env, rank=1)
+    job.start(tmp_path / "pages")
+    for _ in range(3):
+        plainly(model, job.optimizer, after=model.balance)(0)
+    assert "between an update" not in caplog.text

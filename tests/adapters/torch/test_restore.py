@@ -59,6 +59,7 @@ OPTIMIZERS: dict[str, Make] = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
     "sgd with momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
     "adam with a tensor lr": lambda model: torch.optim.Adam(model.parameters(), lr=torch.tensor(0.01), foreach=False),
+    "a rate that is learned": lambda model: torch.optim.SGD(model.parameters(), torch.tensor(0.1, requires_grad=True)),
     "fused adam": lambda model: torch.optim.Adam(model.parameters(), fused=True),
     "amsgrad": lambda model: torch.optim.Adam(model.parameters(), amsgrad=True),
     "adagrad": lambda model: torch.optim.Adagrad(model.parameters()),

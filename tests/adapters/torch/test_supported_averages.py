@@ -39,6 +39,16 @@ def test_statistics_in_an_average_are_told() -> None:
     (note,) = ExtraState({"ema": plain}).notes()
     assert note.startswith("extra_state['ema'] holds statistics of BatchNorm (3), which differ between ranks")
     assert ExtraState({"ema": synced}).notes() == ExtraState({"ema": net()}).notes() == []
+    (note,) = ExtraState({"hits": Hits()}).notes()
+    assert note.startswith("extra_state['hits'] is a module without parameters. Modules count as equal on all ranks")
+
+
+class Hits(nn.Module):
+    """A metric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(3))
 
 
 class OwnAverage:

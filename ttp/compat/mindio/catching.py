@@ -20,6 +20,7 @@ from ttp.errors import ConfigError
 from ttp.mindio.handlers import NextAction
 from ttp.processor.faults import describe, is_collective_error
 from ttp.processor.last_words import write_error_file
+from ttp.update_function import is_suspended
 
 log = logging.getLogger("ttp.compat.mindio")
 
@@ -116,10 +117,12 @@ def tft_exception_handler(func: Callable[..., Any]) -> Callable[..., Any]:
     changed arguments.
 
     Raises:
-        TypeError: ``func`` cannot be called.
+        TypeError: ``func`` cannot be called, or calling it only makes a coroutine or a generator.
     """
-    if not callable(func):
-        raise TypeError(f"tft_exception_handler() decorates a function, not {func!r}")
+    if not callable(func) or is_suspended(func):
+        raise TypeError(
+            f"tft_exception_handler() decorates a plain function, which may call asyncio.run(...) inside, not {func!r}"
+        )
 
     @functools.wraps(func)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
