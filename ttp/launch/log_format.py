@@ -57,14 +57,16 @@ def formatter(kind: str, text: str, datefmt: str | None = None, **always: object
 def configure_logging(config: Config) -> None:
     """Give the ``ttp`` logger a handler on stderr, if ttp is on and the program has not configured logging."""
     logger = logging.getLogger("ttp")
-    if config.port is None:
-        return
-    if theirs := [*logging.getLogger().handlers, *logger.handlers]:
-        for each in theirs:
-            _raise_nothing(each)
+    if config.port is None or logging.getLogger().handlers or logger.handlers:
         return
     handler = logging.StreamHandler()
-    _raise_nothing(handler)
+    tell = handler.handleError
+
+    def told(record: logging.LogRecord) -> None:
+        with contextlib.suppress(ValueError):  # the program has closed its stderr, and is saved like any other
+            tell(record)
+
+    handler.handleError = told  # type: ignore[method-assign] # a subclass could not be generic in Python 3.10
     rank = "?"
     with contextlib.suppress(ConfigError):  # no rank is known here; code that needs the rank raises the error
         rank = in_torchruns_names(os.environ).get("RANK", "?")
@@ -73,15 +75,3 @@ def configure_logging(config: Config) -> None:
     )
     logger.addHandler(handler)
     logger.setLevel(config.log_level.upper())
-
-
-def _raise_nothing(handler: logging.Handler) -> None:
-    """Let a handler say in vain that its stream is closed: a program without stderr is saved like any other."""
-    tell = handler.handleError
-
-    def told(record: logging.LogRecord) -> None:
-        with contextlib.suppress(ValueError):
-            tell(record)
-
-    if "handleError" not in vars(handler):
-        handler.handleError = told  # type: ignore[method-assign] # a subclass could not be generic in Python 3.10
