@@ -122,11 +122,11 @@ def _shown(answer: pb.GetStatusResponse | UnreachableError, all_ranks: bool) -> 
 
 def _restarts(where: Where) -> dict[str, Any] | None:
     """Return how this host would start workers again; None: no launcher has written its state to the run directory."""
-    from ttp.launch.proc_files import start_of
+    from ttp.launch.proc_files import has_ended
     from ttp.launch.warm.starter import read_status
 
     found = None if where.run_dir is None else read_status(where.run_dir)
-    if found is not None and start_of(found.pop("launcher", 0)) != found.pop("since", 0):
+    if found is not None and (launcher := found.pop("launcher", None)) and has_ended(launcher):
         return {"state": "the launcher was killed, and starts no rank again"}
     return found
 

@@ -40,6 +40,23 @@ def start_of(pid: int) -> int:
     return 0
 
 
+def identity(pid: int) -> list[object]:
+    """Return what tells a process from others, to be kept in JSON and given to ``has_ended``."""
+    return [pid, start_of(pid), _pid_namespace()]
+
+
+def has_ended(identity: list[object]) -> bool:
+    """Return whether a process has ended; False if it was one of another container, whose processes are not seen."""
+    pid, start, namespace = identity
+    return namespace == _pid_namespace() and start_of(int(str(pid))) != start
+
+
+def _pid_namespace() -> str:
+    with contextlib.suppress(OSError):
+        return (PROC / "self/ns/pid").readlink().name
+    return ""
+
+
 def is_ending(pid: int) -> bool:
     """Return whether a process has begun to end. It cannot be stopped any more; to free its memory may take seconds."""
     with contextlib.suppress(OSError):

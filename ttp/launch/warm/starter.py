@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ttp.config import Config
-from ttp.launch.proc_files import start_of, stat_of
+from ttp.launch.proc_files import identity, stat_of
 from ttp.launch.warm import memory
 from ttp.launch.warm.rules import PER_WORKER, Program, no_room, program, why_not
 from ttp.launch.warm.waiting import readable
@@ -285,7 +285,7 @@ class WarmStarter:
 
     def _note(self, state: str) -> None:
         """Write the state to a file for ``ttp status``."""
-        known: dict[str, Any] = {"state": state, "launcher": os.getpid(), "since": start_of(os.getpid())}
+        known: dict[str, Any] = {"state": state, "launcher": identity(os.getpid())}
         if self._ready is not None:
             known |= {
                 "modules": self._ready.modules,
@@ -302,8 +302,8 @@ def read_status(run_dir: Path) -> dict[str, Any] | None:
     """Return what the launcher of this host has noted; None: nothing.
 
     Returns:
-        ``state`` (``preparing``, ``ready``, or why restarts are cold), ``launcher`` (its pid) and ``since`` (when it
-        started); once ready ``modules``, ``bytes``, ``seconds``.
+        ``state`` (``preparing``, ``ready``, or why restarts are cold), ``launcher`` (see ``proc_files.identity``); once
+        ready ``modules``, ``bytes``, ``seconds``.
     """
     try:
         found = json.loads((run_dir / STATUS_FILE).read_text())
