@@ -5,6 +5,9 @@ that reduce gradients by hand have such parameters. So have programs whose ranks
 weights now and then (local SGD), or forget to reduce some gradients (a loss with parameters, outside of the
 DistributedDataParallel): after a failure all of their ranks would get the weights of one. So some bytes of these
 weights are compared once, after the first updates.
+
+An optimizer may divide the parameters among the ranks, update a share on each and exchange the weights. Its ranks are
+no copies either, however equal their weights are: so ranks also compare for which parameters they have state.
 """
 
 from __future__ import annotations
@@ -33,6 +36,12 @@ _DIFFERENT = (
     "only, say so: wrap_optimizer(..., layout=ttp.Layout.data_parallel({world_size}))"
 )
 
+_SPREAD = (
+    "the optimizer keeps its state spread over the ranks: rank {rank} has state for {names}, and rank {other} for "
+    "others. One of them writes a checkpoint, which would lack the rest. Use a class that updates every parameter "
+    "on each rank (SingleDeviceMuon, not Muon), or spread such a class with ttp.adapters.torch.ReplicatedOptimizer"
+)
+
 _SAME_WEIGHTS = (
     "the optimizer's state for %s differs from that of rank %s, although the weights are equal: after a failure all "
     "ranks get the state of one of them. If each rank makes updates of its own between averages (DiLoCo), or keeps an "
@@ -40,6 +49,7 @@ _SAME_WEIGHTS = (
 )
 _SOME = 16
 """Elements of each tensor of the optimizer's state that are compared."""
+_NAMED = 2
 
 log = logging.getLogger("ttp.adapters.torch")
 _numbers = itertools.count()
@@ -62,25 +72,31 @@ def different_weights(
     Args:
         noted: parameters, and bytes of them after each of the first updates.
         names: names of the model.
-        state: the state of the optimizer, which does not change now.
-        reduced: identities of the parameters that need no comparison.
+        state: the state of the optimizer by parameter, which does not change now.
+        reduced: identities of the parameters whose weights need no comparison.
         env: the place of this rank.
         version: number of finished updates; only ranks that come here with the same one are compared.
     """
     compared = {parameter: data for parameter, data in noted if id(parameter) not in reduced}
-    if not compared:
-        return ""
+    holds = sorted(names.of(each) for each, kept in state.items() if kept and isinstance(each, Tensor))
     mine = xxhash.xxh3_128_hexdigest(b"".join(compared.values()))
     own_state = xxhash.xxh3_128_hexdigest(b"".join(part for each in compared for part in _some(state.get(each, {}))))
+    held = xxhash.xxh3_128_hexdigest(str(holds).encode())
     library: Any = dist
     store = library.PrefixStore("ttp/weights", library.distributed_c10d._get_default_store())
     key = f"{env.run_id}/{env.launch}/{next(_numbers)}/{version}"
-    other, theirs, their_state = store.compare_set(key, "", f"{env.rank} {mine} {own_state}").decode().split()
+    first = store.compare_set(key, "", f"{env.rank} {mine} {own_state} {held}").decode()
+    other, theirs, their_state, held_there = first.split()
     told = ", ".join(map(names.of, compared))
-    if theirs == mine and their_state != own_state:
+    where = {"rank": env.rank, "other": other, "world_size": env.world_size}
+    if theirs != mine:
+        return _DIFFERENT.format(**where, names=told)
+    if held_there != held:
+        some = ", ".join(holds[:_NAMED]) + (", ..." if len(holds) > _NAMED else "")
+        return _SPREAD.format(**where, names=f"{len(holds)} parameters ({some})")
+    if their_state != own_state:
         log.warning(_SAME_WEIGHTS, told, other)
-    where = {"rank": env.rank, "other": other, "names": told, "world_size": env.world_size}
-    return "" if theirs == mine else _DIFFERENT.format(**where)
+    return ""
 
 
 def _some(state: Mapping[str, Any]) -> Iterator[bytes]:

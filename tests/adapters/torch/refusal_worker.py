@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from logging.handlers import QueueHandler
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,7 @@ def everything(directory: Path, rank: int) -> dict[str, Any]:
         "now and then": reduced_by_hand(directory / "then", rank, every=4),
         "always": reduced_by_hand(directory / "always", rank, every=1),
         "state of their own": reduced_by_hand(directory / "state", rank, every=1, error=rank),
+        "state on one rank": spread(directory / "spread", rank),
         "declared": reduced_by_hand(directory / "declared", rank, every=4, layout=Layout.data_parallel(WORLD)),
     }
 
@@ -104,6 +105,35 @@ def reduced_by_hand(directory: Path, rank: int, every: int, error: float = 0.0, 
                 parameter.data /= WORLD
 
     return trained(job, directory, rank, iterate)
+
+
+class OwnShare(torch.optim.Optimizer):
+    """Each rank updates a share of the parameters, as distributed versions of Muon do; the loop exchanges them."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for number, parameter in enumerate(self.param_groups[0]["params"]):
+            if number % WORLD == dist.get_rank():
+                momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+                parameter.sub_(momentum.add_(parameter.grad), alpha=0.1)
+
+
+def spread(directory: Path, rank: int) -> list[str]:
+    """The gradients are reduced by a DistributedDataParallel, and the optimizer has its state on one rank each."""
+    torch.manual_seed(3)
+    model = Ddp(nn.Linear(2, 2))
+
+    def iterate(_step: int, update: Callable[[], None]) -> None:
+        for number, parameter in enumerate(model.parameters()):  # not after the update, which only one rank refuses
+            dist.broadcast(parameter.data, number % WORLD)
+        model.zero_grad()
+        model(torch.full((1, 2), 1.0 - 2 * rank)).sum().backward()
+        update()
+
+    return trained(registered(model, OwnShare(model.parameters())), directory, rank, iterate)
 
 
 def outside(directory: Path, rank: int) -> list[str]:

@@ -69,6 +69,14 @@ class TestGradientsReducedByHand:
         assert first == "" and second.startswith("the optimizer's state for bias, weight differs from that of rank")
 
 
+@pytest.mark.supports("state spread by the optimizer itself")
+def test_a_state_of_the_optimizer_that_only_one_rank_has_is_refused(told: dict[str, Any]) -> None:
+    """A checkpoint is written by one of the ranks, which lacks the state of the others."""
+    first, second = sorted(told["state on one rank"])
+    assert first == "" and second.startswith("UsageError: the optimizer keeps its state spread over the ranks: rank ")
+    assert "has state for 1 parameters (weight)" in second or "has state for 1 parameters (bias)" in second
+
+
 @pytest.mark.supports("parameters that DDP ignores")
 class TestIgnoredByDistributedDataParallel:
     def test_trained_under_one_name_they_are_refused(self, told: dict[str, Any]) -> None:
