@@ -156,8 +156,8 @@ def test_reasons_are_for_people() -> None:
     nothing = decide(hsdp, [o(1, 7), x(2, 7)])
     assert isinstance(nothing, NoPlan)
     assert nothing.reason == (
-        "shard 'a' has no whole copy left: rank 0 gave no answer, rank 2 stopped in mid-update or "
-        "with other weights in the model"
+        "shard 'a' has no whole copy left: rank 0 gave no answer, rank 2 stopped in mid-update "
+        "(before step_done(), if the loop calls it) or with other weights in the model"
     )
 
 

@@ -338,7 +338,7 @@ def _story(ranks: Iterable[Rank], by_rank: Mapping[Rank, Answer]) -> str:
     gone = [r for r in ranks if r not in by_rank]
     said = {
         "gave no answer": gone,
-        "stopped in mid-update or with other weights in the model": torn,
+        "stopped in mid-update (before step_done(), if the loop calls it) or with other weights in the model": torn,
         "could not write": failed,
     }
     return ", ".join(f"{ranks_text(found)} {what}" for what, found in said.items() if found)
