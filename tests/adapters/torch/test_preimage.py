@@ -92,7 +92,7 @@ def restored(path: Path, make: Make, version: int) -> Any:
     return job.facts()
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("kind", sorted(OPTIMIZERS.keys() - {"a rate that is learned"}))  # no schedule can set it
 def test_a_finished_update_is_undone(started: Callable[..., Job], kind: str) -> None:
     job = started(OPTIMIZERS[kind])
     job.train(3)
