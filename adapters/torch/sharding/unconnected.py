@@ -56,10 +56,16 @@ _numbers = itertools.count()
 """Numbers the trainings of this process, which may use one store."""
 
 
+def state_by_parameter(state: Mapping[Any, Any]) -> dict[Tensor, Mapping[str, Any]]:
+    """Return for which parameters an optimizer has state now, which the loop may empty or add to at any time."""
+    held = ((each, kept) for each, kept in state.items() if isinstance(each, Tensor) and isinstance(kept, Mapping))
+    return {each: dict(kept) for each, kept in held if kept}
+
+
 def different_weights(
     noted: Sequence[tuple[Tensor, bytes]],
     names: ModelNames,
-    state: Mapping[Any, Mapping[str, Any]],
+    state: Mapping[Tensor, Mapping[str, Any]],
     reduced: Collection[int],
     env: RankEnv,
     version: Version,
@@ -72,13 +78,13 @@ def different_weights(
     Args:
         noted: parameters, and bytes of them after each of the first updates.
         names: names of the model.
-        state: the state of the optimizer by parameter, which does not change now.
+        state: what ``state_by_parameter`` returned after the update that made ``version``.
         reduced: identities of the parameters whose weights need no comparison.
         env: the place of this rank.
         version: number of finished updates; only ranks that come here with the same one are compared.
     """
     compared = {parameter: data for parameter, data in noted if id(parameter) not in reduced}
-    holds = sorted(names.of(each) for each, kept in state.items() if kept and isinstance(each, Tensor))
+    holds = sorted(map(names.of, state))
     mine = xxhash.xxh3_128_hexdigest(b"".join(compared.values()))
     own_state = xxhash.xxh3_128_hexdigest(b"".join(part for each in compared for part in _some(state.get(each, {}))))
     held = xxhash.xxh3_128_hexdigest(str(holds).encode())
@@ -93,7 +99,7 @@ def different_weights(
         return _DIFFERENT.format(**where, names=told)
     if held_there != held:
         some = ", ".join(holds[:_NAMED]) + (", ..." if len(holds) > _NAMED else "")
-        return _SPREAD.format(**where, names=f"{len(holds)} parameters ({some})")
+        return _SPREAD.format(**where, names=f"{len(holds)} parameters ({some})" if holds else "no parameter")
     if their_state != own_state:
         log.warning(_SAME_WEIGHTS, told, other)
     return ""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import threading
 from collections.abc import Callable, Iterable
 from logging.handlers import QueueHandler
 from pathlib import Path
@@ -79,6 +80,7 @@ def everything(directory: Path, rank: int) -> dict[str, Any]:
         "always": reduced_by_hand(directory / "always", rank, every=1),
         "state of their own": reduced_by_hand(directory / "state", rank, every=1, error=rank),
         "state on one rank": spread(directory / "spread", rank),
+        "state made anew": made_anew(directory / "anew", rank),
         "declared": reduced_by_hand(directory / "declared", rank, every=4, layout=Layout.data_parallel(WORLD)),
     }
 
@@ -134,6 +136,29 @@ def spread(directory: Path, rank: int) -> list[str]:
         update()
 
     return trained(registered(model, OwnShare(model.parameters())), directory, rank, iterate)
+
+
+def made_anew(directory: Path, rank: int) -> list[str]:
+    """The loop empties the state after an update, and one rank is compared before that, the other one after it."""
+    torch.manual_seed(3)
+    model = Ddp(nn.Linear(2, 2))
+    job: Any = adapter(model)
+    emptied = threading.Event()
+
+    def iterate(step: int, update: Callable[[], None]) -> None:
+        if step == 1 and rank == 1:
+            early = job.source.swapped.early
+            job.source.swapped.early = lambda: early() if emptied.wait(60) else None
+        model.zero_grad()
+        model(torch.full((1, 2), 1.0 - 2 * rank)).sum().backward()
+        update()
+        if step == 5:
+            if rank == 0:
+                job._trial._thread.join()
+            job._given[0].state.clear()
+            emptied.set()
+
+    return trained(job, directory, rank, iterate)
 
 
 def outside(directory: Path, rank: int) -> list[str]:

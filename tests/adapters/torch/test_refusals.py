@@ -77,6 +77,11 @@ def test_a_state_of_the_optimizer_that_only_one_rank_has_is_refused(told: dict[s
     assert "has state for 1 parameters (weight)" in second or "has state for 1 parameters (bias)" in second
 
 
+def test_a_state_that_all_ranks_make_anew_is_not(told: dict[str, Any]) -> None:
+    """It is compared as it was after the same update on all ranks, however late another thread comes to it."""
+    assert told["state made anew"] == ["", ""]
+
+
 @pytest.mark.supports("parameters that DDP ignores")
 class TestIgnoredByDistributedDataParallel:
     def test_trained_under_one_name_they_are_refused(self, told: dict[str, Any]) -> None:
