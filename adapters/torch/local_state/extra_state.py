@@ -77,8 +77,8 @@ class ExtraState:
         ]
         bare = [
             f"{_path(name)} is a module without parameters. Modules count as equal on all ranks: after a restore every "
-            "rank has the state of the rank that saved. If each rank collects its own, as metrics do, give an object "
-            "that is no nn.Module, whose state_dict() and load_state_dict() call those of the module"
+            "rank has what the state_dict() of one rank held. If each rank collects its own, as metrics do, give an "
+            "object that is no nn.Module, whose state_dict() and load_state_dict() call those of the module"
             for name, module in self.modules.items()
             if next(module.parameters(), None) is None
         ]

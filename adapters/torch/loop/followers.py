@@ -9,7 +9,8 @@ or one on a device, may only be written to with the values that it has: then it 
 refused.
 
 Buffers are another matter: the next forward pass changes them too, so they are captured when an update ends, and what
-the program writes to them after that belongs to the next version. The log says so if the first updates show it.
+the program writes to them after that belongs to the next version. The log says so if the first updates show it; which
+iteration has written them it cannot know.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ _UPDATES_WATCHED = 5
 _COPIED_BYTES_MAX = 1 << 18
 _LISTED_MAX = 3
 _WRITTEN = (
-    "the program writes to buffers of the model between an update and the next forward pass (%s). The buffers of a "
-    "version are those at the end of its update, so a run that resumes would lack what was written after it. If that "
-    "belongs to the step, as the bias of a load balance does, call ttp.step_done() at the end of each iteration, and "
-    "once before the loop, right after ttp.restore()"
+    "the program writes to buffers of the model between an update and the next forward pass (%s). A checkpoint has "
+    "them as they are when the update ends. If the next iteration writes them, before its forward pass, a resumed run "
+    "writes that again, and nothing is lost. If the iteration of the update writes them, as the bias of a load "
+    "balance, a resumed run lacks that: call ttp.step_done() at the end of each iteration, and once before the loop, "
+    "right after ttp.restore()"
 )
 
 _State = tuple[Any, Tensor | None]

@@ -283,7 +283,27 @@ def test_buffers_that_are_written_behind_the_step_are_told_once(
     for _ in range(8):
         job.step(model.balance)
     (said,) = [text for text in caplog.messages if "between an update and the next forward pass (bias)" in text]
-    assert "ttp.step_done()" in said
+    assert "ttp.step_done()" in said and "a resumed run writes that again" in said
+
+
+@supports("buffers written after the step")
+def test_what_the_next_iteration_writes_is_written_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A temperature that falls with the steps, and statistics of a part that the loop calls itself."""
+
+    def make() -> Program:
+        model = Balanced()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+        def step(number: int) -> Any:
+            model.bias.fill_(1 / (number + 1))
+            model.layers(data())
+            return stepped(number)
+
+        stepped = plainly(model, optimizer)
+        return Program(model, optimizer, step)
+
+    assert_goes_on_with_its_bits(tmp_path, make)
+    assert "a resumed run writes that again" in caplog.text
 
 
 @supports("buffers written after the step")
