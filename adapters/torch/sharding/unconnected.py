@@ -106,7 +106,10 @@ def different_weights(
 
 
 def _some(state: Mapping[str, Any]) -> Iterator[bytes]:
-    """Yield some bytes of each tensor of a parameter's state. Those on a device may be behind the weights."""
+    """Yield some bytes of each tensor of a parameter's state on the host.
+
+    Those on a device may be behind the weights, and numbers, such as counts of steps, ahead of a device.
+    """
     for _, value in sorted(state.items(), key=lambda item: str(item[0])):
-        if type(value) is Tensor and value.device.type == "cpu" and value.layout is torch.strided:
+        if type(value) is Tensor and value.dim() and value.device.type == "cpu" and value.layout is torch.strided:
             yield copied_bytes(value.flatten()[:_SOME])

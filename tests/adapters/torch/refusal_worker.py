@@ -79,16 +79,19 @@ def everything(directory: Path, rank: int) -> dict[str, Any]:
         "now and then": reduced_by_hand(directory / "then", rank, every=4),
         "always": reduced_by_hand(directory / "always", rank, every=1),
         "state of their own": reduced_by_hand(directory / "state", rank, every=1, error=rank),
+        "counts of their own": reduced_by_hand(directory / "counts", rank, every=1, error=rank, shape=()),
         "state on one rank": spread(directory / "spread", rank),
         "state made anew": made_anew(directory / "anew", rank),
         "declared": reduced_by_hand(directory / "declared", rank, every=4, layout=Layout.data_parallel(WORLD)),
     }
 
 
-def reduced_by_hand(directory: Path, rank: int, every: int, error: float = 0.0, **given: Any) -> list[str]:
+def reduced_by_hand(
+    directory: Path, rank: int, every: int, error: float = 0.0, shape: tuple[int, ...] = (2, 2), **given: Any
+) -> list[str]:
     """Average the weights after every so many updates (0: never; 1: the gradients). Returns what ``trained`` does.
 
-    The state of the optimizer has an ``error`` of each rank's own.
+    The state of the optimizer has an ``error`` of each rank's own, of this ``shape``.
     """
     torch.manual_seed(3)
     model = nn.Linear(2, 2)
@@ -100,7 +103,7 @@ def reduced_by_hand(directory: Path, rank: int, every: int, error: float = 0.0, 
             for parameter in model.parameters():
                 dist.all_reduce(parameter.grad)
         update()
-        job._given[0].state[model.weight]["error"] = torch.full((2, 2), error)
+        job._given[0].state[model.weight]["error"] = torch.full(shape, error)
         if every and step % every == 0:
             for parameter in model.parameters():
                 dist.all_reduce(parameter.data)
