@@ -330,15 +330,20 @@ def test_it_leaves_three_quarters_of_a_core_to_the_ranks(tmp_path: Path) -> None
         starter.close()
 
 
-def test_a_launcher_that_was_killed_starts_nothing_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ends", ["os.kill(os.getpid(), 9)", ""])
+def test_a_launcher_that_has_ended_starts_nothing_again(ends: str, tmp_path: Path) -> None:
+    """It was killed, or its host has left a job that goes on. Nobody may have taken its exit code yet."""
     where, noted = Where("127.0.0.1", 1, "", run_dir=tmp_path), WarmStarter(Config(), tmp_path)
     noted._note("ready")
     assert describe(GetStatusResponse(), where)["restarts"] == {"state": "ready"}
     code = "import os, sys; from pathlib import Path; from ttp.launch.warm.starter import WarmStarter, Config; "
-    code += "WarmStarter(Config(), Path(sys.argv[1]))._note('ready'); os.kill(os.getpid(), 9)"
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
-    told = describe(GetStatusResponse(), where)["restarts"]
-    assert "are cold: the launcher was killed" in restarts_line(told).plain
+    code += "WarmStarter(Config(), Path(sys.argv[1]))._note('ready'); "
+    launcher = subprocess.Popen([sys.executable, "-c", code + ends, str(tmp_path)])
+    os.waitid(os.P_PID, launcher.pid, os.WEXITED | os.WNOWAIT)
+    for _ in range(2):
+        told = describe(GetStatusResponse(), where)["restarts"]
+        assert "are cold: the launcher has ended" in restarts_line(told).plain
+        launcher.wait()
 
 
 def test_forked_ranks_draw_other_numbers(start: Start, imports: Any, environ: dict[str, str]) -> None:

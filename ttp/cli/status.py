@@ -127,7 +127,7 @@ def _restarts(where: Where) -> dict[str, Any] | None:
 
     found = None if where.run_dir is None else read_status(where.run_dir)
     if found is not None and (launcher := found.pop("launcher", None)) and has_ended(launcher):
-        return {"state": "the launcher was killed, and starts no rank again"}
+        return {"state": "the launcher has ended, and starts no rank again"}
     return found
 
 

@@ -47,8 +47,8 @@ def identity(pid: int) -> list[object]:
 
 def has_ended(identity: list[object]) -> bool:
     """Return whether a process has ended; False if it was one of another container, whose processes are not seen."""
-    pid, start, namespace = identity
-    return namespace == _pid_namespace() and start_of(int(str(pid))) != start
+    pid, start, namespace = int(str(identity[0])), *identity[1:]
+    return namespace == _pid_namespace() and (start_of(pid) != start or is_ending(pid))
 
 
 def _pid_namespace() -> str:
