@@ -256,7 +256,7 @@ class Session:
 
     def restore(self) -> int:
         """See ``ttp.restore``."""
-        from ttp.store.choice import held_for, needed_bytes, warn_of_lost_steps, warn_of_new_beginning
+        from ttp.store.choice import checkpoint_bytes, held_for, warn_of_lost_steps, warn_of_new_beginning
 
         if self.adapter is None or self.save_dir is None:
             raise UsageError("restore() needs to know what to restore into: call wrap_optimizer() first")
@@ -270,7 +270,7 @@ class Session:
         if chosen.name:
             log.info("restored %s: training goes on with step %s", checkpoint, version + 1)
         if (processor := self.processor) is not None:
-            processor.set_base_version(version, 0 if processor.env.rank else needed_bytes(checkpoint, self.save_dir))
+            processor.set_base_version(version, 0 if processor.env.rank else checkpoint_bytes(checkpoint))
         return int(version)
 
     def _load(self, checkpoint: Path, chosen: Candidate, *, verified: bool) -> Version:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,8 +12,7 @@ import pytest
 from tests.damage import flip
 from ttp.config import RankEnv
 from ttp.errors import CheckpointError, RestoreError
-from ttp.store.choice import Found, check_chosen, look_back, needed_bytes, warn_of_new_beginning
-from ttp.store.manifest import Manifest
+from ttp.store.choice import Found, check_chosen, look_back, warn_of_new_beginning
 
 if TYPE_CHECKING:
     from tests.store.conftest import World
@@ -125,16 +122,3 @@ def test_a_restart_that_finds_nothing_is_told_once(
     warn_of_new_beginning(Path("/runs/10-31-07"), env)
     assert len(caplog.records) == warns
     assert all("start 2 of this job finds no checkpoint in /runs/10-31-07" in text for text in caplog.messages)
-
-
-@pytest.mark.parametrize("room", [-1, 0])
-def test_a_disk_without_room_for_another_checkpoint(
-    room: int, world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The test that it can be written to writes five bytes."""
-    path = world.make(1)
-    size = sum(piece.size for piece in Manifest.load(path).pieces)
-    disk = SimpleNamespace(f_blocks=1000, f_bavail=size + room, f_frsize=1)
-    monkeypatch.setattr(os, "statvfs", lambda _: disk)
-    assert needed_bytes(path, path.parent) == size
-    assert len(caplog.records) == -room

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -148,6 +149,23 @@ def test_when_all_are_damaged_none_goes(world: World) -> None:
     for version in (2, 4, 6):
         flip(next(world.make(version).glob("*.distcp")))
     assert tidy(world.save_dir, 1, "tft_saved_checkpoints-step_6", verified=False) == []
+
+
+@pytest.mark.parametrize("lacking", [0, 1])
+def test_a_disk_without_room_for_another_checkpoint_is_told_when_the_old_ones_have_gone(
+    lacking: int, world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The test that it can be written to writes five bytes."""
+    paths = [world.make(version) for version in (2, 4)]
+    size = sum(piece.size for piece in Manifest.load(paths[1]).pieces)
+
+    def disk(_: Path) -> Any:
+        free = size * (2 - sum(path.exists() for path in paths)) - lacking
+        return SimpleNamespace(f_blocks=2 * size, f_bavail=free, f_frsize=1)
+
+    monkeypatch.setattr(os, "statvfs", disk)
+    tidy(world.save_dir, 1, paths[1].name, verified=True)
+    assert ["free some, or none can be saved there" in text for text in caplog.messages] == [True] * lacking
 
 
 def test_what_the_restore_has_just_read_is_not_read_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -187,20 +186,12 @@ def check_chosen(checkpoint: Path, chosen: Candidate, *, already_verified: bool,
         raise RestoreError(f"the ranks agreed on {checkpoint}, which is not whole here: {'; '.join(problems[:5])}")
 
 
-def needed_bytes(checkpoint: Path, save_dir: Path) -> int:
-    """Return the bytes of all pieces of a checkpoint, from its manifest; 0 if the manifest cannot be read.
-
-    Warn if ``save_dir`` holds the checkpoint and has no room for as many again: the next one is about as large.
-    """
+def checkpoint_bytes(checkpoint: Path) -> int:
+    """Return the bytes of all pieces of a checkpoint, from its manifest; 0 if the manifest cannot be read."""
     try:
-        size = sum(piece.size for piece in load_with_digest(checkpoint)[0].pieces)
-        stat = os.statvfs(checkpoint)
-    except (CheckpointError, OSError):
+        return sum(piece.size for piece in load_with_digest(checkpoint)[0].pieces)
+    except CheckpointError:
         return 0
-    if checkpoint.parent == save_dir and stat.f_blocks and (free := stat.f_bavail * stat.f_frsize) < size:
-        text = "%s has %.0f MiB free, but a checkpoint needs some %.0f MiB: free some, or none can be saved there"
-        log.warning(text, save_dir, free / 2**20, size / 2**20)
-    return size
 
 
 def warn_of_new_beginning(save_dir: Path, env: RankEnv) -> None:

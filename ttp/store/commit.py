@@ -28,7 +28,9 @@ the old checkpoint under that name (``catalog``). Where the file system cannot l
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -89,6 +91,8 @@ def commit(
 def tidy(save_dir: Path, keep: int, newest: str, *, verified: bool) -> list[str]:
     """Remove checkpoints beyond ``keep``, and left-overs, and return the names removed. Never raises.
 
+    At a restart (``verified``) warn if there is no room for another checkpoint then.
+
     If a checkpoint has to be removed, this takes as long as reading the newest one, unless that is ``verified``, so no
     rank should wait for it. It may be interrupted anywhere and called again.
 
@@ -108,7 +112,18 @@ def tidy(save_dir: Path, keep: int, newest: str, *, verified: bool) -> list[str]
         _log.info("removed old checkpoints: %s", ", ".join(old))
     if left:
         _log.info("removed directories that interrupted saves or removals had left: %d", len(left))
+    if verified:
+        _warn_of_no_room(save_dir / newest)
     return removed
+
+
+def _warn_of_no_room(checkpoint: Path) -> None:
+    """Warn if the disk has no room for the next checkpoint, which is about as large as this one."""
+    with contextlib.suppress(OSError, CheckpointError):
+        stat, size = os.statvfs(checkpoint), sum(piece.size for piece in Manifest.load(checkpoint).pieces)
+        if stat.f_blocks and (free := stat.f_bavail * stat.f_frsize) < size:
+            text = "%s has %.0f MiB free, but a checkpoint needs some %.0f MiB: free some, or none can be saved there"
+            _log.warning(text, checkpoint.parent, free / 2**20, size / 2**20)
 
 
 @dataclass(frozen=True, slots=True)
