@@ -339,8 +339,8 @@ def paused(activity: str) -> Iterator[None]:
 
     For evaluation, checkpoints of your own, a long wait for data: whatever keeps a rank away from its steps for longer
     than ``TTP_HANG_S`` and longer than ever before in this job, so that it would look like a hang. While any rank is in
-    such a block, ttp reports no hang; the other ranks may wait for this rank outside of the block. A rank that has
-    finished fewer updates than this one does not wait for it, and can be found to hang. ::
+    such a block, ttp reports no hang; the other ranks may wait for this rank outside of the block. A rank that is an
+    update behind this one does not wait for it, and can be found to hang. ::
 
         with ttp.paused("evaluation"):
             evaluate(model)

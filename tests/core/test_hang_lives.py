@@ -88,7 +88,7 @@ class Oracle:
         if patience is None or now < self.story()[1] + patience or silent == set(latest):
             return None
         paused = [beat.place[0] for rank, beat in latest.items() if rank not in silent and beat.activity]
-        if paused and not any(beat.place[0] < max(paused) for beat in latest.values() if not beat.activity):
+        if paused and not any(beat.place[0] == max(paused) - 1 for beat in latest.values() if not beat.activity):
             return None
         if silent:
             return tuple(sorted(silent))

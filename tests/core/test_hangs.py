@@ -272,6 +272,14 @@ class TestPauses:
         (found,) = job.wait(60)
         assert found.subjects == (0,) and "rank 0 at step 21, point 3, ranks 1-3 at step 22, point 0" in found.text
 
+    def test_ranks_that_make_no_updates_may_wait_for_one_that_pauses(self) -> None:
+        """They roll out, for example, and get the weights of the rank that trains."""
+        job = Job()
+        job.stand(r1=(-20, 0), r2=(-20, 0), r3=(-20, 0))
+        job.beat()
+        job.stand(r0="evaluation")
+        assert job.wait(1000) == []
+
     def test_ranks_at_the_next_step_may_wait_for_one_that_pauses(self) -> None:
         job = Job()
         job.stand(r0=(1, 0), r1=(1, 0), r2=(1, 0), r3=(1, 2))

@@ -13,8 +13,8 @@ hours. A false alarm teaches as well: once the job moves again, the wait that ra
 There is no alarm until the pace of the job is known: the first versions of an incarnation (compilation, cold caches, a
 jump of the version by ``restore()``) neither teach nor raise an alarm. There is none either after a rank has left its
 loop, or while a rank reports that it does something else on purpose, as the others may wait for it: only a rank that
-has finished fewer updates does not, because its peers needed nothing more from it for theirs. If no rank at all was
-heard for a while, this controller did not run, and the clock starts again.
+is an update behind does not, because its peers needed nothing more from it for theirs. If no rank at all was heard for
+a while, this controller did not run, and the clock starts again.
 
 The suspects: a rank that sends no heartbeats while others do is stopped, or something holds its interpreter lock. Such
 ranks are the suspects, whatever their last place was, as no rescue can count on them. Without such ranks the suspects
@@ -189,10 +189,13 @@ class HangWatch:
         return self._suspicion(now, [rank for rank in live if rank in self._seen])
 
     def _waits_on_purpose(self, pausing: Collection[Rank], live: Collection[Rank]) -> bool:
-        """Return whether ranks do something else on purpose, and every other rank may be waiting for them."""
+        """Return whether ranks do something else on purpose, and every other rank may be waiting for them.
+
+        A rank that takes part in the updates is at most one behind: those further behind make none, and only receive.
+        """
         newest = max((self._seen[rank].place[0] for rank in pausing), default=0)
         others = (seen for rank, seen in self._seen.items() if rank in live and rank not in self._pausing)
-        return bool(pausing) and all(seen.place[0] >= newest for seen in others)
+        return bool(pausing) and all(seen.place[0] != newest - 1 for seen in others)
 
     # ------------------------------------------------------------------------------------------------------- learning
 
