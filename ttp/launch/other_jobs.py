@@ -83,14 +83,14 @@ def _status(launch: Launch, save_dir: Path, config: Config) -> Any:
     """Ask the controller that led a launch for its status; return None if its job does not run, or cannot be asked."""
     try:
         host, port = split(launch.controller)
-        for address in dict.fromkeys((LOOPBACK, host) if is_local(host) else (host,)):
-            if not listens(address, port, CONNECT_S):
-                continue
+        addresses = dict.fromkeys((LOOPBACK, host) if is_local(host) else (host,))
+        served = [address for address in addresses if listens(address, port, CONNECT_S)]
+        for address in served:
             for token in _tokens(config, port):
                 status = ask_status(address, port, token)
                 if status is not None:
                     return status if _runs(status, launch, save_dir) else None
-        if refuses_to_say(launch, config):
+        if served and refuses_to_say(launch, config):
             log.warning(NOT_ASKED, launch.controller, launch.run_id, save_dir)
     except Exception as problem:  # a failing check must not keep a job from starting
         log.debug("cannot ask the controller of an earlier launch at %s: %s", launch.controller, problem)
