@@ -16,13 +16,13 @@ import pytest
 from tests.waiting import has_ended, until
 from ttp.config import Config
 from ttp.launch import host as subject
-from ttp.launch import job_verdict, leases
+from ttp.launch import job_verdict, leases, ring
 from ttp.launch.host import Host
 from ttp.launch.preparation import settled
 from ttp.launch.proc_files import is_ending
 from ttp.launch.run_dir import prepare_run_dir
 from ttp.launch.token_file import read_token, write_token
-from ttp.wire.v1.controller_pb2 import GetVerdictResponse
+from ttp.wire.v1.controller_pb2 import GetStatusResponse, GetVerdictResponse, IncidentStatus
 
 HERE = Path(__file__).parent
 Worker = subprocess.Popen[bytes]
@@ -252,3 +252,22 @@ def test_the_verdict_of_several_controllers(
     monkeypatch.setattr(job_verdict, "_ask", lambda host, port, *_: said[f"{host}:{port}"])
     for around in (said, reversed(said)):
         assert job_verdict.ask_verdict(around, "", "", 0).code == code
+
+
+def test_a_launcher_whose_ranks_are_gone_waits_until_those_of_other_hosts_have_saved(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What becomes of the job is not known before; by the codes of this host's ranks, nothing is saved."""
+    stages = ["freezing", "saving", "released"]
+
+    def status(*_: object) -> GetStatusResponse:
+        stage = stages.pop(0) if len(stages) > 1 else stages[0]
+        return GetStatusResponse(world_size=2, last_incident=IncidentStatus(stage=stage))
+
+    def verdict(*_: object) -> GetVerdictResponse:
+        return GetVerdictResponse(code=75 if stages == ["released"] else None)
+
+    monkeypatch.setattr(ring, "ask_status", status)
+    monkeypatch.setattr(job_verdict, "_ask", verdict)
+    host.before_workers("127.0.0.1", first_node=False)
+    assert host.close(several_nodes=True, code=1) == 75

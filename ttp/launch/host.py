@@ -25,7 +25,7 @@ from ttp.launch.hold import FIRST_LEASE_S, Hold, HoldDecision, WorkersNow
 from ttp.launch.job_verdict import ask_verdict, say_start, settled_code
 from ttp.launch.leases import Leases, worker_of
 from ttp.launch.proc_files import status_of
-from ttp.launch.ring import forget_ring, job_is_busy, places, reigning
+from ttp.launch.ring import forget_ring, job_is_busy, places, reigning, rescue_goes_on
 from ttp.launch.sentinel_watch import SentinelWatch
 from ttp.launch.shadow import Shadows
 from ttp.launch.token_file import forget_token, is_of_another_job, write_token
@@ -279,8 +279,8 @@ class Host:
             code: exit code by the ranks of this host.
 
         Returns:
-            The exit code of the whole job if a controller answers within ``ASK_S``, else ``code``. It is 70 instead of
-            75 if a checkpoint in memory could not be copied to the storage, and 70 if the job was started in vain.
+            The exit code of the whole job, after a rescue, if a controller answers within ``ASK_S``, else ``code``. It
+            is 70 instead of 75 if a checkpoint in memory could not be copied to the storage, and if it started in vain.
         """
         if self._early.enough and code not in (EXIT_TRAINED, EXIT_BAD_CONFIG):
             code = EXIT_NOT_SAVED
@@ -291,8 +291,9 @@ class Host:
             if self._reporter is not None:
                 self._reporter.close()
             patience_s = self.config.rescue_patience_s
-            if self._keeps and several_nodes:  # all ranks of this node may have died while others save
-                poll(lambda: not job_is_busy(self._places(), self.config.token), patience_s, LOOK_S * 10)
+            if several_nodes and self._address:  # all ranks of this node may have died while others save
+                goes_on = job_is_busy if self._keeps else rescue_goes_on
+                poll(lambda: not goes_on(self._places(), self.config.token), patience_s, LOOK_S * 10)
             code = self._ask_verdict(several_nodes, code)
             durable = self.shadows.wait(patience_s)
             return EXIT_NOT_SAVED if code == EXIT_SAVED and not durable else code
@@ -324,7 +325,7 @@ class Host:
             self._reporter.exited(rank, pid, REASON)
 
     def _wait(self, workers: Workers, hold: Hold) -> HoldDecision:
-        waiting = False
+        waiting, patience_s = False, self.config.rescue_patience_s
         while True:
             verdict = hold.look(time.monotonic(), self._scene(workers))
             if verdict is HoldDecision.KILL_HUNG:
@@ -334,10 +335,9 @@ class Host:
                 break
             elif not waiting:
                 waiting = True
-                logger.info("waiting up to %.0f s for ranks that save", self.config.rescue_patience_s)
+                logger.info("waiting up to %.0f s for ranks that save", patience_s)
             time.sleep(LOOK_S)
         if verdict is HoldDecision.OUT_OF_PATIENCE:
-            patience_s = self.config.rescue_patience_s
             logger.error("%s did not finish saving within TTP_OT=%.0f s", _names(workers, _alive(workers)), patience_s)
         return verdict
 

@@ -170,6 +170,12 @@ def job_is_busy(around: Iterable[str], token: str) -> bool:
     return found is not None and _attached(found[1])
 
 
+def rescue_goes_on(around: Iterable[str], token: str) -> bool:
+    """Return whether an incident is open whose end is not known yet. False if no controller answers."""
+    found = reigning(around, token)
+    return found is not None and found[1].last_incident.stage not in ("", "released", "closed")
+
+
 def _attached(status: Any) -> bool:
     return any(rank.state in ("live", "frozen") for rank in status.ranks)
 
