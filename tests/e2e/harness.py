@@ -165,7 +165,7 @@ class Job:
         file = self.directory / "run" / "token"
         return file.read_text().strip() if file.exists() else ""
 
-    def wait_for_version(self, version: int, rank: int = 0, timeout_s: float = 60) -> None:
+    def wait_for_version(self, version: int, rank: int = 0, timeout_s: float = 150) -> None:
         """Wait until ``rank`` has finished ``version``."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
