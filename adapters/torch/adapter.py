@@ -44,7 +44,7 @@ from ttp.adapters.torch.restoring.kept import Kept, begin_in_first_mode
 from ttp.adapters.torch.restoring.registered import Restoring
 from ttp.adapters.torch.saving.preimage import PreImage
 from ttp.adapters.torch.saving.trial import Trial, try_before_training
-from ttp.adapters.torch.saving.unsaved import numbers_of, refuse_detached_schedule, refuse_unsaved, tell_changed
+from ttp.adapters.torch.saving.unsaved import numbers_of, refuse_schedules, refuse_unsaved, tell_changed
 from ttp.adapters.torch.sharding.data_parallel import LayoutWatch, ddps_of, hook_refusal
 from ttp.adapters.torch.sharding.exchange import connected, gather_or_refuse, refuse_everywhere
 from ttp.adapters.torch.sharding.names import ModelNames
@@ -81,7 +81,7 @@ class TorchAdapter(Restoring):
     Raises:
         ConfigError: the parameters of an optimizer are not in the model, are in two optimizers, or have no shape yet;
             or an optimizer that shards its state is given together with others.
-        UsageError: there is no optimizer, an extra state cannot be stored, or a scheduler changes unsaved param groups.
+        UsageError: there is no optimizer, an extra state cannot be stored, or a scheduler has no or an unsaved state.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class TorchAdapter(Restoring):
         self._extra = ExtraState(extra_state)
         self._capture = LocalCapture(model, self._extra)
         self._names = ModelNames(model, self._optimizer)
-        refuse_detached_schedule(self._given, self._schedulers)
+        refuse_schedules(self._given, self._schedulers)
         refuse_shared(members_of(self._optimizer), self._names)
         tell_forgotten(self._optimizer, self._names)
         owned = [p for group in self._optimizer.param_groups for p in group["params"]]

@@ -111,12 +111,18 @@ def _numbers_in(value: Any, depth: int = _DEPTH_MAX) -> list[float] | None:
     return None if None in found else [number for part in found for number in part or ()]
 
 
-def refuse_detached_schedule(given: Sequence[Optimizer], schedulers: Sequence[Any]) -> None:
-    """Refuse a scheduler that writes into param groups of a wrapper that are not saved.
+def refuse_schedules(given: Sequence[Optimizer], schedulers: Sequence[Any]) -> None:
+    """Refuse a scheduler that has no state, or writes into param groups of a wrapper that are not saved.
 
     Raises:
         UsageError: there is such a scheduler.
     """
+    for each in schedulers:
+        if not (callable(getattr(each, "state_dict", None)) and callable(getattr(each, "load_state_dict", None))):
+            raise UsageError(
+                f"the scheduler is a {type(each).__name__} without state_dict() or load_state_dict(): give it both, as "
+                "torch's own have, and give it to wrap_optimizer() as extra_state="
+            )
     saved = {id(group) for each in given for owner in owners_of(each) for group in owner.param_groups}
     for wrapper in (wrapper for each in given for wrapper in wrappers_of(each)):
         if any(id(group) not in saved for group in wrapper.param_groups) and any(

@@ -187,6 +187,19 @@ def test_a_schedule_of_groups_that_are_not_saved_is_refused(tmp_path: Path) -> N
         registered(model, container, scheduler=StepLR(container, 1))
 
 
+def test_a_schedule_without_a_state_is_refused() -> None:
+    class Cycle:
+        """A schedule of a program's own, as in trainers that set the rates of the param groups themselves."""
+
+        def step(self) -> None:
+            optimizer.param_groups[0]["lr"] *= 0.9
+
+    model = nn.Linear(2, 2)
+    optimizer = Adam(model.parameters())
+    with pytest.raises(UsageError, match=r"Cycle without state_dict\(\) or load_state_dict\(\): .* as extra_state="):
+        registered(model, optimizer, scheduler=Cycle())
+
+
 @pytest.mark.parametrize(("given", "said"), [("nothing", 1), ("scheduler", 0), ("extra_state", 0)])
 def test_a_schedule_that_is_not_given_is_told_once(
     given: str, said: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
