@@ -81,7 +81,7 @@ class TorchAdapter(Restoring):
     Raises:
         ConfigError: the parameters of an optimizer are not in the model, are in two optimizers, or have no shape yet;
             or an optimizer that shards its state is given together with others.
-        UsageError: there is no optimizer, an extra state cannot be stored, or a scheduler has no or an unsaved state.
+        UsageError: there is no optimizer, or an extra state cannot be stored.
     """
 
     def __init__(
@@ -108,7 +108,6 @@ class TorchAdapter(Restoring):
         self._extra = ExtraState(extra_state)
         self._capture = LocalCapture(model, self._extra)
         self._names = ModelNames(model, self._optimizer)
-        refuse_schedules(self._given, self._schedulers)
         refuse_shared(members_of(self._optimizer), self._names)
         tell_forgotten(self._optimizer, self._names)
         owned = [p for group in self._optimizer.param_groups for p in group["params"]]
@@ -140,7 +139,7 @@ class TorchAdapter(Restoring):
             world_size: number of ranks of the job.
 
         Raises:
-            ConfigError: the state of some rank could not be saved; all ranks raise the same error.
+            ConfigError, UsageError: the state of some rank could not be saved; all ranks raise the same error.
         """
         if connected(world_size):
             gather_or_refuse(self._try)
@@ -149,7 +148,8 @@ class TorchAdapter(Restoring):
         return self.sharding(world_size).layout
 
     def _try(self) -> bytes:
-        """Raise ConfigError if the state of this rank could not be saved; see ``saving.trial``. Returns no bytes."""
+        """Raise an error if the state of this rank could not be saved; see ``saving.trial``. Returns no bytes."""
+        refuse_schedules(self._given, self._schedulers)
         try_before_training(self._source.everything(), self._model, self._names, self._capture.skipped)
         if why := hook_refusal(ddps_of(self._model)):
             raise ConfigError(why)

@@ -184,7 +184,7 @@ def test_a_schedule_of_groups_that_are_not_saved_is_refused(tmp_path: Path) -> N
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     container = Container(model)
     with pytest.raises(UsageError, match="make a scheduler for each optimizer inside"):
-        registered(model, container, scheduler=StepLR(container, 1))
+        registered(model, container, scheduler=StepLR(container, 1)).layout(1)
 
 
 def test_a_schedule_without_a_state_is_refused() -> None:
@@ -197,7 +197,7 @@ def test_a_schedule_without_a_state_is_refused() -> None:
     model = nn.Linear(2, 2)
     optimizer = Adam(model.parameters())
     with pytest.raises(UsageError, match=r"Cycle without state_dict\(\) or load_state_dict\(\): .* as extra_state="):
-        registered(model, optimizer, scheduler=Cycle())
+        registered(model, optimizer, scheduler=Cycle()).layout(1)
 
 
 @pytest.mark.parametrize(("given", "said"), [("nothing", 1), ("scheduler", 0), ("extra_state", 0)])
