@@ -91,7 +91,11 @@ def different_weights(
     library: Any = dist
     store = library.PrefixStore("ttp/weights", library.distributed_c10d._get_default_store())
     key = f"{env.run_id}/{env.launch}/{next(_numbers)}/{version}"
-    first = store.compare_set(key, "", f"{env.rank} {mine} {own_state} {held}").decode()
+    try:
+        first = store.compare_set(key, "", f"{env.rank} {mine} {own_state} {held}").decode()
+    except RuntimeError as problem:  # the process that keeps the store has died, and the job is being saved
+        log.debug("the ranks were not compared: %s", problem)
+        return ""
     other, theirs, their_state, held_there = first.split()
     told = ", ".join(map(names.of, compared))
     where = {"rank": env.rank, "other": other, "world_size": env.world_size}

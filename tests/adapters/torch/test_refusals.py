@@ -7,13 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 
 from tests.adapters.torch.worlds import run_world
 from tests.waiting import until
 from ttp.adapters.torch.sharding import exchange
 from ttp.adapters.torch.sharding.discovery import refuse_left_alone
+from ttp.adapters.torch.sharding.names import ModelNames
 from ttp.adapters.torch.sharding.shard_discovery import RankShards, StatedShards
+from ttp.adapters.torch.sharding.unconnected import different_weights
+from ttp.config import RankEnv
+from ttp.core.layout import Version
 from ttp.errors import ConfigError, DirectoryInUseError, UsageError
 
 pytestmark = pytest.mark.xdist_group("refusals")  # they share a world
@@ -84,6 +90,20 @@ def test_a_state_of_the_optimizer_that_only_one_rank_has_is_refused(told: dict[s
 def test_a_state_that_all_ranks_make_anew_is_not(told: dict[str, Any]) -> None:
     """It is compared as it was after the same update on all ranks, however late another thread comes to it."""
     assert told["state made anew"] == ["", ""]
+
+
+def test_ranks_are_not_compared_if_the_keeper_of_the_store_has_died(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another rank may have died in that update: nothing is wrong with this one."""
+    library: Any = dist  # its stubs lack the store
+    kept = library.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = library.TCPStore("127.0.0.1", kept.port, is_master=False)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: client)
+    del kept
+    names = ModelNames(model := nn.Linear(2, 2), torch.optim.SGD(model.parameters()))
+    assert different_weights([], names, {}, (), RankEnv(0, 2, 0, "127.0.0.1", "none", 0), Version(5)) == ""
+    assert not caplog.records
 
 
 @pytest.mark.supports("parameters that DDP ignores")
