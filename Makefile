@@ -4,7 +4,7 @@
 #   RANK=0 STEP=30 SEED=7 make demo    kill rank 0 during step 30; SEED gives the moment in the step
 #   make demo ARGS="--example gpt" the same with a small GPT, sharded and replicated
 #   make test                      run all tests except the slow campaigns. ARGS="-k store -x" is passed to pytest;
-#                                  JOBS=2 runs two tests at a time (default 4, because jobs often wait for each other).
+#                                  JOBS=2 runs two tests at a time (default 5, because jobs often wait for each other).
 #                                  A failed test is tried once more, and the summary counts it: on a busy machine real
 #                                  processes can be late
 #   make lint types protos docs    run the checks of CI, through nox; the documentation is built as a site, into site/
@@ -24,7 +24,7 @@ TORCH ?= torch==2.13.0
 MINDSPORE ?= mindspore==2.10.0 'numpy>=1.26.4,<2'
 VENV ?= .venv
 ARGS ?=
-JOBS ?= 4
+JOBS ?= 5
 
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
