@@ -26,7 +26,7 @@ from ttp.launch import controller_keeper
 from ttp.launch import controller_process as subject
 from ttp.launch.controller_keeper import ControllerKeeper
 from ttp.launch.host import Host
-from ttp.launch.presence import Presence, is_local, listens, may_be_bound, port_owner, probe
+from ttp.launch.presence import Presence, is_local, listeners, listens, may_be_bound, port_owner, probe
 from ttp.launch.ring import Ring, job_is_busy, write_ring
 from ttp.wire.address import target
 
@@ -220,16 +220,16 @@ def test_one_that_takes_long_to_load_and_to_answer_is_waited_for(
     slow.write_text(f"{code}runpy.run_path({subject.COMMAND[1]!r}, run_name='__main__')\n")
     monkeypatch.setattr(subject, "COMMAND", (sys.executable, str(slow)))
 
-    def after_the_patience(port: int) -> str | None:
+    def after_the_patience(port: int) -> set[int | None]:
         looks.append(port)
         go.touch()
-        return port_owner(port)
+        return listeners(port)
 
     def busy(address: str, port: int, token: str) -> Presence:
         answers.extend([port] * ((found := probe(address, port, token)) == "controller"))
         return "other" if 0 < len(answers) < 20 else found
 
-    monkeypatch.setattr(subject, "port_owner", after_the_patience)
+    monkeypatch.setattr(subject, "listeners", after_the_patience)
     monkeypatch.setattr(subject, "probe", busy)
     monkeypatch.setattr(subject, "LOOK_S", 0.1)
     mine = ensure(run_dir, unused_port, patience_s=0.2)

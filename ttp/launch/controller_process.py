@@ -18,7 +18,7 @@ from pathlib import Path
 from ttp.config import Config
 from ttp.errors import EXIT_PORT_TAKEN, ConfigError, ToldAs
 from ttp.launch.own_module import own_module
-from ttp.launch.presence import PROBE_S, Presence, controller_pid, is_local, listens, port_owner, probe
+from ttp.launch.presence import PROBE_S, Presence, controller_pid, is_local, listeners, listens, port_owner, probe
 from ttp.launch.run_dir import make_private
 from ttp.polling import poll
 from ttp.wire.tls import diagnose
@@ -215,9 +215,10 @@ class _Start:
 
     def loads(self) -> bool:
         """Return whether a controller was started that does not listen on its port yet, or is too busy to answer."""
-        if self._child is None or (owner := port_owner(self._port)) is None:
-            return self._child is not None
-        return f"pid {self._child.pid} (" in owner and listens(self._address, self._port, PROBE_S)
+        if self._child is None:
+            return False
+        pids = listeners(self._port)
+        return not pids or (self._child.pid in pids and listens(self._address, self._port, PROBE_S))
 
     def finished(self) -> subprocess.Popen[bytes] | None:
         """Return the started process if it is the controller that serves; else end it and return None."""

@@ -15,19 +15,22 @@ PROBE_S = 2.0
 """Seconds that a controller may take to answer a probe."""
 
 
-def port_owner(port: int) -> str | None:
-    """Return the process that listens on a TCP port of this machine, as ``pid 123 (redis-server)``; None: none seen."""
+def listeners(port: int) -> set[int | None]:
+    """Return the processes that listen on a TCP port of this machine; None stands for one of another user."""
     import psutil
 
     try:
-        listeners = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+        found = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
     except (psutil.Error, OSError):
-        return None
-    pids = {c.pid for c in listeners if c.laddr and c.laddr.port == port}
-    if not pids:
-        return None
-    known = sorted(pid for pid in pids if pid is not None)
-    return ", ".join(_describe(pid) for pid in known) or "a process of another user"
+        return set()
+    return {c.pid for c in found if c.laddr and c.laddr.port == port}
+
+
+def port_owner(port: int) -> str | None:
+    """Return the process that listens on a TCP port of this machine, as ``pid 123 (redis-server)``; None: none seen."""
+    pids = listeners(port)
+    known = ", ".join(_describe(pid) for pid in sorted(pid for pid in pids if pid is not None))
+    return (known or "a process of another user") if pids else None
 
 
 def _describe(pid: int) -> str:
