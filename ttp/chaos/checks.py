@@ -82,7 +82,7 @@ def judge(evidence: Evidence) -> Judgement:
 def diverges(evidence: Evidence) -> bool:
     """Return whether rank-local state was lost for good, so that the bits of later steps cannot be compared."""
     later = () if evidence.record.trouble else trained(evidence)[1:]
-    return evidence.diverged or any(_without_pages(evidence, life) or _late_copies(evidence, life) for life in later)
+    return evidence.diverged or any(_lacking(evidence, life) for life in later)
 
 
 def trained(evidence: Evidence) -> list[LifeKey]:
@@ -178,7 +178,7 @@ def bit_findings(evidence: Evidence, lives: list[LifeKey]) -> list[str]:
         return []
     found: list[str] = []
     for index, life in enumerate(lives):
-        lacking = _without_pages(evidence, life) | _late_copies(evidence, life) if index else frozenset()
+        lacking = _lacking(evidence, life) if index else frozenset()
         for rank, of_rank in sorted(evidence.notes.items()):
             if life in of_rank:
                 found += _rank_bits(evidence, rank, of_rank[life], lacking)
@@ -211,6 +211,10 @@ def _late_copies(evidence: Evidence, life: LifeKey) -> frozenset[int]:
         for rank, version in earlier
         if any((was.start or 0) < version <= was.finished for was in evidence.notes[rank].values())
     )
+
+
+def _lacking(evidence: Evidence, life: LifeKey) -> frozenset[int]:
+    return _without_pages(evidence, life) | _late_copies(evidence, life)
 
 
 def _rank_bits(evidence: Evidence, rank: int, life: RankLife, lacking: frozenset[int]) -> Iterator[str]:
