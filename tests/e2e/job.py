@@ -212,9 +212,7 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
         from ttp.adapters.torch import ReplicatedOptimizer
 
         replicated = ReplicatedOptimizer(model.parameters(), InnerFault, int(copies), lr=1e-2)
-        exchange: Any = replicated._gather
-        at: Any = injector.at
-        exchange.run = lambda run=exchange.run: (at("gather"), run())
+        replicated.inner.register_step_post_hook(lambda *_: injector.at("gather"))
         return replicated
     if kind == "zero":
         from torch.distributed.optim import ZeroRedundancyOptimizer
