@@ -273,16 +273,16 @@ class TorchAdapter(Restoring):
         """Return the functions to call around an update."""
         owners = [[owner for owner in members_of(self._optimizer) if owner in owners_in(taker)] for taker in takers]
         if is_sharded(self._optimizer):
-            owners = [[]]  # no copies: they would lack the weights that the ranks exchange after the step
-        between = self._source.between = BetweenSteps(
+            owners, turns.communication = [[]], None  # copies would lack the weights that ranks exchange after the step
+        between = self._between = self._source.between = BetweenSteps(
             turns, owners, whole, lambda: self._make_preimage(self._optimizer, reserve=False)
         )
-        self._between = between
         calls = Calls(self._before_gate, after_update=self._updated, after_end=self._after_end)
         if (swapped := self._source.swapped) is not None:
             calls = calls._replace(before_forward=swapped.entered, before_backward=swapped.used)
             calls = calls._replace(evaluating=swapped.evaluates)
         if (preimage := self._source.preimage) is not None:
+            turns.communication = None
             return calls._replace(before_update=preimage.before_update, before_turn=lambda *_: not preimage.broken)
         return calls._replace(before_turn=between.before_turn)
 

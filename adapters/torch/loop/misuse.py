@@ -155,13 +155,55 @@ def _held_by(thing: Any) -> Iterator[Any]:
             yield from value.values()
 
 
+def _is_first_of_several() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 and dist.get_rank() == 0
+
+
 def warn_of_unheard(optimizer: Optimizer) -> None:
     """Warn, on rank 0 of several, if there are gradients at a first step before which no backward pass was seen."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1 or dist.get_rank() > 0:
-        return
-    if any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]):
+    if _is_first_of_several() and any(
+        parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]
+    ):
         log.warning(
             "optimizer.step() is called with gradients that no backward pass of autograd has made, as far as ttp sees. "
             "If a rank dies after its gradients were exchanged and before it calls optimizer.step(), its extra_state "
             "and its random streams begin anew; see docs/support.md"
         )
+
+
+class CommunicationCheck:
+    """Warns, on rank 0 of several, of a loop that communicates between its last step and ``step_done()``.
+
+    torch counts the collectives of each process group. They are compared in the first versions only.
+    """
+
+    def __init__(self) -> None:
+        self._versions_left = 5
+        self._counts: list[int] = []
+
+    def stepped(self, can_go_back: bool) -> None:
+        """Note that a step has ended, and whether training can go back from there to the last version."""
+        looks = self._versions_left and not can_go_back and _is_first_of_several()
+        self._counts = _collectives() if looks else []
+
+    def version_ended(self) -> None:
+        """Warn once if ranks have communicated since the last step of the version."""
+        counts, self._counts = self._counts, []
+        if counts and self._versions_left:
+            self._versions_left -= 1
+            if counts != _collectives():
+                self._versions_left = 0
+                log.warning(
+                    "the loop communicates with other ranks between optimizer.step() and ttp.step_done(): if a rank is "
+                    "lost there, those that wait for it hold no whole version, and nothing can be saved (exit code "
+                    '70). Call ttp.step_done() before such communication, or give wrap_optimizer() undo="preimage"'
+                )
+
+
+def _collectives() -> list[int]:
+    """Return how many collectives each process group of this process has begun; empty if a backend cannot tell."""
+    groups: Any = dist.distributed_c10d._world.pg_map
+    try:
+        return [group._get_sequence_number_for_group() for group in list(groups)]
+    except RuntimeError:
+        return []

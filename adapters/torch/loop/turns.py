@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+from ttp.adapters.torch.loop.misuse import CommunicationCheck
 from ttp.errors import UsageError
 
 log = logging.getLogger("ttp.adapters.torch")
@@ -74,6 +75,8 @@ class Turns:
         """Whether the loop declares the end of each version with ``step_done()``. Set by ``ends_by_hand``."""
         self.several = len(names) > 1
         """Whether there is more than one optimizer."""
+        self.communication: CommunicationCheck | None = CommunicationCheck()
+        """Checks whether the loop communicates before it calls ``step_done()``; None: training can go back then."""
         self._early = 0  # number of versions that ended before the first step_done()
         self.simple = len(names) == 1 and not hidden
         """Whether each step makes a version, so that no method of this object needs to be called."""
@@ -87,6 +90,8 @@ class Turns:
         before, self.by_hand, self.simple = self.by_hand, True, False
         if not before:
             self._early = counted
+        elif self.communication is not None:
+            self.communication.version_ended()
         return before
 
     @property
@@ -134,6 +139,8 @@ class Turns:
         """Note that an optimizer has stepped. Returns whether the version is finished."""
         finished = self.is_last(number)
         self._made.append(number)
+        if self.by_hand and self.communication is not None:
+            self.communication.stepped(self.stands_between)
         if len(self._made) == _UNDECIDED_TOLD and self.order is None and not self.by_hand:
             missing = [name for each, name in enumerate(self._names) if each not in self._made]
             if missing:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.adapters.torch.checkpoints import digest
 from tests.adapters.torch.stub_processor import Loop, starting
@@ -15,14 +16,16 @@ from tests.adapters.torch.test_between import network
 from ttp.core.decide import How
 from ttp.errors import UsageError
 
+_dist: Any = dist
+
 
 class Rounds(Loop):
     """The loop of this module, under a stub processor."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, **settings: Any) -> None:
         torch.manual_seed(7)
         model = network(4, 2)
-        super().__init__(directory, model, torch.optim.Adam(model.parameters(), lr=0.1))
+        super().__init__(directory, model, torch.optim.Adam(model.parameters(), lr=0.1), **settings)
 
     def facts(self) -> Any:
         return digest(self.model.state_dict(), self.optimizer), torch.get_rng_state().sum().item()
@@ -76,3 +79,46 @@ def test_step_done_that_comes_late_and_counts_as_before_is_fine(rounds: Rounds) 
     for steps in (1, 1, 3):
         rounds.iteration(steps)
     assert rounds.processor.gate.version == 6
+
+
+class TestCommunicationBeforeStepDone:
+    """Ranks that wait for a lost one there hold no version, so that nothing could be saved."""
+
+    @pytest.fixture(autouse=True)
+    def first_of_two_ranks(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        dist.init_process_group("gloo", store=_dist.HashStore(), rank=0, world_size=1)
+        monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+        yield
+        dist.destroy_process_group()
+
+    @pytest.mark.parametrize("undo", [None, "preimage"])
+    def test_it_is_told_once_if_they_cannot_go_back(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, undo: str | None
+    ) -> None:
+        with starting(Rounds, tmp_path) as started:
+            rounds = started(undo=undo)
+            rounds.adapter.step_done()
+            for _ in range(4):
+                rounds.step()
+                dist.barrier()
+                rounds.adapter.step_done()
+        assert caplog.text.count("communicates with other ranks between optimizer.step() and") == (undo is None)
+
+    def test_communication_elsewhere_is_not(self, rounds: Rounds, caplog: pytest.LogCaptureFixture) -> None:
+        rounds.adapter.step_done()
+        for _ in range(4):
+            dist.barrier()
+            rounds.iteration(1)
+            dist.barrier()
+        assert "communicates with other ranks" not in caplog.text
+
+    def test_nor_is_it_where_steps_are_copied_because_others_follow(
+        self, rounds: Rounds, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        rounds.adapter.step_done()
+        for _ in range(4):
+            for _ in range(3):
+                rounds.step()
+                dist.barrier()
+            rounds.adapter.step_done()
+        assert "communicates with other ranks" not in caplog.text
