@@ -169,7 +169,8 @@ def ensure_controller(
     """
     assert config.port is not None
     start = _Start(address, config.port, config, run_dir, owned)
-    deadline_s = time.monotonic() + patience_s
+    began_s = time.monotonic()
+    deadline_s = began_s + patience_s
     last_s = deadline_s + LOADS_S
     try:
         while time.monotonic() < last_s:
@@ -187,7 +188,7 @@ def ensure_controller(
                 if not start.loads():
                     break
                 deadline_s = time.monotonic() + LOOK_S
-        raise ConfigError(start.timed_out(patience_s))
+        raise ConfigError(start.timed_out(time.monotonic() - began_s))
     except BaseException:
         start.give_up()
         raise
@@ -270,21 +271,21 @@ class _Start:
             "or, if it is a controller of this job that was stopped or hangs, kill it: another one is started"
         )
 
-    def timed_out(self, patience_s: float) -> str:
+    def timed_out(self, waited_s: float) -> str:
         where = f"{self._address}:{self._port}"
         if self._lost:
             return (
-                f"no controller serves at {where}: within {patience_s:.0f} s the port was taken {self._lost} times by "
+                f"no controller serves at {where}: within {waited_s:.0f} s the port was taken {self._lost} times by "
                 f"something that does not answer.\n{log_tail(self._run_dir, self._log_size)}"
             )
         if self._child is not None:
             return (
-                f"the controller runs but does not answer at {where} within {patience_s:.0f} s; check TTP_BIND.\n"
+                f"the controller runs but does not answer at {where} within {waited_s:.0f} s; check TTP_BIND.\n"
                 f"{log_tail(self._run_dir, self._log_size)}"
             )
         if not is_local(self._address):
-            return f"no controller answers at {where} within {patience_s:.0f} s; the first node should run it"
-        return f"the server at {where} does not answer within {patience_s:.0f} s{self._owner()}"
+            return f"no controller answers at {where} within {waited_s:.0f} s; the first node should run it"
+        return f"the server at {where} does not answer within {waited_s:.0f} s{self._owner()}"
 
     def _owner(self) -> str:
         owner = port_owner(self._port) if is_local(self._address) else None

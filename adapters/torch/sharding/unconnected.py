@@ -103,7 +103,9 @@ def different_weights(
         return _DIFFERENT.format(**where, names=told)
     if held_there != held:
         some = ", ".join(holds[:_NAMED]) + (", ..." if len(holds) > _NAMED else "")
-        return _SPREAD.format(**where, names=f"{len(holds)} parameters ({some})" if holds else "no parameter")
+        return _SPREAD.format(
+            **where, names=f"{len(holds)} parameter{'s' * (len(holds) > 1)} ({some})" if holds else "no parameter"
+        )
     if their_state != own_state:
         log.warning(_SAME_WEIGHTS, told, other)
     return ""

@@ -84,7 +84,7 @@ def test_a_state_of_the_optimizer_that_only_one_rank_has_is_refused(told: dict[s
     """A checkpoint is written by one of the ranks, which lacks the state of the others."""
     first, second = sorted(told["state on one rank"])
     assert first == "" and second.startswith("UsageError: the optimizer keeps its state spread over the ranks: rank ")
-    assert "has state for 1 parameters (weight)" in second or "has state for 1 parameters (bias)" in second
+    assert "has state for 1 parameter (weight)" in second or "has state for 1 parameter (bias)" in second
 
 
 def test_a_state_that_all_ranks_make_anew_is_not(told: dict[str, Any]) -> None:
