@@ -30,7 +30,7 @@ _LETHAL = frozenset({m.FaultKind.EXITED, m.FaultKind.LOST})
 
 def waits(job: Membership, incident: Incident, now: float) -> bool:
     """Return whether a launcher may still report that it can start a dead rank alone."""
-    unknown = any(not job.members[rank].seat for rank in job.members if rank not in job.live)
+    unknown = any(not job.members[rank].seat for rank in dead_ranks(job))
     return _wanted(job) and unknown and not incident.overtaken and incident.waits("a seat", SEAT_S, now)
 
 
@@ -67,7 +67,7 @@ def trial(job: Membership, incident: Incident, base: Version) -> tuple[bool, str
     if not incident.trial:
         return False, incident.outcome
     unable = "" if _wanted(job) else "not every rank is able to; with TTP_CONTINUITY=keep their logs say why"
-    why_not = unable or _why_not_the_state(incident, incident.saved, base) or _why_no_seat(job, incident, set())
+    why_not = unable or _why_not_the_state(incident, incident.saved, base) or _why_not_the_job(job, incident, set())
     text = f"the ranks do not go on from it: {why_not}" if why_not else "all ranks go on from it"
     return not why_not, f"{incident.outcome}; {text}"
 
@@ -75,11 +75,11 @@ def trial(job: Membership, incident: Incident, base: Version) -> tuple[bool, str
 def _why_not(job: Membership, incident: Incident, end: Verdict, base: Version) -> str:
     if end.code != EXIT_SAVED or incident.stage is not Stage.SAVED:
         return end.text
-    dead = _dead(job)
+    dead = dead_ranks(job)
     return (
         _why_not_the_evidence(incident, dead)
         or _why_not_the_state(incident, incident.saved, base)
-        or _why_no_seat(job, incident, dead)
+        or _why_not_the_job(job, incident, dead)
     )
 
 
@@ -87,10 +87,11 @@ def why_not_after(job: Membership, incident: Incident, plan: Plan, base: Version
     """Return why the survivors cannot go on after this plan, as far as is known now; empty: they may go on."""
     if not _wanted(job):
         return "not every rank is able to go on"
-    return _why_not_the_evidence(incident, _dead(job)) or _why_not_the_state(incident, plan.version, base, plan)
+    return _why_not_the_evidence(incident, dead_ranks(job)) or _why_not_the_state(incident, plan.version, base, plan)
 
 
-def _dead(job: Membership) -> set[Rank]:
+def dead_ranks(job: Membership) -> set[Rank]:
+    """Return the ranks that were members and are not live."""
     return {rank for rank in job.members if rank not in job.live}
 
 
@@ -118,15 +119,26 @@ def _why_not_the_state(incident: Incident, version: Version, base: Version, plan
     return ""
 
 
-def _why_no_seat(job: Membership, incident: Incident, dead: set[Rank]) -> str:
+def _why_not_the_job(job: Membership, incident: Incident, dead: set[Rank]) -> str:
     if incident.overtaken:
         return "the whole job was started again already"
     if not (dead or incident.snapshot) or not job.complete or incident.waiting or job.in_doubt or job.done:
         return "some rank is neither known to train nor known to be dead"
+    return why_no_seat(job, dead)
+
+
+def why_no_seat(job: Membership, dead: set[Rank], *, reported: bool = True) -> str:
+    """Return why not all of these ranks can be started alone; empty if they can.
+
+    Args:
+        job: the ranks.
+        dead: the ranks to start.
+        reported: whether the launcher of each of them has to have reported that it can.
+    """
     for rank in sorted(dead):
         member = job.members[rank]
         if member.left or not member.fenced:
             return f"rank {rank} is not known to be dead"
-        if member.seat != SEAT_READY:
+        if member.seat != SEAT_READY and (reported or member.seat):
             return f"rank {rank} cannot be started alone: {member.seat or 'its launcher has not reported'}"
     return ""

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ttp.core import messages as m
-from ttp.core.controller.continuing import SEAT_READY, SEAT_S
+from ttp.core.controller.continuing import SEAT_S, dead_ranks, why_no_seat
 from ttp.core.controller.incident import Incident
 from ttp.core.controller.program_recovery import Outcome, not_saved
 from ttp.core.decide import NoPlan
@@ -70,12 +70,12 @@ def why_not(state: RepairState, incident: Incident, *, alone: bool) -> str:
     """Return why the lost ranks cannot be replaced; empty if they can."""
     if not wanted(state, incident):
         return "no rank was lost, a rank has no enable_arf or no rebuild_group handler, or a replacement has failed"
-    dead = _dead(state)
+    dead = dead_ranks(state.job)
     return (
         _why_not_the_job(state, dead)
         or _why_not_the_evidence(incident, dead)
         or _why_not_the_state(state, incident, dead)
-        or _why_no_seat(state, dead, alone=alone)
+        or why_no_seat(state.job, dead, reported=alone)
     )
 
 
@@ -106,20 +106,6 @@ def _why_not_the_state(state: RepairState, incident: Incident, dead: set[Rank]) 
     return ""
 
 
-def _why_no_seat(state: RepairState, dead: set[Rank], *, alone: bool) -> str:
-    for rank in sorted(dead):
-        member = state.job.members[rank]
-        if member.left or not member.fenced:
-            return f"rank {rank} is not known to be dead"
-        if member.seat != SEAT_READY and (alone or member.seat):
-            return f"rank {rank} cannot be started alone: {member.seat or 'its launcher has not reported'}"
-    return ""
-
-
-def _dead(state: RepairState) -> set[Rank]:
-    return {rank for rank in state.job.members if rank not in state.job.live}
-
-
 def see_clearly(state: RepairState, *, seats: bool) -> Part:
     """Wait until it is known which ranks have died and, with ``seats``, whether their launchers can restart them.
 
@@ -128,7 +114,7 @@ def see_clearly(state: RepairState, *, seats: bool) -> Part:
     """
     deaths_until, seats_until = state.now + DEATH_S, 0.0
     while True:
-        dead = _dead(state)
+        dead = dead_ranks(state.job)
         if dead and not seats_until:
             seats_until = state.now + SEAT_S
         unseen = bool(state.broken_off) and not dead and state.now < deaths_until
@@ -139,7 +125,7 @@ def see_clearly(state: RepairState, *, seats: bool) -> Part:
 
 
 def _replace(state: RepairState, incident: Incident) -> Script:
-    dead, everybody = _dead(state), set(state.job.members)
+    dead, everybody = dead_ranks(state.job), set(state.job.members)
     problem = yield from halt(state, incident, PURPOSE)
     if problem:
         return not_saved(problem)
