@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import queue
 import signal
@@ -31,9 +32,19 @@ def children() -> Iterator[list[Child]]:
         child.wait()
 
 
-@pytest.mark.parametrize("use_pidfd", [True, False])
-def test_sees_each_death_once_and_leaves_the_status(children: list[Child], use_pidfd: bool) -> None:
-    watch = DeathWatch(dict(enumerate(children)), use_pidfd)
+def no_pidfd(_pid: int) -> int:
+    raise OSError(errno.ENOSYS, "this kernel has none")
+
+
+@pytest.fixture(params=[True, False], ids=["pidfd", "polling"])
+def with_and_without_pidfd(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not request.param:
+        monkeypatch.setattr(os, "pidfd_open", no_pidfd)
+
+
+@pytest.mark.usefixtures("with_and_without_pidfd")
+def test_sees_each_death_once_and_leaves_the_status(children: list[Child]) -> None:
+    watch = DeathWatch(dict(enumerate(children)))
     assert watch.wait(0.0) == {}
     children[1].kill()
     assert watch.wait(LONG_S) == {1: -9}
@@ -45,11 +56,11 @@ def test_sees_each_death_once_and_leaves_the_status(children: list[Child], use_p
     watch.close()
 
 
-@pytest.mark.parametrize("use_pidfd", [True, False])
-def test_sees_one_that_was_reaped_before(use_pidfd: bool) -> None:
+@pytest.mark.usefixtures("with_and_without_pidfd")
+def test_sees_one_that_was_reaped_before() -> None:
     child = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
     child.wait()
-    watch = DeathWatch({7: child}, use_pidfd)
+    watch = DeathWatch({7: child})
     assert watch.wait(LONG_S) == {7: 3}
 
 

@@ -59,7 +59,7 @@ class TtpAgent(LocalElasticAgent):
         self._said_in: Any = None
         self.job_code = EXIT_FAILED
         """Exit code of the whole job, valid after ``run``; that of this host's ranks if no controller answers."""
-        spec = self._worker_group.spec
+        spec: Any = self._worker_group.spec
         self._look_s, spec.monitor_interval = spec.monitor_interval, 0.0  # torch would sleep when one dies
         give_fresh_stores(spec)
         wait_s = host.config.reschedule_s

@@ -31,14 +31,16 @@ class DeathWatch:
 
     Args:
         children: child processes by any key, e.g. the global rank.
-        use_pidfd: True: wait on pidfds where the kernel has them; False: check every ``POLL_S`` seconds.
     """
 
-    def __init__(self, children: Mapping[int, Popen[Any]], use_pidfd: bool = True) -> None:
+    def __init__(self, children: Mapping[int, Popen[Any]]) -> None:
         self._children = dict(children)
         self._poller = select.poll()
         self._descriptors: dict[int, int] = {}
-        self._kernel_tells = use_pidfd and self._open_all()
+        for key, child in children.items():
+            with contextlib.suppress(AttributeError, OSError):  # it was reaped already, or the kernel has no pidfd
+                self._descriptors[key] = os.pidfd_open(child.pid)
+                self._poller.register(self._descriptors[key], select.POLLIN)
 
     def wait(self, timeout_s: float) -> dict[int, int]:
         """Wait up to ``timeout_s`` seconds until a child ends.
@@ -52,29 +54,13 @@ class DeathWatch:
             left_s = deadline_s - time.monotonic()
             if ended or left_s <= 0:
                 return ended
-            if self._kernel_tells:
-                self._poller.poll(left_s * 1000)
-            else:
-                time.sleep(min(POLL_S, left_s))
+            kernel_tells = len(self._descriptors) == len(self._children)
+            self._poller.poll(1000 * (left_s if kernel_tells else min(POLL_S, left_s)))
 
     def close(self) -> None:
         """Close the descriptors. ``wait`` reports nothing from now on."""
         for key in list(self._children):
             self._forget(key)
-
-    def _open_all(self) -> bool:
-        """Open a pidfd for each child. Returns False if the kernel has none."""
-        try:
-            for key, child in self._children.items():
-                with contextlib.suppress(ProcessLookupError):  # reaped already: _collect sees its returncode
-                    self._descriptors[key] = os.pidfd_open(child.pid)
-                    self._poller.register(self._descriptors[key], select.POLLIN)
-        except (AttributeError, OSError):
-            for descriptor in self._descriptors.values():
-                os.close(descriptor)
-            self._descriptors.clear()
-            return False
-        return True
 
     def _collect(self) -> dict[int, int]:
         ended: dict[int, int] = {}

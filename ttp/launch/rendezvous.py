@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed
-from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousStoreInfo
 
 
 def serve_store(address: str) -> Any:
@@ -14,49 +14,18 @@ def serve_store(address: str) -> Any:
     return store(address, 0, is_master=True, wait_for_workers=False)
 
 
-class WrappedRendezvous(RendezvousHandler):
-    """Passes every call on to the rendezvous inside.
+class WrappedRendezvous:
+    """Passes every call on to the rendezvous inside. Subclasses define the methods that differ.
 
     Args:
-        inner: torch's rendezvous.
+        inner: torch's rendezvous, a ``RendezvousHandler``.
     """
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
 
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Meet the other nodes."""
-        info: RendezvousInfo = self._inner.next_rendezvous()
-        return info
-
-    @property
-    def use_agent_store(self) -> bool:
-        """True if workers connect to a store that an agent serves."""
-        return bool(self._inner.use_agent_store)
-
-    def get_backend(self) -> str:
-        """Return the name of torch's rendezvous."""
-        return str(self._inner.get_backend())
-
-    def is_closed(self) -> bool:
-        """See ``RendezvousHandler.is_closed`` of torch."""
-        return bool(self._inner.is_closed())
-
-    def set_closed(self) -> None:
-        """See ``RendezvousHandler.set_closed`` of torch."""
-        self._inner.set_closed()
-
-    def num_nodes_waiting(self) -> int:
-        """See ``RendezvousHandler.num_nodes_waiting`` of torch."""
-        return int(self._inner.num_nodes_waiting())
-
-    def get_run_id(self) -> str:
-        """See ``RendezvousHandler.get_run_id`` of torch."""
-        return str(self._inner.get_run_id())
-
-    def shutdown(self) -> bool:
-        """See ``RendezvousHandler.shutdown`` of torch."""
-        return bool(self._inner.shutdown())
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
 
 # --------------------------------------------------------------------------------------- a fresh store for each restart

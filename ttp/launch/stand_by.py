@@ -64,7 +64,7 @@ class Rescheduling(WrappedRendezvous):
         if limited:
             self._inner.settings.timeout._set_timeouts(join=timedelta(seconds=self._wait_s))
         try:
-            info = super().next_rendezvous()
+            info: RendezvousInfo = self._inner.next_rendezvous()
         except RendezvousClosedError:
             if not self._seated and (reason := heard(self._inner)):
                 raise ConfigError(reason) from None
@@ -94,7 +94,7 @@ class Rescheduling(WrappedRendezvous):
 
     def shutdown(self) -> bool:
         """See torch's ``RendezvousHandler.shutdown``. A host without a place does not close the rendezvous."""
-        return super().shutdown() if self._seated and not self._left else True
+        return bool(self._inner.shutdown()) if self._seated and not self._left else True
 
 
 class StandBy(Rescheduling):
