@@ -15,7 +15,7 @@ from ttp.adapters.mindspore.constraints import parallel_mode
 from ttp.core.layout import Layout, Rank, Shard
 from ttp.errors import CheckpointError, ConfigError, ToldAs
 from ttp.mindspore_files.group_info import read_group_info
-from ttp.mindspore_files.redundancy import groups_of_stages, is_saved
+from ttp.mindspore_files.redundancy import groups_of_stages, is_saved, same
 from ttp.mindspore_files.strategy_file import read_stages
 
 RANK = "{rank}"
@@ -151,12 +151,10 @@ def of_redundancy(redundancy: Mapping[str, Iterable[Iterable[int]]], world_size:
                         "this job"
                     )
                 held[int(rank)].append((name, index))
-    same: dict[tuple[tuple[str, int], ...], list[int]] = {}
     for rank, slices in held.items():
         if not slices:
             raise ConfigError(
                 f"the strategy does not contain rank {rank}: it is of another job, or of one stage of a pipeline. For "
                 "a pipeline give strategy=DIRECTORY, with the files of all stages"
             )
-        same.setdefault(tuple(slices), []).append(rank)
-    return of_groups(list(same.values()), world_size)
+    return of_groups(same(held), world_size)

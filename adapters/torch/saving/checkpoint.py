@@ -261,13 +261,9 @@ def _without_crc32() -> Iterator[None]:
 
     Newer versions of torch keep this setting per thread.
     """
-    setter = getattr(torch.serialization, "set_crc32_options", None)
-    if setter is None:
-        yield
-        return
     before = torch.serialization.get_crc32_options()
-    setter(False)
+    torch.serialization.set_crc32_options(False)
     try:
         yield
     finally:
-        setter(before)
+        torch.serialization.set_crc32_options(before)

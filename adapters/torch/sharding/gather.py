@@ -46,13 +46,11 @@ class BlockGather:
         holds: the shard of each rank of the block.
         me: position of this rank in the block.
         group: process group of the block's ranks, in this order; None: the block is this rank alone.
-        limit: bytes exchanged at once; see ``GATHER_BYTES``.
     """
 
-    def __init__(
-        self, shards: Sequence[Sequence[Tensor]], holds: Sequence[int], me: int, group: Any, limit: int = GATHER_BYTES
-    ) -> None:
-        self._shards, self._holds, self._me, self._group, self._limit = shards, holds, me, group, limit
+    def __init__(self, shards: Sequence[Sequence[Tensor]], holds: Sequence[int], me: int, group: Any) -> None:
+        self._shards, self._holds, self._me, self._group = shards, holds, me, group
+        self._limit = GATHER_BYTES
         self._key: list[tuple[int, bool]] = []
         self._rounds: list[tuple[Tensor, list[_Round]]] = []  # per device
 
