@@ -9,7 +9,6 @@ import signal
 import socket
 import sys
 import tempfile
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from subprocess import Popen
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 import grpc
 import psutil
 
+from ttp.polling import poll
 from ttp.wire.channel import open_channel, stub
 from ttp.wire.v1 import controller_pb2 as pb
 from ttp.wire.v1.controller_pb2_grpc import ControllerStub
@@ -173,13 +173,13 @@ def _environment(rank: int, world_size: int, port: int, directory: Path) -> dict
 
 def _wait_for(service: ControllerStub, version: int) -> None:
     """Wait until the job trains and every rank has finished ``version``."""
-    deadline = time.monotonic() + REACHED_S
-    while time.monotonic() < deadline:
+
+    def reached() -> bool:
         status = service.GetStatus(pb.GetStatusRequest(), timeout=10)
-        if status.stage == "training" and all(r.version >= version for r in status.ranks):
-            return
-        time.sleep(0.05)
-    raise TimeoutError(f"the ranks did not reach version {version} within {REACHED_S} s")
+        return status.stage == "training" and all(r.version >= version for r in status.ranks)
+
+    if not poll(reached, REACHED_S, 0.05):
+        raise TimeoutError(f"the ranks did not reach version {version} within {REACHED_S} s")
 
 
 @contextlib.contextmanager

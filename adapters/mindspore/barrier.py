@@ -34,6 +34,7 @@ from ttp.config import Config
 from ttp.core.messages import FaultKind
 from ttp.errors import ConfigError, ToldAs
 from ttp.inbox import Inbox
+from ttp.polling import poll
 from ttp.processor.gate.gate import Gate
 from ttp.wire import access, tls
 from ttp.wire.address import target
@@ -173,10 +174,8 @@ class UpdateBarrier:
     def _rescued(self, text: str) -> bool:
         """Report the broken barrier and wait for the freeze. Return whether the controller orders the update anyway."""
         self._processor.report(FaultKind.COLLECTIVE, text)
-        gate, deadline = self._processor.gate, time.monotonic() + FREEZE_S
-        while not gate.closed and time.monotonic() < deadline:
-            time.sleep(LOOK_MS / 1000)
-        return gate.closed and gate.stand_aside()
+        gate = self._processor.gate
+        return poll(lambda: gate.closed, FREEZE_S, LOOK_MS / 1000) and gate.stand_aside()
 
     # ------------------------------------------------------------------------------------------------------- connecting
 

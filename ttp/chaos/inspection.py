@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from ttp.chaos.hosts import Hosts
 from ttp.chaos.launching import clean_environment
 from ttp.chaos.record import Found
 from ttp.errors import CheckpointError
+from ttp.polling import poll
 from ttp.processor.local_state.local_piece import is_provisional, ranks_kept
 from ttp.store import names
 from ttp.store.manifest import Manifest
@@ -54,7 +54,5 @@ def closing_words(save_dirs: Sequence[Path], hosts: Hosts, numbers: Iterable[int
 
 
 def _leftovers(hosts: Hosts, host: int) -> list[str]:
-    deadline = time.monotonic() + LEAVE_S
-    while (left := hosts.leftovers(host)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return left
+    poll(lambda: not hosts.leftovers(host), LEAVE_S, 0.1)
+    return hosts.leftovers(host)
