@@ -67,7 +67,7 @@ def answers(processor: Processor) -> list[Quiet]:
     """Return all answers, after the last one has come."""
     said: list[Quiet] = []
     for _ in range(3):  # a look may ask for one more
-        assert processor._inspector.wait_done(PATIENCE_S)
+        assert processor._inspector._worker.wait_done(PATIENCE_S)
     while True:
         try:
             event = processor._inbox.get_nowait()
@@ -292,7 +292,7 @@ def test_a_state_that_was_read_before_the_gate_closed_is_no_answer(tmp_path: Pat
     """The training thread has ended an update under the closed gate, and tells so after a thaw and another freeze."""
     processor = alone(FakeSource(), tmp_path)
     processor._inspector.on_quiet(asked=True)
-    assert processor._inspector.wait_done(PATIENCE_S)
+    assert processor._inspector._worker.wait_done(PATIENCE_S)
     processor.begin_update()
     processor._try(act.CloseGate())
     assert [quiet.phase for quiet in answers(processor)] == [m.Phase.UPDATING]

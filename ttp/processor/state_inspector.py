@@ -123,10 +123,6 @@ class StateInspector:
             except Exception:  # such as no thread to be started; this is the training thread
                 log.exception("cannot tell the controller that the training thread has reached the gate")
 
-    def wait_done(self, timeout_s: float) -> bool:
-        """Wait for all inspections. Returns false if they take longer."""
-        return self._worker.wait_done(timeout_s)
-
     def standing(self, state: GateState) -> tuple[Version, m.Phase]:
         """Return version and phase as they were reported for this state of the gate, or else those of the gate.
 

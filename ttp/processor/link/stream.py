@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -61,7 +61,7 @@ class Stream:
         else:
             self._channel = wire.open_channel(LOOPBACK, relay, wire.RELAY_OPTIONS)
             self._said += ((TO_KEY, target(address, port)),)
-        self._call = wire.stub(self._channel).Attach(self._reports(), metadata=self._said)
+        self._call = wire.stub(self._channel).Attach(iter(self._outbox.get, None), metadata=self._said)
         self._thread = threading.Thread(target=self._read, name="ttp-stream", daemon=True)
 
     def start(self) -> None:
@@ -115,13 +115,6 @@ class Stream:
             self._call.initial_metadata()
         finally:
             timer.cancel()
-
-    def _reports(self) -> Iterator[pb.RankReport]:
-        while True:
-            report = self._outbox.get()
-            if report is None:
-                return
-            yield report
 
     def _read(self) -> None:
         reason = "the controller ended the stream"
