@@ -9,14 +9,13 @@ import ctypes
 import errno
 import io
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import xxhash
 
-from ttp.store.durable import naming
+from ttp.store.durable import libc_function, naming
 from ttp.store.plain_file import CHUNK, chunks
 
 if TYPE_CHECKING:
@@ -198,20 +197,11 @@ def _text(hashed: xxhash.xxh3_128) -> str:
     return f"{ALGORITHM}:{hashed.hexdigest()}"
 
 
-def _find_sync_file_range() -> Callable[..., int] | None:
-    if not sys.platform.startswith("linux"):
-        return None
-    found = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
-    if found is not None:
-        found.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-    return found
-
-
 def ignore(_: int) -> None:
     """Do nothing; stands for a missing progress callback."""
 
 
-_sync_file_range = _find_sync_file_range()
+_sync_file_range = libc_function("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 _WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4
 _UNSUPPORTED = frozenset({errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EOPNOTSUPP})
 

@@ -6,7 +6,6 @@ import ctypes
 import errno
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 from ttp.store import durable
@@ -105,14 +104,9 @@ _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
 
-def _find_renameat2() -> Callable[..., int] | None:
-    found = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if found is not None:
-        found.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
-    return found
-
-
-_renameat2 = _find_renameat2()
+_renameat2 = durable.libc_function(
+    "renameat2", ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint
+)
 
 
 def _exchange(one: Path, other: Path) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 
 def write_durably(path: Path, data: bytes) -> None:
@@ -93,3 +95,11 @@ def naming(path: Path) -> Iterator[None]:
         if problem.errno is None or problem.filename is not None:
             raise
         raise OSError(problem.errno, problem.strerror, str(path)) from None
+
+
+def libc_function(name: str, *types: Any) -> Callable[..., int] | None:
+    """Return a function of the C library that takes arguments of these ``ctypes`` types; None if there is none."""
+    found = getattr(ctypes.CDLL(None, use_errno=True), name, None)
+    if found is not None:
+        found.argtypes = types
+    return found
