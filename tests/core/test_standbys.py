@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from tests.core.rank_talk import ME, Rank1
 from tests.core.talk import PATIENCE, Wide
 from ttp.core import messages as m
@@ -102,6 +104,16 @@ def test_a_minority_is_sent_on_once_and_then_it_is_believed() -> None:
     assert "Freeze:4,5" in talk.after(5)
 
 
+@pytest.mark.parametrize(("version", "again"), [(4, False), (5, True)])
+def test_a_minority_is_sent_on_again_if_the_job_has_trained_meanwhile(version: int, again: bool) -> None:
+    """A link that fails for the second time is another fault. One update more can have been under way."""
+    talk = Successor()
+    talk.comes(4)
+    assert "[abdicated]" in talk.after(3.5)
+    talk.comes(4, version=version)
+    assert ("[abdicated]" in talk.after(5)) == again
+
+
 def test_who_has_sent_all_on_stays_for_those_who_come_back() -> None:
     talk = Successor(abandoned_s=120)
     talk.now += 119  # it was made long ago
@@ -182,6 +194,20 @@ def test_who_was_passed_over_forgets_what_it_knew() -> None:
     assert said.startswith("[abdicated]")
     assert "Welcome:0" in said
     assert talk.machine.term == 6
+
+
+@pytest.mark.parametrize(("cut_off", "stays"), [((5,), True), ((4, 5), True), ((3, 4, 5), False)])
+def test_one_that_still_leads_most_ranks_takes_in_who_was_cut_off_from_it(
+    cut_off: tuple[int, ...], stays: bool
+) -> None:
+    """The network between the controller and one host failed, and the host's ranks went round all controllers."""
+    talk = Wide()
+    for rank in cut_off:
+        talk.lost(rank)
+    said = talk.hello(5, incarnation=1, resume=True, term_seen=5, takeover=True, version=3)
+    assert said.startswith("Welcome:5") == stays
+    assert said.startswith("[abdicated]") != stays
+    assert talk.orders(m.Welcome)[-1].term == 6
 
 
 def test_one_that_runs_is_announced_by_whoever_takes_over() -> None:

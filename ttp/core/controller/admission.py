@@ -73,7 +73,7 @@ class Admission:
         self._parts.mirrors.joined(hello.rank)
         kind = "reconnected" if hello.resume else "joined"
         self._outbox.record(kind, rank=hello.rank, host=hello.host, pid=hello.pid, version=hello.version)
-        self.gathering.joined(new=first, resumes=hello.resume, now=now)
+        self.gathering.joined(hello, new=first, now=now)
         if self._job.complete and first:
             self._outbox.record("formed", world_size=hello.world_size, incarnation=self._job.incarnation)
         self._joined(hello, now)

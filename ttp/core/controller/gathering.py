@@ -5,7 +5,8 @@ behind thousands of others or because this controller was stopped. So the wait e
 ``ControllerTimeouts.gather_s``, and it begins again if this controller itself is late.
 
 If only a minority has come and no incident is open, the controller sends these ranks to another controller once: the
-majority may still have a controller, and a healthy job must not be declared broken.
+majority may still have a controller, and a healthy job must not be declared broken. It does so again if the job has
+trained meanwhile: then it is another fault of the network.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ttp.core import messages as m
 from ttp.core.controller.events import ControllerTimeouts
 from ttp.core.controller.membership import Membership
 from ttp.core.controller.rescue import Rescue
-from ttp.core.layout import Rank
+from ttp.core.layout import Rank, Version
 
 
 class Gathering:
@@ -41,22 +42,25 @@ class Gathering:
         self._job, self._rescue, self._patience, self._abdicate = job, rescue, patience, abdicate
         self._sent_on = self._counted = False
         self._since = now
+        self._sent_version = Version(0)
         self._late_s = patience.gather_s / 6
 
-    def joined(self, *, new: bool, resumes: bool, now: float) -> None:
+    def joined(self, hello: m.Hello, *, new: bool, now: float) -> None:
         """Note a rank's hello.
 
         Args:
+            hello: the hello.
             new: this is the rank's first hello to this controller.
-            resumes: another controller led the rank before.
             now: the time, in seconds.
         """
         job = self._job
+        if hello.version > self._sent_version + 1:
+            self._sent_on = False  # all ranks have trained together since they were sent on
         if job.complete:
             job.gather_until, self._sent_on = None, False
         elif new and job.gather_until is not None:
             job.gather_until, self._counted = now + self._patience.gather_s, self._sent_on
-        elif new and resumes:
+        elif new and hello.resume:
             job.gather_until = now + self._patience.gather_s
             self._sent_on &= now < self._since + 2 * self._patience.forming_s  # later ranks are of another launch
             self._since = self._since if self._sent_on else now
@@ -120,5 +124,5 @@ class Gathering:
         few = 2 * len(job.live) < job.layout.world_size + self._untrained
         choice = any(mb.hello.standbys for mb in job.members.values())
         if self._rescue.incident is None and few and choice:
-            self._sent_on = True
+            self._sent_on, self._sent_version = True, max(mb.version for mb in job.members.values())
             self._abdicate(now)

@@ -288,13 +288,14 @@ class Membership:
         """Return whether ``hello``, from a rank that another controller led, may show that this job is led elsewhere.
 
         A stray rank of another job or incarnation does not show that for a job with live ranks here. A rank that comes
-        to a job that is still forming just joins it.
+        to a job that is still forming just joins it. So does one that was cut off from this controller, and went round
+        the others, while most ranks stayed here.
         """
         if self.layout is None or self.malformed(hello) is not None:
             return False
         if not self.formed:
             return False  # no state here can be out of date
-        if self._outlives(hello):
+        if self._outlives(hello) or 2 * len(self.live - {hello.rank}) > self.layout.world_size:
             return False
         return not self.live or (hello.run_id, hello.incarnation) == (self.run_id, self.incarnation)
 
