@@ -42,6 +42,8 @@ LINES_MAX = 100_000
 """Most lines that may wait for one directory, or are kept of one incident; further lines are dropped."""
 REFUSED_MAX = 16 << 20
 """Most characters of failed lines of an incident that are kept for another try."""
+EARLY_MAX = 100
+"""Most lines of the history of launches that wait until the controller may write to the directory."""
 GATHER_S = 0.005
 """Seconds that a line waits, so that further lines are written together with it."""
 STORIES_MAX = 8
@@ -220,6 +222,7 @@ class _Writer:
 
     def __init__(self, place: Path, refused: Callable[[str], None], may_write_to: Callable[[Path], bool]) -> None:
         self.ended = self._last = False
+        self._early: tuple[str, ...] = ()  # lines of the history from before a process of this host named the directory
         self._place, self._refused, self._may_write_to = place, refused, may_write_to
         self._mounts = Mounts()
         self._inbox: queue.SimpleQueue[tuple[str, str, bool] | Callable[[], None] | None] = queue.SimpleQueue()
@@ -232,7 +235,10 @@ class _Writer:
             self._inbox.put((incident, text, durable))
 
     def note(self, line: str) -> None:
-        """Queue a line of the history of launches. It is dropped if the directory does not exist."""
+        """Queue a line of the history of launches. It is dropped if the directory does not exist.
+
+        Where the controller may not write yet, the line is written with the next one.
+        """
         if self._inbox.qsize() < LINES_MAX:
             self._inbox.put(lambda: self._note(line))
 
@@ -249,8 +255,13 @@ class _Writer:
             log.info("the history of launches in %s cannot be read or written: %s", self._place, problem)
 
     def _note(self, line: str) -> None:
-        if self._place.is_dir() and self._may_write_to(self._place):
-            _append(self._place / FOLDER, history.FILE, line.encode(), True)
+        if not self._place.is_dir():
+            return
+        if not self._may_write_to(self._place):  # the first rank to join may be on another host than the controller
+            self._early = (*self._early, line)[-EARLY_MAX:]
+            return
+        lines, self._early = (*self._early, line), ()
+        _append(self._place / FOLDER, history.FILE, "".join(lines).encode(), True)
 
     def end(self) -> None:
         """Write the queued lines, then end the thread."""

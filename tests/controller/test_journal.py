@@ -203,6 +203,24 @@ def test_a_directory_that_was_named_once_is_remembered_when_a_cleaner_has_remove
     assert kinds(save_dir) == ["opened"] and not run_dir.exists()
 
 
+def test_a_launch_whose_first_rank_joins_from_another_host_is_written_down(tmp_path: Path) -> None:
+    """The controller may write only where a process of its own host saves, which may join later."""
+    save_dir = tmp_path / "checkpoints"
+    save_dir.mkdir()
+    journal = Journal(tmp_path / "run")
+    facts = json.dumps({"run_id": "job", "incarnation": 1})
+    journal.launch_begins(str(save_dir), Happening(1, 1.8e9, 50.0, "incarnation", "", facts), False, lambda *_: None)
+    passed = threading.Event()
+    journal._writers[save_dir].read(None, lambda *_: passed.set())  # in its turn, after the line
+    assert passed.wait(60)
+    assert not (save_dir / "incidents").exists()
+    allow_journal(tmp_path / "run", save_dir)
+    journal.launch_goes_on(str(save_dir), Happening(2, 1.8e9, 50.0, "finished", "", '{"version": 7}'))
+    journal.close(60)
+    (launch,) = read_launches(save_dir)
+    assert (launch.run_id, launch.code) == ("job", 0)
+
+
 def test_launches_are_written_down_in_the_fallback_directory_too(tmp_path: Path) -> None:
     """A job whose ``save_dir`` is broken records the end of a launch where it saves."""
     places = [tmp_path / name for name in ("broken", "fallback")]
