@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.damage import flip
+from ttp.core.layout import Rank, Shard
 from ttp.core.messages import Piece
 from ttp.errors import CheckpointError
 from ttp.store.catalog import find_whole, scan
@@ -57,6 +58,30 @@ def test_another_incidents_checkpoint_of_the_version_is_kept_aside(world: World)
         assert len(scan(world.save_dir)) == count + 1
     assert world.holds(world.save_dir / ".superseded-step_12-0", 12, "first")
     assert world.holds(world.save_dir / ".superseded-step_12-1", 12, "second")
+
+
+def test_of_two_sides_of_a_job_that_the_network_has_parted_the_one_with_more_pages_wins(world: World) -> None:
+    """Each side of the job saves the version that it holds. Whoever has no page in the checkpoint loses its streams."""
+    for missing, incident, wins in (((1, 2, 3), "one rank", "one rank"), ((0,), "the rest", "the rest")):
+        world.write_draft(12, incident)
+        path, _ = world.commit(replace(world.order(12, incident), missing_pages=tuple(map(Rank, missing))))
+        assert world.holds(path, 12, wins)
+    world.write_draft(12, "one rank")
+    assert world.commit(replace(world.order(12, "one rank"), missing_pages=(Rank(1), Rank(2), Rank(3))))[0] == path
+    assert world.holds(path, 12, "the rest")
+    assert sorted(e.name for e in world.save_dir.iterdir()) == [".superseded-step_12-0", path.name]
+
+
+@pytest.mark.parametrize("why", ["another launch", "disputed", "damaged"])
+def test_more_pages_do_not_make_up_for_what_else_is_wrong(world: World, why: str) -> None:
+    order = replace(world.order(12), missing_pages=(), incarnation=3 if why == "another launch" else 4)
+    world.write_draft(12)
+    path, _ = world.commit(replace(order, disputed=(Shard("a"),) if why == "disputed" else ()))
+    if why == "damaged":
+        (path / "__0_1.distcp").unlink()
+    world.write_draft(12, "second")
+    world.commit(world.order(12, "second"))
+    assert world.holds(path, 12, "second")
 
 
 def test_whatever_has_the_name_is_kept_aside(world: World) -> None:

@@ -22,7 +22,7 @@ file. One of them wins the rename to the final name; the other one finds the che
 repeated order is harmless as well.
 
 If a checkpoint of another incident has the final name, the two are exchanged atomically, and the old one stays as
-``.superseded-step_12-<n>``. Where the file system cannot exchange, two renames are used; a reader between them finds
+``.superseded-step_12-<n>``, unless it is of the same launch and has the pages of more ranks: then it is the one. Where the file system cannot exchange, two renames are used; a reader between them finds
 the old checkpoint under that name (``catalog``). Where the file system cannot link, the pieces are moved.
 """
 
@@ -306,12 +306,19 @@ class _Job:
     # ---------------------------------------------------------------------------------------------------- afterwards
 
     def _committed(self) -> Manifest | None:
-        """Return the manifest of this incident's checkpoint under the final name; None if there is no whole one."""
+        """Return the manifest of this incident's checkpoint under the final name; None if there is no whole one.
+
+        One of another controller for the same version of this launch will do if it has the pages of more ranks: where
+        the network parts the job, each side saves the version, and a side that holds one rank must not win.
+        """
         manifest = self._there()
         if manifest is None:
             return None
-        ours = (manifest.run_id, manifest.incarnation, manifest.incident, manifest.version)
-        if ours != (self.run_id, self.order.incarnation, self.order.incident, self.order.version):
+        ours = (manifest.run_id, manifest.incarnation, manifest.version)
+        if ours != (self.run_id, self.order.incarnation, self.order.version):
+            return None
+        fuller = len(manifest.missing_pages) < len(self.order.missing_pages) and "disputed" not in manifest.extra
+        if manifest.incident != self.order.incident and not fuller:
             return None
         return None if verify.size_problems(self.final, manifest) else manifest
 
