@@ -320,8 +320,8 @@ class Rescue:
             if self._shadow.is_durable(incident, now):
                 self._thaw(incident, "nothing is broken after all")
         elif self._shadow.may_end(incident, self.base_version, now):
-            text = f"{incident.outcome}; a restart goes on with step {incident.saved + 1}"
-            self._release(incident, EXIT_SAVED, text, now)
+            then = f"goes on with step {incident.saved + 1}" if incident.saved else "begins where this launch did"
+            self._release(incident, EXIT_SAVED, f"{incident.outcome}; a restart {then}", now)
 
     def _thaw(self, incident: Incident, reason: str, *, mended: bool = False) -> None:
         false_alarm = not (incident.snapshot or mended)
