@@ -14,6 +14,7 @@ from tests.cli.conftest import Controller, Ttp
 from tests.store.storage import fill, small_disk
 from tests.waiting import until
 from ttp.launch import other_jobs
+from ttp.launch.token_file import write_token
 from ttp.store.history import FILE, WORD, leave_word, line_of, read_word
 
 Facts = dict[str, Any]
@@ -103,6 +104,21 @@ def test_a_job_that_runs_has_no_verdict_yet(
     controller.close()
     found = ttp("verdict", place)
     assert (found.code, found.out) == (70, "lost\n") and "its controller does not answer here" in found.err
+
+
+def test_a_job_is_asked_with_the_secret_that_it_was_started_with(
+    place: Path, tmp_path: Path, ttp: Ttp, start: Callable[..., Controller], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file was replaced since, for the next job; the secret of this one is in the run directory."""
+    controller = start(token="the secret of the running job")
+    controller.save_dir = str(place)
+    controller.ranks(2, version=7)
+    until((place / "incidents" / FILE).exists)
+    (tmp_path / "run").mkdir(mode=0o700)
+    write_token(tmp_path / "run", "the secret of the running job")
+    for name, value in {"PORT": controller.port, "RUN_DIR": tmp_path / "run", "TOKEN": "the next one"}.items():
+        monkeypatch.setenv(f"TTP_{name}", str(value))
+    assert ttp("verdict", place).out == "running\n"
 
 
 def test_of_two_directories_the_one_that_knows_more_is_believed(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -25,6 +27,7 @@ from ttp.errors import (
     TtpError,
     UsageError,
 )
+from ttp.launch.token_file import read_token
 from ttp.store.history import Launch, WrongWord, fruitless, read_launches, read_word
 from ttp.store.names import INCIDENTS
 
@@ -176,10 +179,8 @@ def _running(place: Path, launches: list[Launch]) -> Verdict | None:
         complain(f"the controller of the last launch was not asked: {problem}")
         return None
     for port in (None,) if os.environ.get("TTP_PORT") else known_ports():
-        try:
-            with connected(find(None, port, None)) as client:
-                now = client.status()
-        except TtpError:
+        now = _status(port)
+        if now is None:
             continue
         alive = [rank.version for rank in now.ranks if rank.state in LIVES]
         if alive and now.run_id == launches[-1].run_id and _same(Path(now.save_dir), place):
@@ -187,6 +188,22 @@ def _running(place: Path, launches: list[Launch]) -> Verdict | None:
             return Verdict(EXIT_RUNNING, text)
     if refuses_to_say(launches[-1], config):
         return Verdict(EXIT_RUNNING, NOT_ASKED.format(launches[-1].controller))
+    return None
+
+
+def _status(port: int | None) -> Any:
+    """Return the status that a controller of this host's job gives; None: none answers.
+
+    A secret that was replaced in the file since the job began is wrong, and that in the run directory is right.
+    """
+    try:
+        where = find(None, port, None)
+        left = read_token(where.run_dir) if where.run_dir is not None else None
+    except TtpError:
+        return None
+    for token in dict.fromkeys((where.token, left or "")):
+        with contextlib.suppress(TtpError), connected(replace(where, token=token)) as client:
+            return client.status()
     return None
 
 
