@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -62,6 +63,17 @@ def test_what_a_killed_rank_was_trying_is_removed(tmp_path: Path) -> None:
         os.utime(path, (1e9, 1e9))
     check_writable(str(tmp_path))
     assert list(tmp_path.iterdir()) == [new]
+
+
+def test_a_rank_whose_clock_is_ahead_leaves_the_trials_of_other_hosts_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would be refused (64), with a directory that has vanished under their hands."""
+    (tmp_path / ".ttp-probe-of-another-host").mkdir()
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 7200)
+    check_writable(str(tmp_path))
+    assert (tmp_path / ".ttp-probe-of-another-host").is_dir()
 
 
 def test_all_ranks_may_ask_at_once(tmp_path: Path) -> None:

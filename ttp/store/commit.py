@@ -22,8 +22,9 @@ file. One of them wins the rename to the final name; the other one finds the che
 repeated order is harmless as well.
 
 If a checkpoint of another incident has the final name, the two are exchanged atomically, and the old one stays as
-``.superseded-step_12-<n>``, unless it is of the same launch and has the pages of more ranks: then it is the one. Where the file system cannot exchange, two renames are used; a reader between them finds
-the old checkpoint under that name (``catalog``). Where the file system cannot link, the pieces are moved.
+``.superseded-step_12-<n>``, unless it is of the same launch and has the pages of more ranks: then it is the one. Where
+the file system cannot exchange, two renames are used; a reader between them finds the old checkpoint under that name
+(``catalog``). Where the file system cannot link, the pieces are moved.
 """
 
 from __future__ import annotations

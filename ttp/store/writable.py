@@ -6,7 +6,6 @@ import errno
 import logging
 import os
 import re
-import time
 import uuid
 from contextlib import suppress
 from pathlib import Path
@@ -38,7 +37,7 @@ _PATH_BYTES_MAX = 4096 - 256
 """The longest path of a directory for checkpoints: Linux takes 4,096 bytes, and the names in it need up to 256."""
 
 PROBE_MAX_S = 3600.0
-"""A probe that is older belongs to no living rank, even if the clock of the storage is not that of the host."""
+"""A probe that is so much older than a new one belongs to no living rank."""
 
 FALLBACK = "TTP_FALLBACK_DIR"
 
@@ -106,12 +105,12 @@ def check_writable(save_dir: str, what: str = "save_dir") -> Path:
         durable.make_directory(path)
         try:
             _rehearse(disk, probe)
+            with suppress(OSError):
+                _remove_old_probes(disk, path, _renamed(probe).stat().st_mtime)
         finally:
             for left in (probe, _renamed(probe)):
                 with suppress(OSError):  # the first error says more
                     disk.remove_tree(left)
-        with suppress(OSError):
-            _remove_old_probes(disk, path)
         records = path / names.INCIDENTS
         if os.path.lexists(records) and not (records.is_dir() and os.access(records, os.W_OK | os.X_OK)):
             raise ConfigError(
@@ -172,10 +171,13 @@ def _rehearse(disk: Disk, probe: Path) -> None:
     disk.sync_directory(probe.parent)
 
 
-def _remove_old_probes(disk: Disk, directory: Path) -> None:
-    """Remove what ranks have left that were killed while they tried or measured the directory."""
+def _remove_old_probes(disk: Disk, directory: Path, now: float) -> None:
+    """Remove what ranks have left that were killed while they tried or measured the directory.
+
+    ``now`` is by the clock of the storage: that of this host may be wrong, and probes of other hosts then seem old.
+    """
     for left in directory.glob(f"{names.PROBE_PREFIX}*"):
-        if time.time() - left.lstat().st_mtime > PROBE_MAX_S:
+        if now - left.lstat().st_mtime > PROBE_MAX_S:
             disk.remove_tree(left) if left.is_dir() else disk.remove(left)
 
 
