@@ -18,10 +18,7 @@ Body = Callable[[Any], None]
 
 
 def fuzz(inputs: st.SearchStrategy[Any], examples: int, campaign: int = 50) -> Callable[[Body], Any]:
-    """Make a test that calls its body with ``examples`` of ``inputs``; ``campaign`` times as many with ``-m slow``.
-
-    The test has an attribute ``target``, which makes an input from bytes, for fuzzers that measure coverage.
-    """
+    """Make a test that calls its body with ``examples`` of ``inputs``; ``campaign`` times as many with ``-m slow``."""
 
     def make(body: Body) -> Any:
         def once(data: Any) -> None:
@@ -40,7 +37,6 @@ def fuzz(inputs: st.SearchStrategy[Any], examples: int, campaign: int = 50) -> C
             search()
 
         test.__name__, test.__doc__ = body.__name__, body.__doc__
-        test.target = given(inputs)(once).hypothesis.fuzz_one_input  # type: ignore[attr-defined]
         return test
 
     return make
