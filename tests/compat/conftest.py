@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from tests.compat.jobs import Job
+from tests.e2e.harness import Job as Launched
+from tests.e2e.harness import jobs
 
 
 @pytest.fixture
@@ -21,3 +23,10 @@ def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     yield make
     for each in made:
         each.stop()
+
+
+@pytest.fixture
+def make_job(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
+    """Return a function that makes jobs with launchers; the fixture ends the processes that they leave."""
+    with jobs(tmp_path) as make:
+        yield make

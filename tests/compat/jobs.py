@@ -3,43 +3,67 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 import psutil
 
-from tests.handlers.jobs import Launched, after
 from tests.ports import free_port
+from tests.waiting import until
 from ttp.compat.mindio.placing import tell_children
 from ttp.wire.channel import open_channel, stub
 from ttp.wire.v1 import controller_pb2 as pb
 
-__all__ = ["Job", "after"]
-
 PROGRAM = Path(__file__).with_name("program.py")
 
 
-@dataclass
-class Job(Launched):
-    """One launch. Rank 0 starts the controller, as programs of the original do."""
+def after(step: int) -> int:
+    """Return the state of ``program.py`` after so many steps."""
+    value = 1
+    for number in range(1, step + 1):
+        value = (value * 31 + number) % 1_000_003
+    return value
 
+
+@dataclass
+class Job:
+    """One launch, whose processes write JSON lines (``rank0.jsonl``) and their output to a directory.
+
+    Rank 0 starts the controller, as programs of the original do.
+    """
+
+    directory: Path
+    ranks: int = 4
+    copies: int = 2
     steps: int = 5
+    faults: list[dict[str, Any]] = field(default_factory=list)
+    options: dict[str, Any] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
     hosts: str = ""
     """A letter for the host of each rank; none: all are on this one."""
-    base: dict[str, str] = field(default_factory=dict, kw_only=True)
-    """Environment of all processes."""
     manager: bool = False
     """A process of the cluster's manager starts the controller, not rank 0; it is the last of the processes."""
+    port: int = 0
+    base: dict[str, str] = field(default_factory=dict)
+    """Environment of all processes."""
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def start(self) -> Job:
         self.directory.mkdir(parents=True, exist_ok=True)
         self.port = self.port or free_port()
         job = {"steps": self.steps, "copies": self.copies, "faults": self.faults, **self.options}
-        base = self.environment() | {"JOB": json.dumps(job), "TTP_ABANDONED_S": "5"}
+        base = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")} | {
+            "JOB": json.dumps(job), "JOB_DIR": str(self.directory), "WORLD_SIZE": str(self.ranks),
+            "MASTER_ADDR": "127.0.0.1", "TTP_PORT": str(self.port), "TTP_RUN_DIR": str(self.directory / "run"),
+            "TTP_SAVE_DIR": str(self.directory / "saves"), "TTP_OT": "60", "TTP_ABANDONED_S": "5",
+        }  # fmt: skip
         base |= {"MINDX_TASK_ID": "task"} if self.manager else {}
         tell_children(base)
         self.base = base | self.env
@@ -51,16 +75,14 @@ class Job(Launched):
         """Start a process of that rank; ``host``: on another host than the first one."""
         numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         place = {"TTP_HOST": host, "TTP_RUN_DIR": str(self.directory / "run" / host)} if host else self._place(rank)
-        return self.spawn(f"rank{rank}{host}", [sys.executable, str(PROGRAM)], self.base | place | numbers)
+        with (self.directory / f"rank{rank}{host}.out").open("wb") as out:
+            env = self.base | place | numbers
+            return subprocess.Popen([sys.executable, str(PROGRAM)], env=env, stdout=out, stderr=subprocess.STDOUT)
 
     def _place(self, rank: int) -> dict[str, str]:
         if not self.hosts or rank < 0:
             return {}
         return {"TTP_HOST": self.hosts[rank], "TTP_RUN_DIR": str(self.directory / "run" / self.hosts[rank])}
-
-    @property
-    def workers(self) -> list[subprocess.Popen[bytes]]:
-        return self.processes[: self.ranks]
 
     def controllers(self) -> list[psutil.Process]:
         wanted = {"ttp.controller", str(self.port)}
@@ -81,6 +103,39 @@ class Job(Launched):
 
     def run(self) -> list[int]:
         return self.start().wait()
+
+    def wait(self, timeout_s: float = 250) -> list[int]:
+        """Return the exit codes of all ranks."""
+        deadline = time.monotonic() + timeout_s
+        try:
+            return [each.wait(max(0.1, deadline - time.monotonic())) for each in self.processes[: self.ranks]]
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the job does not end:\n{self.story()}") from None
+
+    def until(self, condition: Callable[[], bool], timeout_s: float = 200) -> None:
+        until(condition, timeout_s, self.story, 0.02)
+
+    def stop(self) -> None:
+        for process in reversed(self.processes):
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+    def notes(self, rank: int) -> list[dict[str, Any]]:
+        path = self.directory / f"rank{rank}.jsonl"
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        return [json.loads(line) for line in lines]
+
+    def of(self, what: str) -> dict[int, list[dict[str, Any]]]:
+        """Return the notes of one kind, by rank, without ranks that have none."""
+        found = {rank: [n for n in self.notes(rank) if n["what"] == what] for rank in range(self.ranks)}
+        return {rank: notes for rank, notes in found.items() if notes}
+
+    def part(self, step: int, rank: int) -> Any:
+        return json.loads((self.directory / f"part-{step}-{rank}.tmp").read_text())
+
+    def story(self) -> str:
+        return "\n".join(f"--- {p.name}\n{p.read_text()[-3000:]}" for p in sorted(self.directory.glob("*.out")))
 
     def order(self, rank: int) -> list[str]:
         """Return the orders that a rank received, in order."""

@@ -3,10 +3,10 @@
 
 ``JOB`` holds its options as JSON: ``faults`` (``[{"rank": 1, "step": 4, "what": "memory"}]``, with ``after``: the files
 whose writers come first), ``copies``, ``sets``, ``steps``, ``step_s``, ``tls``, ``manage`` (rank 0 answers as the
-cluster's manager would; rank -1, if there is one, is a process of the manager's own, which follows the files ``ask0``,
-``ask1``: a function and its arguments), ``hostile`` (``{"save": {"1": "raise"}}``: wrong behaviour of handlers, by
-rank), ``delay_s`` by rank, ``starts`` of the controller. Each rank writes its actions as lines of JSON to
-``rank{r}.jsonl``. With ``MINDIO_FOR_MINDSPORE=1`` it is a program of that dialect.
+cluster's manager would, with ``fail`` it raises; rank -1, if there is one, is a process of the manager's own, which
+follows the files ``ask0``, ``ask1``: a function and its arguments), ``hostile`` (``{"save": {"1": "raise"}}``: wrong
+behaviour of handlers, by rank), ``delay_s`` by rank, ``starts`` of the controller. Each rank writes its actions as
+lines of JSON to ``rank{r}.jsonl``. With ``MINDIO_FOR_MINDSPORE=1`` it is a program of that dialect.
 """
 
 from __future__ import annotations
@@ -248,6 +248,8 @@ def manage() -> None:
 
     def fault_ranks(faults: dict[int, int], codes: dict[int, str]) -> None:
         say("report_fault_ranks", faults=sorted(faults.items()), codes=sorted(codes.items()))
+        if JOB["manage"] == "fail":
+            raise ValueError("this manager is broken")
         if not asked:
             asked.append(1)
             controller.tft_notify_controller_stop_train(faults)

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed
 
 from tests.compat import sharded_program
-from tests.compat.test_recover import PROGRAM, make_job, notes, pids, story  # noqa: F401 # make_job is a fixture
+from tests.compat.test_recover import PROGRAM, notes, pids, story
 from tests.e2e.harness import Job
 from tests.waiting import until
 from ttp.compat.mindio.placing import tell_children
@@ -28,7 +28,7 @@ HELD = {"rank": 0, "step": 10, "at": "data", "what": "nothing", "after": "go", "
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.xdist_group("ttp")]
 
 
-def started(make_job: MakeJob, faults: list[dict[str, Any]], **env: str) -> Job:  # noqa: F811 # the fixture
+def started(make_job: MakeJob, faults: list[dict[str, Any]], **env: str) -> Job:
     """Start a job of two hosts with two ranks each, and a standby host."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = ["--nnodes", "2", "--mindio", "--rdzv-backend", "c10d", "--rdzv-id", "job"]
@@ -89,7 +89,7 @@ def check_bits(job: Job) -> None:
 
 
 def test_the_ranks_of_a_drained_host_are_moved_while_the_others_keep_their_processes(
-    make_job: MakeJob,  # noqa: F811 # the fixture
+    make_job: MakeJob,
 ) -> None:
     job = started(make_job, [HELD])
     move(job)
@@ -102,7 +102,7 @@ def test_the_ranks_of_a_drained_host_are_moved_while_the_others_keep_their_proce
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [1, 3], ids=["that has stayed", "that was moved"])
-def test_a_rank_dies_later(make_job: MakeJob, rank: int) -> None:  # noqa: F811 # the fixture
+def test_a_rank_dies_later(make_job: MakeJob, rank: int) -> None:
     """All ranks restart, on the host that stayed and the former standby host."""
     job = started(make_job, [HELD, {"rank": rank, "step": 30, "at": "data", "warm": False}])
     move(job)
@@ -116,7 +116,7 @@ def test_a_rank_dies_later(make_job: MakeJob, rank: int) -> None:  # noqa: F811 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("at", ["rebuild", "repair"])
-def test_a_rank_that_is_moved_dies_meanwhile(make_job: MakeJob, at: str) -> None:  # noqa: F811 # the fixture
+def test_a_rank_that_is_moved_dies_meanwhile(make_job: MakeJob, at: str) -> None:
     """All ranks restart from the first checkpoint, without the drained host."""
     job = started(make_job, [HELD, {"rank": 3, "at": at}])
     move(job)

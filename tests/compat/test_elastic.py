@@ -5,8 +5,8 @@ comes.
 from __future__ import annotations
 
 import signal
-import time
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,11 @@ from tests.compat import sharded_program
 from tests.compat.jobs import Job as Processes
 from tests.compat.test_hot_switch import prepared, told
 from tests.compat.test_recover import PROGRAM, notes, story
-from tests.e2e.harness import Job, jobs
-from tests.handlers.test_manager import Told
+from tests.e2e.harness import Job
+from tests.waiting import until
 from ttp.compat.mindio.placing import tell_children
 from ttp.errors import EXIT_SAVED
+from ttp.mindio.handlers import Manager
 
 STEPS, WAIT_S = 20, 120
 TCPStore: Any = torch.distributed.TCPStore  # type: ignore[attr-defined,unused-ignore] # not in its stubs
@@ -28,17 +29,34 @@ TCPStore: Any = torch.distributed.TCPStore  # type: ignore[attr-defined,unused-i
 pytestmark = [pytest.mark.timeout(4 * WAIT_S), pytest.mark.xdist_group("ttp")]
 
 
-@pytest.fixture
-def make_job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
-    with jobs(tmp_path) as make:
-        yield make
+class Told:
+    """A manager that records what it is told, and answers as a test says."""
 
+    def __init__(self, job: Job, token: str) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.changed = threading.Condition()
+        self.manager = Manager(
+            "127.0.0.1", job.port, token, wait_s=60.0,
+            report_fault_ranks=lambda faults, codes: self.add("faults", faults, codes),
+            report_stop_complete=lambda code, text, faults: self.add("stopped", code, faults),
+            report_strategies=lambda faults, strategies: self.add("strategies", faults, strategies),
+            report_result=lambda code, text, faults, strategy: self.add("result", code, strategy),
+        )  # fmt: skip
+        self.manager.start()
+        assert self.manager.wait_attached(60)
 
-def until(job: Job, condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, story(job)
-        time.sleep(0.02)
+    def add(self, *call: Any) -> None:
+        with self.changed:
+            self.calls.append(call)
+            self.changed.notify_all()
+
+    def hear(self, what: str, times: int = 1) -> tuple[Any, ...]:
+        def heard() -> list[tuple[Any, ...]]:
+            return [call for call in self.calls if call[0] == what]
+
+        with self.changed:
+            assert self.changed.wait_for(lambda: len(heard()) >= times, 60), self.calls
+            return heard()[times - 1]
 
 
 def chosen(desk: Told, faults: dict[int, int], strategy: str, times: int, go: Path) -> None:
@@ -89,12 +107,16 @@ def test_a_manager_chooses_fewer_ranks_and_then_all_of_them_again(make_job: Call
     job.env = {"PYTHONPATH": str(job.directory), "TTP_TOKEN": "secret", "JOB_ZIT": "1", **saves}
     tell_children(job.env)
     job.start()
-    until(job, lambda: all(any(note["what"] == "train" for note in notes(job, rank)) for rank in range(4)))
-    desk = Told(job, token="secret")
+    until(
+        lambda: all(any(note["what"] == "train" for note in notes(job, rank)) for rank in range(4)),
+        WAIT_S,
+        lambda: story(job),
+    )
+    desk = Told(job, "secret")
     try:
         (job.directory / "go").touch()
         chosen(desk, {3: 1}, "downgrade", 1, job.directory / "go")
-        until(job, lambda: any(process.poll() is not None for process in job.processes))
+        until(lambda: any(process.poll() is not None for process in job.processes), WAIT_S, lambda: story(job))
         (left,) = (index for index, process in enumerate(job.processes) if process.poll() is not None)
         assert job.processes[left].wait() == EXIT_SAVED and "this host is drained" in story(job), story(job)
         assert desk.hear("result") == ("result", 0, "downgrade"), story(job)

@@ -106,8 +106,7 @@ def test_an_exit_handler_that_does_wrong_keeps_nobody(job: Make, wrong: str) -> 
 # ----------------------------------------------------------------------------------------- a fault in the midst of one
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("dead", "saved"), [(1, True), (3, False)])
+@pytest.mark.parametrize(("dead", "saved"), [(1, True), pytest.param(3, False, marks=pytest.mark.slow)])
 def test_a_kill_in_the_transfer_of_a_repair(job: Make, dead: int, saved: bool) -> None:
     """The receiver has nothing to lose; the sender was the last holder of its piece."""
     this = job(faults=[MEMORY], options=hostile("repair", **{f"r{dead}": "kill"}))

@@ -7,7 +7,7 @@ replacement ends in the start of all ranks from the checkpoint that was made fir
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +16,12 @@ import pytest
 from tests.cli.fake_clusterd import FakeClusterD
 from tests.cli.test_clusterd import agent
 from tests.compat import sharded_program
-from tests.e2e.harness import Job, jobs
+from tests.e2e.harness import Job
 from ttp.compat.mindio.placing import tell_children
 
 MakeJob = Callable[..., Job]
 PROGRAM = Path(sharded_program.__file__)
 STEPS, TIMEOUT_S = 9, 240
-ROUNDS = ["save", "rename", "stop", "clean", "rebuild", "repair", "rollback"]
-
-
-@pytest.fixture
-def make_job(tmp_path: Path) -> Iterator[MakeJob]:
-    with jobs(tmp_path) as make:
-        yield make
 
 
 def made(make_job: MakeJob, faults: list[dict[str, Any]], ranks: int = 4, **env: str) -> Job:
