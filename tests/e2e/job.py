@@ -202,22 +202,10 @@ def build() -> nn.Module:
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """Make the optimizer that ``JOB_OPTIMIZER`` names: empty, ``replicated:COPIES``, ``zero`` or ``lbfgs``."""
-    kind, _, copies = os.environ.get("JOB_OPTIMIZER", "").partition(":")
-    if kind == "lbfgs":
+    if os.environ.get("JOB_OPTIMIZER") == "lbfgs":
         return torch.optim.LBFGS(
             model.parameters(), lr=0.1, max_iter=3, history_size=3, tolerance_grad=0, tolerance_change=0
         )
-    if kind == "replicated":
-        from ttp.adapters.torch import ReplicatedOptimizer
-
-        replicated = ReplicatedOptimizer(model.parameters(), InnerFault, int(copies), lr=1e-2)
-        replicated.inner.register_step_post_hook(lambda *_: injector.at("gather"))
-        return replicated
-    if kind == "zero":
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-
-        return ZeroRedundancyOptimizer(model.parameters(), InnerFault, lr=1e-2)
     return InnerFault(model.parameters(), lr=1e-2)
 
 
@@ -277,7 +265,6 @@ def train() -> None:
         scheduler=scheduler,
         save_dir=JOB_DIR / "checkpoints",
         extra_state=losses,
-        undo=os.environ.get("JOB_UNDO"),
     )
     injector.model, injector.optimizer = model, optimizer
     note("start", start := ttp.restore())
@@ -364,7 +351,7 @@ def raw(value: Any) -> bytes:
 
 
 def finish(model: Any, optimizer: Any, scheduler: Any, losses: Losses) -> None:
-    state = getattr(optimizer, "optim", optimizer).state
+    state = optimizer.state
     numbered = enumerate(p for group in optimizer.param_groups for p in group["params"])
     result = {
         "weights": digest(*(t.detach().numpy().tobytes() for t in model.module.state_dict().values())),
