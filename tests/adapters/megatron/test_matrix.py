@@ -1,16 +1,12 @@
 """Megatron's layouts x killed ranks x points of a step: saved, or refused with the reason, and resumed bit for bit.
 
-``python -m tests.adapters.megatron.test_matrix [LAYOUT[-undo][:WHO[:PHASE]] ...]`` runs all rows, or those whose names
-begin like that, and prints the table of docs/reliability.md.
+With ``-s`` pytest prints the rows of the table in docs/reliability.md.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import sys
-import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -121,12 +117,10 @@ class Row:
     _life: int = -1
     _start: int = 0
 
-    def run(self, nursery: Nursery, directory: Path, reference: Job, only: str = "") -> Row:
+    def run(self, nursery: Nursery, directory: Path, reference: Job) -> Row:
         """Inject the faults, launch after launch; then run to the end and compare all versions with ``reference``."""
         job = Job(nursery, directory, LAYOUTS[self.layout])
         for fault in faults_of(self.layout, self.who, self.undo):
-            if only not in ("", fault["phase"]):
-                continue
             try:
                 outcome = self._hurt(job, fault | {"step": self._start + 1})
             except AssertionError as problem:
@@ -205,38 +199,5 @@ def test_matrix(
     nursery: Nursery, tmp_path: Path, references: dict[str, Job], layout: str, who: str, undo: bool
 ) -> None:
     row = Row(layout, who, undo).run(nursery, tmp_path, references[layout])
+    print(f"\n{row}")
     assert not row.problems, "\n".join(row.problems)
-
-
-def main(wanted: list[str]) -> None:
-    """Print each finished row, and problems to stderr."""
-    nursery, wrong = Nursery(), 0
-    print(f"| layout | with | killed | {' | '.join(COLUMNS)} |\n{'|---' * (len(COLUMNS) + 3)}|", flush=True)
-    for layout, undo in itertools.product(LAYOUTS, (False, True)):
-        with tempfile.TemporaryDirectory() as directory:
-            reference = None
-            for who in victims(layout):
-                phase = _phase_wanted(wanted, f"{layout}{'-undo' * undo}", who)
-                if phase is None:
-                    continue
-                began = time.monotonic()
-                reference = reference or unbroken(nursery, Path(directory) / "unbroken", layout)
-                row = Row(layout, who, undo).run(nursery, Path(directory) / who, reference, phase)
-                print(row, flush=True)
-                print(f"{time.monotonic() - began:.0f} s", *row.problems, sep="\n", file=sys.stderr, flush=True)
-                wrong += len(row.problems)
-    nursery.close()
-    sys.exit(min(wrong, 100))
-
-
-def _phase_wanted(wanted: list[str], layout: str, who: str) -> str | None:
-    """Return the phase that is wanted of this row; empty: all of them, None: the row is not wanted."""
-    for name in wanted:
-        like, only, phase = (*name.split(":"), "", "")[:3]
-        if layout == like and only in ("", who):
-            return phase
-    return None if wanted else ""
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
