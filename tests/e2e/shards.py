@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.forked import ForkedJob
+from tests.e2e.harness import Job
 from ttp.core.layout import ranks_text
 
 Bits = list[set[str]]
@@ -228,6 +229,13 @@ def bits_of(directory: Path) -> Bits:
     """Return the lines of ``bits<rank>.log`` of each rank."""
     logs = [directory / f"bits{rank}.log" for rank in range(4)]
     return [set(log.read_text().splitlines()) if log.exists() else set() for log in logs]
+
+
+def assert_same_bits(job: Job, directory: Path, *, every: bool = False) -> None:
+    """Check that the job has ended, with the bits of an unbroken run; ``every``: each rank was at each version."""
+    for mine, theirs in zip(bits_of(job.directory), unbroken(directory, job.env["JOB_KIND"], job.steps), strict=True):
+        assert mine <= theirs and any(line.startswith(f"{job.steps} ") for line in mine), sorted(mine - theirs)
+        assert mine == theirs or not every, sorted(theirs - mine)
 
 
 def unbroken(directory: Path, kind: str, steps: int) -> Bits:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.forked import ForkedJob
 from tests.e2e.harness import Job, newest_of_survivors, two_nodes
-from tests.e2e.shards import bits_of, unbroken
+from tests.e2e.shards import assert_same_bits
 from ttp.processor.local_state.page_dir import SHARED_MEMORY
 
 MakeJob = Callable[..., Job]
@@ -62,12 +62,6 @@ def assert_live(job: Job, dead: set[int]) -> None:
     assert job.starts() == [0, version], job.story()
 
 
-def assert_same_bits(job: Job, kind: str, tmp_path: Path) -> None:
-    whole = unbroken(tmp_path / "unbroken", kind, STEPS)
-    for mine, theirs in zip(bits_of(job.directory), whole, strict=True):
-        assert mine == theirs, sorted(mine ^ theirs)
-
-
 @pytest.mark.parametrize(
     ("kind", "hosts", "hurt"),
     [
@@ -85,7 +79,7 @@ def test_a_whole_host_is_lost(tmp_path: Path, kind: str, hosts: str, hurt: dict[
     assert job.live(TIMEOUT_S / 3) == [-9 if rank in hurt["ranks"] else 75 for rank in range(4)], job.story()
     assert job.live(TIMEOUT_S / 3) == [0] * 4, job.story()
     assert_from_copies(job, set(hurt["ranks"]))
-    assert_same_bits(job, kind, tmp_path)
+    assert_same_bits(job, tmp_path / "unbroken", every=True)
     assert "derived from its seed" not in job.story()
     for host in hosts:
         key = hashlib.sha256(f"127.0.0.1|{job.port}|none|{host}".encode()).hexdigest()[:12]
@@ -99,7 +93,7 @@ def test_a_rank_is_lost_under_a_launcher(make_job: MakeJob, tmp_path: Path, kind
     job = make_job(script=SCRIPT, steps=STEPS, max_restarts=1, faults=[fault(2)], env=env(kind))
     assert job.run(TIMEOUT_S / 2) == 0, job.story()
     assert_from_copies(job, {2})
-    assert_same_bits(job, kind, tmp_path)
+    assert_same_bits(job, tmp_path / "unbroken", every=True)
 
 
 @pytest.mark.slow
@@ -121,4 +115,4 @@ def test_a_host_is_lost_under_a_launcher(
     assert [launcher.wait(TIMEOUT_S / 3) for launcher in job.processes] == [75, -9], job.story()
     assert job.run(TIMEOUT_S / 3) == 0, job.story()
     check(job, {2, 3})
-    assert_same_bits(job, kind, tmp_path)
+    assert_same_bits(job, tmp_path / "unbroken", every=True)

@@ -15,7 +15,7 @@ import pytest
 
 from tests.e2e.forked import ForkedJob
 from tests.e2e.harness import Job, newest_of_survivors, two_nodes
-from tests.e2e.shards import bits_of, unbroken
+from tests.e2e.shards import assert_same_bits
 from tests.waiting import until
 
 STEPS = 12
@@ -41,9 +41,7 @@ def assert_saved_and_resumed(job: Job, dead: set[int], tmp_path: Path) -> None:
     (committed,) = job.committed()
     assert committed >= newest_of_survivors(job, 0, dead)
     assert job.starts() == [0, committed], job.story()
-    whole = unbroken(tmp_path / "unbroken", "hsdp", STEPS)
-    for mine, theirs in zip(bits_of(job.directory), whole, strict=True):
-        assert mine == theirs, sorted(mine ^ theirs)
+    assert_same_bits(job, tmp_path / "unbroken", every=True)
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from tests.disks.bad_disk import BadDisk, Rule
 from tests.e2e import shards
 from tests.e2e.harness import Job
 from tests.e2e.test_keep import KEEP, KILL, again
+from tests.waiting import until
 from ttp.store.catalog import find_whole
 from ttp.store.held import Held
 
@@ -36,11 +37,8 @@ def job(make_job: MakeJob, bad_disk: BadDisk) -> Job:
     return found
 
 
-def wait_until(holds: Callable[[], Any], job: Job, timeout_s: float = 60) -> None:
-    until = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < until, job.story()
-        time.sleep(0.02)
+def wait_until(holds: Callable[[], Any], job: Job) -> None:
+    until(holds, 60, job.story)
 
 
 def held(job: Job) -> Held:
@@ -206,9 +204,7 @@ def test_shards_are_held_too(job: Job, bad_disk: BadDisk, tmp_path: Path) -> Non
     bad_disk.rules()
     assert job.wait(TIMEOUT_S - 30) == 0, job.story()
     assert kinds(job) == [["held", "released", "durable"]] and len(versions(job)) == 1, job.story()
-    unbroken = shards.unbroken(tmp_path / "unbroken", "hsdp", job.steps)
-    for mine, theirs in zip(shards.bits_of(job.directory), unbroken, strict=True):
-        assert mine <= theirs and max(theirs, key=lambda line: int(line.split()[0])) in mine, sorted(mine - theirs)
+    shards.assert_same_bits(job, tmp_path / "unbroken")
 
 
 @pytest.mark.slow
