@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import errno
 import json
-import re
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -171,35 +170,7 @@ def test_another_saver_then_another_place(make_job: MakeJob, unbroken: Unbroken,
 
 # --------------------------------------------------------------------------------------------------- the rest, slow
 
-# Nothing here strikes the rehearsal at the start: that is what test_bad_input is about.
-REFUSALS = {
-    "full": (Rule(("WRITE",), PIECE, error=errno.ENOSPC), errno.ENOSPC),
-    "quota": (Rule(("FSYNC",), PIECE, error=errno.EDQUOT), errno.EDQUOT),
-    "no room for a name": (Rule(("CREATE",), PIECE, error=errno.ENOSPC), errno.ENOSPC),
-    "input/output": (Rule(("FSYNC",), "job_", error=errno.EIO), errno.EIO),
-    "read-only": (Rule(("MKDIR", "CREATE"), r"draft|distcp", error=errno.EROFS), errno.EROFS),
-    "permission": (Rule(("MKDIR",), r"^\.draft", error=errno.EACCES), errno.EACCES),
-    "names": (Rule(("FSYNCDIR",), r"^\.draft", error=errno.EIO), errno.EIO),
-    "links": (Rule(("LINK",), "", error=errno.EIO), errno.EIO),
-    "manifest": (Rule(("WRITE",), "manifest", error=errno.ENOSPC), errno.ENOSPC),
-    "rename": (Rule(("RENAME", "RENAME2"), "^tft", error=errno.EACCES), errno.EACCES),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fallback", [False, True], ids=["", "fallback"])
-@pytest.mark.parametrize(("rule", "code"), REFUSALS.values(), ids=REFUSALS.keys())
-def test_storage_that_refuses(solo: Run, place: BadDisk, tmp_path: Path, rule: Rule, code: int, fallback: bool) -> None:
-    place.rules(rule)
-    env = {"TTP_FALLBACK_DIR": str(tmp_path / "other")} if fallback else {}
-    done = solo(place.mountpoint, 8, SOLO_SAVE="6", **env)
-    assert done.returncode == 0 and "start 4" in done.stdout and "weights" in done.stdout, done.stderr
-    version_4_is_whole(place)
-    if fallback:
-        assert f"\nsaved 6 {tmp_path / 'other'}" in done.stdout
-        assert main(["verify", str(tmp_path / "other")]) == 0
-    else:
-        assert "\nnot saved" in done.stdout and re.search(rf"[Ee]rrno {code}\]", done.stdout), done.stdout
+# tests/store/test_faults.py has every kind of refusal.
 
 
 @pytest.mark.slow
