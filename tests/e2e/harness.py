@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -26,7 +25,6 @@ from ttp.wire.channel import metadata, open_channel, stub
 from ttp.wire.v1 import controller_pb2 as pb
 
 JOB = Path(__file__).with_name("job.py")
-SCRIPTS = Path(sysconfig.get_path("scripts"))
 PYTHON_BIN = Path(sys.executable).parent
 
 

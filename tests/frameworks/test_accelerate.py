@@ -17,7 +17,6 @@ pytestmark = [pytest.mark.needs("accelerate", "torchdata"), pytest.mark.timeout(
 PROGRAM = "tests.frameworks.accelerate_program"
 
 
-FLAT = SimpleNamespace(fsdp_version=1, use_orig_params=False)
 KILLS = [kit.Kill("backward", rank=1), kit.Kill("stepped", rank=0, after=3)]
 
 

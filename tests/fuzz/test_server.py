@@ -31,7 +31,6 @@ pytestmark = pytest.mark.xdist_group("fuzz-server")  # one controller for all th
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTINGS = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
-HEADER = b"\x40\x01a\x01b"
 GROWTH_MAX = 150 << 20
 """Bytes of resident memory. What one client can send at once, several times over."""
 TOKEN = "sesame"

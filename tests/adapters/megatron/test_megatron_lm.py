@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Literal
 
 import pytest
 
@@ -22,7 +21,6 @@ pytestmark = [
     pytest.mark.skipif("MEGATRON_LM" not in os.environ, reason="MEGATRON_LM names no checkout of Megatron-LM"),
 ]
 
-Format = Literal["torch", "torch_dist"]
 RANKS, ITERATIONS, KILLED_AT, PATIENCE_S = 4, 5, 3, 900.0
 ARGS = """
 --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --split 90,5,5 --num-workers 0

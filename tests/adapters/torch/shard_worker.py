@@ -26,8 +26,6 @@ from ttp.errors import ConfigError
 from ttp.store.manifest import Manifest
 
 WORLD = 4
-Made = tuple[nn.Module, Any]
-"""A model as its job has it, and the same one whole."""
 
 
 class Net(nn.Module):
