@@ -9,7 +9,7 @@ when nothing else can happen, time passes to the next deadline. Ranks in ``hangi
 With a rival there are two controllers. A rank whose stream breaks goes to the controller that its machine chooses, and
 asks it to take over; the other controller goes on with its remaining ranks.
 
-``python -m tests.core.model_large`` explores larger worlds than the tests do and prints how many states they have.
+``pytest -m slow -s tests/core/test_model_check.py`` explores larger worlds and prints how many states they have.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from tests.core.model import Model
-from tests.core.model_large import LARGE
 from tests.core.model_state import Broken
 from ttp.core.answer import Answer
 from ttp.core.controller import planning
@@ -200,6 +199,25 @@ def test_three_shards_of_two_replicas() -> None:
 @pytest.mark.slow
 def test_two_shards_and_a_broken_stream() -> None:
     assert explore(2, 2, 0, breaks=1, eager=True, states_max=MANY).outcomes == {(None,) * 4}
+
+
+LARGE: list[tuple[int, int, int, frozenset[int], dict[str, Any]]] = [
+    (1, 2, 1, frozenset(), {"rival": True, "breaks": 1, "takeovers": 1}),
+    (1, 2, 1, frozenset(), {"rival": True, "breaks": 2}),
+    (1, 2, 0, frozenset(), {"rival": True, "breaks": 2, "takeovers": 1}),
+    (1, 2, 1, frozenset(), {"rival": True, "breaks": 1, "repeats": 1}),
+    (1, 3, 1, frozenset(), {"rival": True, "takeovers": 1}),
+    (1, 3, 0, frozenset(), {"rival": True, "breaks": 1}),
+    (2, 2, 0, frozenset(), {"rival": True, "breaks": 1, "eager": True}),
+    (1, 2, 2, frozenset(), {"breaks": 1, "takeovers": 1}),
+    (1, 3, 2, frozenset(), {"repeats": 1, "eager": True}),
+    (1, 3, 1, frozenset(), {"breaks": 1, "eager": True}),
+    (2, 2, 1, frozenset(), {"gradients": True, "preimages": True, "repeats": 1, "eager": True}),
+    (2, 2, 1, frozenset({0}), {"gradients": True, "takeovers": 1, "eager": True}),
+    (2, 2, 2, frozenset({0}), {"gradients": True, "preimages": True, "eager": True}),
+    (3, 2, 1, frozenset({0, 1, 2, 3}), {"gradients": True, "preimages": True, "eager": True}),
+]
+"""Shards, replicas, kills, who hangs, and the rest, as ``Model`` says."""
 
 
 @pytest.mark.slow
