@@ -7,7 +7,7 @@ so dictionaries are made only when a caller needs them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from operator import is_
@@ -23,6 +23,8 @@ _chained = chain.from_iterable
 
 ParamGroups = list[dict[str, Any]]
 """The hyperparameters of an optimizer's param groups, without the parameters."""
+Setting = tuple[int, int, str]
+"""A hyperparameter: the numbers of its optimizer and of its group, and its name."""
 
 
 @dataclass(slots=True)  # making a frozen one would take three times as long
@@ -79,6 +81,27 @@ def plain_settings(optimizers: Sequence[ParamGroups]) -> ParamGroups:
     """Return the groups of all optimizers in one list, with only those values that are numbers, texts or tuples."""
     groups = _chained(optimizers)
     return [{name: v for name, v in group.items() if type(v) in PLAIN or _is_fixed(v)} for group in groups]
+
+
+def put_back(before: Hyperparameters, between: Hyperparameters, after: Hyperparameters) -> set[Setting]:
+    """Return the numbers, texts and tuples that are equal ``before`` and ``after``, and had another value between."""
+    found: set[Setting] = set()
+    for number, moments in enumerate(zip(before, between, after, strict=True)):
+        for place, (first, other, last) in enumerate(zip(*(each.groups() for each in moments), strict=False)):
+            for name in first.keys() & other.keys() & last.keys():
+                values = first[name], other[name], last[name]
+                if all(type(v) in PLAIN or _is_fixed(v) for v in values) and values[0] == values[2] != values[1]:
+                    found.add((number, place, name))
+    return found
+
+
+def with_values(groups: list[ParamGroups], usual: Hyperparameters, settings: Iterable[Setting]) -> list[ParamGroups]:
+    """Return the groups of some optimizers with these settings as they are in ``usual``; changes no argument."""
+    found, known = [[*each] for each in groups], [each.groups() for each in usual]
+    for number, place, name in settings:
+        if place < len(known[number]) and name in known[number][place]:
+            found[number][place] = found[number][place] | {name: known[number][place][name]}
+    return found
 
 
 def _looked_at(groups: list[dict[str, Any]], last: GroupValues | None) -> GroupValues:

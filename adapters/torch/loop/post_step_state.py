@@ -14,6 +14,10 @@ An iteration in which no optimizer steps makes no version (``GradScaler`` skips 
 restore, so its changes to scheduler and scaler are not kept: only the first post-step after an update counts. An
 optimizer that applies the scale itself (``fused=True``) steps in such an iteration too, and its device decides to
 write nothing. That is a version like any other, in which only the scale differs from the version before.
+
+A wrapper may set a hyperparameter for the step of the optimizer inside, and put it back behind that step: LARC takes
+the weight decay away. The first iterations show which those are: they have one value in two forward passes, and another
+when the step between them has ended. That is the value of neither version, so the one of the forward pass is kept.
 """
 
 from __future__ import annotations
@@ -27,7 +31,14 @@ from typing import Any, NamedTuple
 from torch.optim import Optimizer
 
 from ttp.adapters.torch.device.accelerator import AHEAD_MAX, Numbers, Runtime, number
-from ttp.adapters.torch.local_state.hyperparameters import Hyperparameters, ParamGroups, hyperparameters_of
+from ttp.adapters.torch.local_state.hyperparameters import (
+    Hyperparameters,
+    ParamGroups,
+    Setting,
+    hyperparameters_of,
+    put_back,
+    with_values,
+)
 from ttp.adapters.torch.loop.schedule_habit import Habit, Reading
 from ttp.adapters.torch.loop.unwrap_optimizer import listed
 from ttp.adapters.torch.saving.job_state import JobState, Schedule
@@ -35,6 +46,8 @@ from ttp.errors import CheckpointError, ToldAs, UsageError
 from ttp.store.encoding import EncodingError, encode
 
 _READS_MAX = 20
+_LEARNING_UPDATES = 5
+"""Number of updates of a launch in which it is learned which hyperparameters are put back behind each step."""
 _SCALING = "_per_optimizer_states"
 
 
@@ -49,6 +62,7 @@ class _Snapshot(NamedTuple):
         scaling: an object of the scaler that ``scaler.update()`` replaces, which shows that it was called.
         updated: whether ``scaler.update()`` was called after the update to this version.
         skipping: the flags by which the scaler has told fused optimizers to skip the step.
+        usual: the hyperparameters of the forward pass before the update; None: it was not seen.
     """
 
     version: int
@@ -58,6 +72,7 @@ class _Snapshot(NamedTuple):
     scaling: Any = None
     updated: bool = False
     skipping: tuple[Any, ...] = ()
+    usual: Hyperparameters | None = None
 
 
 class PostStepState:
@@ -96,6 +111,9 @@ class PostStepState:
         self._ended = 0  # number of post-steps whose end was seen
         self._updates_expected = True  # scaler.update() was called in the last post-step
         self._older: deque[_Snapshot] = deque(maxlen=AHEAD_MAX)
+        self._usual: Hyperparameters | None = None  # of the last forward pass that was the first one after an update
+        self._looked: int | None = -1  # the version before that forward pass; None: no look is needed
+        self._put_back: set[Setting] = set()
         self._snapshot = self._take(0)
 
     # --------------------------------------------------------------------------------------------- training thread
@@ -109,14 +127,28 @@ class PostStepState:
         for habit in self._habits:
             habit.leading = False  # a step that was made while loading says nothing about the loop
         self._older.clear()
+        self._usual, self._looked = None, -1
         self._snapshot = self._take(version)
         self._open, self._entered = False, True
 
     def forward_entered(self, training: bool) -> None:
         """Note that a forward pass begins. An evaluation may precede the scheduler's step: it ends no post-step."""
+        if training and self._looked is not None and self._looked != self._snapshot.version:
+            self._look_at_settings()
         if self._open and training:
             self._end_post_step()
         self._entered = True
+
+    def _look_at_settings(self) -> None:
+        """Note the hyperparameters of the iteration that begins, and learn which of them the last step had changed."""
+        last, before = self._snapshot, self._usual
+        now = self._usual = hyperparameters_of(self._optimizers, last.groups)
+        self._looked = last.version
+        if self._ended < _LEARNING_UPDATES:
+            if before is not None and now is not last.groups:
+                self._put_back |= put_back(before, last.groups, now)
+        elif not self._put_back:
+            self._usual = self._looked = None
 
     def at_gate(self) -> None:
         """Note that the next update is about to begin."""
@@ -163,11 +195,18 @@ class PostStepState:
             return True
         last = self._snapshot
         schedules = all(habit.done(before) for habit, before in zip(self._habits, last.schedules, strict=True))
-        return schedules and self._scaler_done(self._is_updated(last)) and not self._averages
+        return schedules and self._scaler_done(self._is_updated(last)) and not (self._averages or self._in_doubt)
 
     def foreseen(self) -> bool:
         """Return whether it is known which calls follow an update, so that a save can record them as due."""
-        return not self._averages and all(habit.leading or habit.learned(self._ended) for habit in self._habits)
+        known = all(habit.leading or habit.learned(self._ended) for habit in self._habits)
+        return known and not (self._averages or self._in_doubt)
+
+    @property
+    def _in_doubt(self) -> bool:
+        """Whether the first step has changed hyperparameters: the next forward pass shows whether they are put back."""
+        usual = self._snapshot.usual
+        return not (self._ended or self._habits or usual is None or self._snapshot.groups is usual)
 
     def _scaler_done(self, updated: bool) -> bool:
         return self._scaler is None or updated or (self._ended > 0 and not self._updates_expected)
@@ -199,8 +238,12 @@ class PostStepState:
         """
         found = self._of(version)
         if job is not None and found.schedules and job.schedules[0].state is found.schedules[0].state:
-            return [each.groups() for each in found.groups]
-        return [each.groups() for each in self._read(version)[0].groups]
+            return self._groups(found)
+        return self._groups(self._read(version)[0])
+
+    def _groups(self, found: _Snapshot) -> list[ParamGroups]:
+        groups = [each.groups() for each in found.groups]
+        return groups if found.usual is None else with_values(groups, found.usual, self._put_back)
 
     def _read(self, version: int) -> tuple[_Snapshot, list[bool]]:
         """Return the snapshot of ``version``, and for each scheduler whether a step is due after it.
@@ -255,13 +298,14 @@ class PostStepState:
             schedules, groups = tuple(map(Habit.look, self._habits)), hyperparameters_of(self._optimizers)
         else:
             schedules = tuple(map(Habit.look, self._habits, last.schedules))
-            groups = hyperparameters_of(self._optimizers, last.groups)
+            groups = hyperparameters_of(self._optimizers, self._usual or last.groups)
+        usual = self._usual
         if self._scaler is None:
-            return _Snapshot(version, schedules, None, groups)
+            return _Snapshot(version, schedules, None, groups, usual=usual)
         told = (getattr(each, "found_inf", None) for each in self._optimizers)
         skipping = tuple(self._numbers.bring(flag) for flag in told if flag is not None)
         scaling, scaler = getattr(self._scaler, _SCALING, None), self._brought(_scaler_numbers(self._scaler))
-        return _Snapshot(version, schedules, scaler, groups, scaling, skipping=skipping)
+        return _Snapshot(version, schedules, scaler, groups, scaling, skipping=skipping, usual=usual)
 
     def _after(self, last: _Snapshot, *, schedules: bool = True, training: bool = False) -> _Snapshot:
         """Return ``last`` brought up to now: with the scaler's update and the schedulers' steps that followed it.
@@ -282,7 +326,7 @@ class PostStepState:
         if all(map(is_, now, last.schedules)):
             return last
         groups = hyperparameters_of(self._optimizers, last.groups)
-        return _Snapshot(last.version, now, last.scaler, groups, last.scaling, last.updated, last.skipping)
+        return last._replace(schedules=now, groups=groups)
 
     def _is_updated(self, last: _Snapshot) -> bool:
         return last.updated or (last.scaling is not None and getattr(self._scaler, _SCALING, None) is not last.scaling)

@@ -208,6 +208,21 @@ class TestOtherLoops:
         assert loop.rate == 0.5
         assert "params" not in loop.post_step.param_groups(2)[0][0]
 
+    def test_rates_that_only_the_step_has(self) -> None:
+        loop = Loop()
+        for version in range(1, 4):
+            loop.optimizer.param_groups[0]["momentum"] = 0.5 + version / 10
+            loop.forward()
+            loop.optimizer.param_groups[0]["lr"] = 0.0
+            loop.update()
+            assert loop.post_step.done() is loop.post_step.foreseen() is (version > 1), "the first may be put back"
+            loop.optimizer.param_groups[0]["lr"] = 0.1
+            assert loop.rate == (0.1 if version > 1 else 0.0)
+            assert loop.post_step.param_groups(version)[0][0]["momentum"] == 0.5 + version / 10
+            loop.forward()
+            assert loop.post_step.done()
+            assert loop.rate == 0.1
+
     def test_the_version_before_is_known_too(self) -> None:
         loop = Loop(exponential)
         loop.iterations(3)

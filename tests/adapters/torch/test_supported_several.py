@@ -17,6 +17,7 @@ from tests.adapters.torch.wrappers import (
     Container,
     Delegate,
     HookedLookahead,
+    Larc,
     Lookahead,
     LookaheadInside,
     Sam,
@@ -175,6 +176,24 @@ def test_a_wrapper_with_a_state_of_its_own(tmp_path: Path) -> None:
         model = net()
         optimizer = HookedLookahead(adamw(model))
         return Program(model, optimizer, plainly(model, optimizer), extra_state={"lookahead": optimizer})
+
+    assert_goes_on_with_its_bits(tmp_path, make)
+
+
+@supports("optimizer containers and wrappers")
+def test_a_setting_that_only_the_step_inside_has(tmp_path: Path) -> None:
+    """LARC puts the weight decay back behind that step, so that a resumed run has to have it again."""
+
+    def make() -> Program:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+        wrapper = Larc(optimizer)
+
+        def step(number: int) -> Any:
+            optimizer.param_groups[0]["lr"] = 0.1 / (1 + number)
+            return plainly(model, wrapper)(number)
+
+        return Program(model, optimizer, step)
 
     assert_goes_on_with_its_bits(tmp_path, make)
 

@@ -170,3 +170,24 @@ class Sam(Base):
     def state_dict(self) -> dict[str, Any]:  # what is in its own state is over with the step
         found: dict[str, Any] = self.base_optimizer.state_dict()
         return found
+
+
+class Larc:
+    """Like apex's, and no optimizer itself: the weight decay goes into the gradient, so the step inside has none."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optim = optimizer
+
+    def step(self) -> None:
+        decays = [group["weight_decay"] for group in self.optim.param_groups]
+        for group in self.optim.param_groups:
+            for parameter in group["params"]:
+                parameter.grad += group["weight_decay"] * parameter.detach()
+                parameter.grad *= 0.5 * parameter.detach().norm() / (parameter.grad.norm() + 1e-8)
+            group["weight_decay"] = 0
+        self.optim.step()
+        for group, decay in zip(self.optim.param_groups, decays, strict=True):
+            group["weight_decay"] = decay
+
+    def zero_grad(self) -> None:
+        self.optim.zero_grad()
