@@ -99,6 +99,8 @@ Key = Ranks | str
 
 ALONE: Key = (-1,)
 """The key of trained parameters that DistributedDataParallel ignores."""
+UNWRAPPED: Key = (-2,)
+"""The key of parameters that no DistributedDataParallel has; see ``TrainingObjects.unwrapped``."""
 _LISTED_MAX = 4
 
 UNNAMED: Key = ()
@@ -127,6 +129,8 @@ def key_of(parts: TrainingObjects, name: str, rank: int) -> Key:
     """
     if parts.layout is not None:
         return label_of(parts, name, rank)
+    if name in parts.unwrapped:
+        return UNWRAPPED
     return ALONE if parts.left_alone.get(name) else parts.cutter.cut(name, parts.names.parameters[name])
 
 

@@ -17,7 +17,7 @@ from ttp.adapters.torch.saving.checkpoint import Chunk, TensorOrChunks, chunks_o
 from ttp.adapters.torch.sharding.data_parallel import ddps_of, not_replicated
 from ttp.adapters.torch.sharding.ddp_buckets import Ddp
 from ttp.adapters.torch.sharding.dtensor_chunks import Cutter, is_distributed
-from ttp.adapters.torch.sharding.exchange import connected
+from ttp.adapters.torch.sharding.exchange import connected, gather_or_refuse
 from ttp.adapters.torch.sharding.names import ModelNames
 from ttp.core.layout import Layout, Shard
 from ttp.errors import ConfigError
@@ -57,6 +57,19 @@ class TrainingObjects:
     def ddps(self) -> Sequence[Ddp]:
         """The DistributedDataParallel modules that reduce gradients of the model."""
         return ddps_of(self.model)
+
+    @cached_property
+    def unwrapped(self) -> Collection[str]:
+        """The parameters that no DistributedDataParallel has, in a job in which each of these is over all ranks.
+
+        Empty if some parameters are sharded, or left alone: then the shards are found without it.
+        """
+        sizes = {len(dist.get_process_group_ranks(ddp.process_group)) for ddp in self.ddps}
+        known = self.names.parameters
+        if sizes != {self.world_size} or self.left_alone or any(self.cutter.cut(n, p) for n, p in known.items()):
+            return frozenset()
+        wrapped = {id(parameter) for ddp in self.ddps for parameter in ddp.parameters()}
+        return frozenset(name for name, parameter in known.items() if id(parameter) not in wrapped)
 
     @cached_property
     def left_alone(self) -> Mapping[str, bool]:
@@ -142,9 +155,17 @@ def sharding_of(parts: TrainingObjects) -> Sharding:
 
 
 def _all_together(parts: TrainingObjects) -> bool:
-    """Return whether every rank holds the same state, because all gradients are reduced over all ranks by DDP."""
-    sizes = [len(dist.get_process_group_ranks(ddp.process_group)) for ddp in parts.ddps]
-    return parts.world_size == 1 or (set(sizes) == {parts.world_size} and not parts.left_alone)
+    """Return whether every rank holds the same state, because all gradients are reduced over all ranks by DDP.
+
+    A collective call if DDP reduces some of them over all ranks: the other parameters may be those of one rank.
+    """
+    if parts.world_size == 1:
+        return True
+    sizes = {len(dist.get_process_group_ranks(ddp.process_group)) for ddp in parts.ddps}
+    if sizes != {parts.world_size} or parts.left_alone:
+        return False
+    own = repr([(name, tuple(parts.names.parameters[name].shape)) for name in sorted(parts.unwrapped)])
+    return len(set(gather_or_refuse(own.encode))) == 1
 
 
 # ---------------------------------------------------------------------------------------------------------- one shard

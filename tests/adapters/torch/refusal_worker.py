@@ -74,6 +74,11 @@ def everything(directory: Path, rank: int) -> dict[str, Any]:
         "a layout that rank 1 does not fit": refused(lambda: labelled(rank).layout(WORLD)),
         "public": public(directory, rank),
         "experts": experts(directory, rank),
+        "tables": experts(directory / "tables", rank, wrapped=False),
+        "tables of one name": refused(
+            lambda: adapter(partly_wrapped(mine=nn.Linear(2, 2 + rank))).layout(WORLD)
+        ).partition(" and other ranks ")[2],
+        "a table on one rank": groups_of(partly_wrapped(**{"mine": nn.Linear(2, 2)} if rank else {})),
         "outside of DDP": outside(directory / "outside", rank),
         "on their own": reduced_by_hand(directory / "own", rank, every=0),
         "now and then": reduced_by_hand(directory / "then", rank, every=4),
@@ -234,12 +239,22 @@ def public(directory: Path, rank: int) -> list[str]:
     return told
 
 
-def experts(directory: Path, rank: int) -> dict[str, Any]:
+def partly_wrapped(**tables: nn.Module) -> nn.Module:
+    """Return a model of which DistributedDataParallel has a part, as the models of DLRM."""
+    return nn.ModuleDict({"common": Ddp(nn.Linear(2, 2)), **tables})
+
+
+def groups_of(model: nn.Module) -> list[list[int]]:
+    """Return the ranks of each shard."""
+    return sorted(map(list, adapter(model).layout(WORLD).groups.values()))
+
+
+def experts(directory: Path, rank: int, wrapped: bool = True) -> dict[str, Any]:
     """Each rank has an expert with a name of its own. Experts are shards of their own, and are restored unchanged."""
-    job = Job(directory, rank)
+    job = Job(directory, rank, wrapped)
     job.step()
     path = job.save()
-    fresh = Job(directory / "again", rank)
+    fresh = Job(directory / "again", rank, wrapped)
     fresh.adapter.load(path, rank, WORLD, protected=False)
     pairs = zip(job.model.parameters(), fresh.model.parameters(), strict=True)
     same = all(torch.equal(one, other) for one, other in pairs)
@@ -256,10 +271,13 @@ def experts(directory: Path, rank: int) -> dict[str, Any]:
 class Job:
     """One rank of a job with an expert on each rank."""
 
-    def __init__(self, directory: Path, rank: int) -> None:
+    def __init__(self, directory: Path, rank: int, wrapped: bool) -> None:
         self.rank = rank
-        self.model = Experts(f"rank{rank}", 1.0 + rank)
+        self.model: Any = Experts(f"rank{rank}", 1.0 + rank)
         self.ddp = Ddp(self.model)
+        if not wrapped:
+            self.model = partly_wrapped(**{f"rank{rank}": nn.Linear(2, 2)})
+            self.ddp = nn.Sequential(*self.model.children())
         self.adapter = adapter(self.model)  # the module inside will do
         self.optimizer: Any = self.adapter._optimizer
         self.processor = StubProcessor(directory, rank=rank, layout=self.adapter.layout(WORLD))

@@ -127,6 +127,17 @@ class TestIgnoredByDistributedDataParallel:
         assert told["experts"]["same"]
         assert sorted(told["experts"]["groups"].values()) == [[0], [0, 1], [1]]
 
+    def test_so_are_parameters_that_it_does_not_have(self, told: dict[str, Any]) -> None:
+        """The tables of DLRM: each rank has its own, beside the DistributedDataParallel modules of the layers."""
+        assert told["tables"]["same"]
+        assert sorted(told["tables"]["groups"].values()) == [[0], [0, 1], [1]]
+
+    def test_one_that_only_one_rank_has_is_a_shard(self, told: dict[str, Any]) -> None:
+        assert told["a table on one rank"] == [[0, 1], [1]]
+
+    def test_under_one_name_they_have_to_be_alike(self, told: dict[str, Any]) -> None:
+        assert told["tables of one name"].startswith("have different tensors under the same name (mine.")
+
     def test_the_words_are_the_same_where_nothing_is_wrong(self) -> None:
         views = [
             RankShards((StatedShards("n", "p", alone=("e",)),)),
