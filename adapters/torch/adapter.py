@@ -24,7 +24,7 @@ from ttp.adapters.torch.loop.device_marks import with_marks
 from ttp.adapters.torch.loop.followers import Followers, called, untrained
 from ttp.adapters.torch.loop.hook import Hook
 from ttp.adapters.torch.loop.hooks import Attachment, Calls, gathering
-from ttp.adapters.torch.loop.misuse import capturing, refuse_lazy
+from ttp.adapters.torch.loop.misuse import capturing, refuse_lazy, told_of_waiting
 from ttp.adapters.torch.loop.post_step_state import PostStepState
 from ttp.adapters.torch.loop.repeating import Repeating
 from ttp.adapters.torch.loop.swapped import Swapped
@@ -184,7 +184,8 @@ class TorchAdapter(Restoring):
         """Register hooks on optimizer and model, and report updates to ``processor`` from now on."""
         self._processor, source = processor, self._source
         sharding = self.sharding(processor.env.world_size)
-        for note in self._extra.notes() if processor.env.world_size > 1 else ():
+        several = processor.env.world_size > 1
+        for note in (*self._extra.notes(), *told_of_waiting(self._given, self._undo)) if several else ():
             log.warning("%s", note)
         ddps = ddps_of(self._model)
         others = {} if gathering(self._model) else untrained(self._names.parameters, [self._optimizer, *self._given])
@@ -278,9 +279,8 @@ class TorchAdapter(Restoring):
             turns, owners, whole, lambda: self._make_preimage(self._optimizer, reserve=False)
         )
         calls = Calls(self._before_gate, after_update=self._updated, after_end=self._after_end)
-        if (swapped := self._source.swapped) is not None:
-            calls = calls._replace(before_forward=swapped.entered, before_backward=swapped.used)
-            calls = calls._replace(evaluating=swapped.evaluates)
+        if (s := self._source.swapped) is not None:
+            calls = calls._replace(before_forward=s.entered, before_backward=s.used, evaluating=s.evaluates)
         if (preimage := self._source.preimage) is not None:
             turns.communication = None
             return calls._replace(before_update=preimage.before_update, before_turn=lambda *_: not preimage.broken)

@@ -155,6 +155,19 @@ def _held_by(thing: Any) -> Iterator[Any]:
             yield from value.values()
 
 
+def told_of_waiting(optimizers: Sequence[Optimizer], undo: str | None) -> list[str]:
+    """Return a note if the ``step()`` of an optimizer waits for gradients of other ranks, as Horovod's does."""
+    waits = [type(each).__name__ for each in optimizers if callable(getattr(each, "skip_synchronize", None))]
+    if not waits or undo is not None:
+        return []
+    return [
+        f"{waits[0]}.step() waits for the gradients of other ranks, unless the loop has called its synchronize(). A "
+        "rank that waits there for a dead one is in mid-update, so nothing can be saved. Call optimizer.synchronize() "
+        "after backward() and make the step within optimizer.skip_synchronize(), or give wrap_optimizer() "
+        'undo="preimage"'
+    ]
+
+
 def _is_first_of_several() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 and dist.get_rank() == 0
 

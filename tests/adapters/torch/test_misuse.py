@@ -14,8 +14,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from tests.adapters.torch.hooked import Job
-from tests.adapters.torch.stub_processor import StubProcessor, registered
+from tests.adapters.torch.stub_processor import StubProcessor, join, leave, registered
 from ttp.adapters.torch.loop import hooks, misuse
+from ttp.core.layout import Layout
 from ttp.core.messages import Phase
 from ttp.errors import UsageError
 
@@ -201,3 +202,21 @@ class TestStateOfEarlierUpdates:
             optimizer.step()
         said = [each for each in caplog.messages if "holds the state of earlier updates" in each]
         assert len(said) == earlier
+
+
+@pytest.mark.supports("gradients reduced by hand")
+class TestStepsThatWaitForOtherRanks:
+    """Horovod's optimizer waits for the gradients in its step, before it writes."""
+
+    class Horovods(SGD):
+        def skip_synchronize(self) -> None:
+            raise AssertionError("only looked for")
+
+    @pytest.mark.parametrize("undo", [None, "preimage"])
+    def test_they_are_told(self, tmp_path: Path, caplog: pytest.LogCaptureFixture, undo: str | None) -> None:
+        model = nn.Linear(2, 2)
+        adapter = registered(model, self.Horovods(model.parameters()), undo=undo)
+        processor = StubProcessor(tmp_path, layout=Layout.data_parallel(2))
+        join(adapter, processor, tmp_path / "pages")
+        leave(adapter)
+        assert ("Horovods.step() waits for the gradients of other ranks" in caplog.text) is (undo is None)
