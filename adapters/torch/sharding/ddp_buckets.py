@@ -20,10 +20,11 @@ returned.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -67,10 +68,11 @@ def apply_bucket_layout(ddp: Ddp, layout: str) -> str | None:
     """
     try:
         buckets = _parse(layout)
-        parameters, sparse = ddp._build_params_for_reducer()
-        if (reason := _objection(ddp, buckets, len(parameters))) is not None:
-            return reason
-        _replace_reducer(ddp, buckets, parameters, sparse)
+        with _trained(ddp, sum(map(len, buckets))):
+            parameters, sparse = ddp._build_params_for_reducer()
+            if (reason := _objection(ddp, buckets, len(parameters))) is not None:
+                return reason
+            _replace_reducer(ddp, buckets, parameters, sparse)
     except _WHAT_MAY_FAIL as problem:
         return f"the bucket layout of DistributedDataParallel could not be restored ({problem!r})"
     _applied[ddp] = layout
@@ -208,6 +210,23 @@ def _format(buckets: Buckets) -> str:
 
 def _parse(layout: str) -> Buckets:
     return [[int(index) for index in bucket.split()] for bucket in layout.split(",")]
+
+
+@contextlib.contextmanager
+def _trained(ddp: Ddp, count: int) -> Iterator[None]:
+    """Let all parameters require gradients in the block, if there are ``count``: the loop of a GAN may begin without.
+
+    Otherwise DDP finds only some of the parameters that it had when it was made.
+    """
+    parameters = list(ddp.module.parameters())
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad and len(parameters) == count]
+    try:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 def _objection(ddp: Ddp, buckets: Buckets, count: int) -> str | None:

@@ -42,6 +42,7 @@ class Job:
     save_to: str = ""
     load: str = ""
     forget_layout: bool = False
+    frozen: bool = False
     hang_at: int = 0
 
 
@@ -75,9 +76,13 @@ def train(job: Job, rank: int) -> dict[str, object]:
     if job.load:
         if job.forget_layout:
             vars(data_parallel)["apply_bucket_layout"] = lambda *_: "forgotten"
+        model.requires_grad_(not job.frozen)
         manifest = Manifest.load(Path(job.load))
         restored = restore.restore_into(Path(job.load), manifest, model=registered, optimizer=optimizer)
         start, notes = restored.version, restored.notes
+        frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+        assert len(frozen) == (len(list(model.parameters())) if job.frozen else 0), "restoring leaves it as it is"
+        model.requires_grad_(True)
     layouts, previous = [watch.layout], []
     for step in range(start, job.steps):
         if step and step == job.hang_at:

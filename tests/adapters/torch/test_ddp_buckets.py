@@ -64,6 +64,12 @@ def test_a_resumed_job_has_the_bits_of_an_unbroken_one(small_buckets: Runs, vers
     small_buckets.check(version)
 
 
+def test_a_network_that_the_loop_freezes_between_its_turns(small_buckets: Runs) -> None:
+    """The loop of a GAN trains one of two networks at a time, and begins with both frozen."""
+    resumed = small_buckets.resumed(10, frozen=True)
+    assert (resumed["notes"], resumed["digest"]) == ([], small_buckets.unbroken["digest"])
+
+
 def test_without_the_layout_the_bits_differ_and_restore_says_so(small_buckets: Runs) -> None:
     resumed = small_buckets.resumed(10, forget_layout=True)
     assert resumed["digest"] != small_buckets.unbroken["digest"]
