@@ -39,7 +39,8 @@ _LATE = (
 
 _HIDDEN = (
     "{0} wraps another optimizer and does not call torch.optim.Optimizer.__init__(), so its step() calls no hooks: ttp "
-    "cannot see what it does around the step of the inner optimizer (Lookahead writes to the weights). Call "
+    "cannot see what it does around the step of the inner optimizer (Lookahead writes to the weights). If it does "
+    "nothing there, give ttp the inner optimizer (Lightning Fabric's is in its attribute optimizer). Otherwise call "
     "ttp.step_done() at the end of each iteration, from the first one on"
 )
 

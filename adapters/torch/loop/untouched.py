@@ -83,7 +83,7 @@ class Untouched:
                 "the weights were changed between two backward passes of one iteration, outside of optimizer.step(): a "
                 "checkpoint made in between would hold weights of no version. With SAM and similar optimizers, call "
                 "optimizer.step(closure), which does both halves inside of one step, instead of first_step() and "
-                "second_step(). A loop that changes weights itself has to do so in the step() of an optimizer"
+                "second_step(). A loop that changes weights itself has to do so right after the step() of the optimizer"
             )
         self._mark = mark
 

@@ -32,8 +32,9 @@ _DIFFERENT = (
     "because names and shapes are equal and no DistributedDataParallel, FSDP or mesh says otherwise. After a failure "
     "all ranks would get those of one of them. Average their gradients over all ranks in every step, as a "
     "DistributedDataParallel around these parameters does. ttp does not protect ranks that train weights of their own, "
-    "or that average them only now and then (local SGD). If the program keeps them equal and they differ by rounding "
-    "only, say so: wrap_optimizer(..., layout=ttp.Layout.data_parallel({world_size}))"
+    "or that average them only now and then (local SGD). If each rank has a part of the weights (tensor parallelism by "
+    "hand), make them distributed tensors: DTensor.from_local(). If the program keeps them equal and they differ by "
+    "rounding only, say so: wrap_optimizer(..., layout=ttp.Layout.data_parallel({world_size}))"
 )
 
 _SPREAD = (

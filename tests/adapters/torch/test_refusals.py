@@ -64,6 +64,7 @@ class TestGradientsReducedByHand:
         first, second = sorted(told[case])
         assert first == "" and second.startswith("UsageError: the weights of rank "), "one rank comes first"
         assert f"(compared: {'loss.bias, loss.weight' if case == 'outside of DDP' else 'bias, weight'})" in second
+        assert "a part of the weights (tensor parallelism by hand)" in second and "DTensor.from_local()" in second
 
     @pytest.mark.parametrize("case", ["always", "declared"])
     def test_equal_weights_and_a_declared_layout_are_not(self, told: dict[str, Any], case: str) -> None:

@@ -122,3 +122,28 @@ class TestCommunicationBeforeStepDone:
                 dist.barrier()
             rounds.adapter.step_done()
         assert "communicates with other ranks" not in caplog.text
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["in front of it", "behind it"])
+def test_what_the_loop_changes_in_the_optimizer_before_step_done_is_of_the_version(rounds: Rounds, late: bool) -> None:
+    """Sophia's ``update_hessian()``: a backward pass behind the step, and a write to the optimizer's state."""
+
+    def second_half() -> None:
+        rounds.model(torch.randn(6, 4)).square().mean().backward()
+        for state in rounds.optimizer.state.values():
+            state["exp_avg_sq"].mul_(2)
+
+    rounds.adapter.step_done()
+    for _ in range(3):
+        rounds.step()
+        second_half()
+        rounds.adapter.step_done()
+    before = rounds.facts()
+    rounds.step()
+    if late:
+        second_half()
+    rounds.processor.gate.close()
+    path = rounds.save(3, How.UNDO)
+    again = Rounds(path.parent)
+    assert again.load(path) == 3
+    assert again.facts() == before
