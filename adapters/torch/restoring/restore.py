@@ -25,7 +25,7 @@ from ttp.adapters.torch.saving.metadata import fitting
 from ttp.adapters.torch.saving.piece_index import IndexEntry, items_of, left_out_of
 from ttp.adapters.torch.saving.state import frozen
 from ttp.adapters.torch.sharding.data_parallel import apply_layouts, ddps_of
-from ttp.adapters.torch.sharding.dtensor_chunks import Cutter, is_distributed
+from ttp.adapters.torch.sharding.dtensor_chunks import Cutter, empty_beside, is_distributed
 from ttp.adapters.torch.sharding.names import ModelNames
 from ttp.errors import CheckpointError, OtherModelError
 from ttp.store.manifest import Manifest
@@ -263,6 +263,8 @@ def _empty(item: IndexEntry, owners: _Owners, parameters: Mapping[str, IndexEntr
             alike = is_distributed(parameter) or saved is None or item.order == saved.order
             if alike and item.shape == cutter.shape(owner, parameter):
                 return torch.empty_like(parameter.detach(), dtype=item.torch_dtype)  # sharded as the parameter is
+            if (made := empty_beside(parameter, item.shape, item.torch_dtype, item.placed)) is not None:
+                return made
     order = item.order or tuple(range(len(item.shape)))
     return torch.empty_permuted(item.shape, order, dtype=item.torch_dtype, device=device)
 

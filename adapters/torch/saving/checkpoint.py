@@ -38,12 +38,14 @@ class Chunk:
         shape: shape of the whole tensor.
         offsets: where the part begins in the whole tensor, one number per dimension.
         dtype: element type on disk; None: that of ``tensor``. Weights may be written from their fp32 copy.
+        placed: see ``IndexEntry``.
     """
 
     tensor: Tensor
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     dtype: torch.dtype | None = None
+    placed: tuple[int, ...] = ()
 
 
 TensorOrChunks = Tensor | Chunk | tuple[Chunk, ...]
@@ -145,7 +147,7 @@ class _ShardWriter:
         same = (tensor.device, tensor.data_ptr(), *layout, chunk.offsets, chunk.shape)
         first = self._tensors.get(same) if tensor.numel() else None
         if first is not None:
-            return replace(first, path=name.path, int_keys=name.int_keys)
+            return replace(first, path=name.path, int_keys=name.int_keys, placed=chunk.placed)
         at = self._stream.position
         copied = whole(self._to_host(tensor).to(dtype))
         self._serializer.write(copied)
@@ -160,6 +162,7 @@ class _ShardWriter:
             sizes=tuple(tensor.shape),
             device=tensor.device.type,
             order=_order(tensor),
+            placed=chunk.placed,
         )
         self._tensors[same] = item
         return item

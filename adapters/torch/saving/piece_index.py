@@ -44,6 +44,8 @@ class IndexEntry:
         int_keys: positions in ``path`` at which the mapping's key was an ``int`` and became a string.
         order: the tensor's dimensions as they lie in memory, the outermost first; empty: row by row. The results of
             matrix products depend on it.
+        placed: of a ``DTensor`` for each dimension of its mesh 0 if it is replicated over it, or the dimension of the
+            tensor that is cut over it, counted from 1; empty: no ``DTensor``, or one that is cut in another way.
     """
 
     path: StatePath
@@ -57,6 +59,7 @@ class IndexEntry:
     device: str = "cpu"
     int_keys: tuple[int, ...] = ()
     order: tuple[int, ...] = ()
+    placed: tuple[int, ...] = ()
 
     @property
     def key(self) -> str:
@@ -123,6 +126,8 @@ def _item_to_json(item: IndexEntry) -> dict[str, Any]:
             row["device"] = item.device
         if item.order:
             row["order"] = item.order
+        if item.placed:
+            row["placed"] = item.placed
     if item.int_keys:
         row["int_keys"] = item.int_keys
     return row
@@ -161,7 +166,11 @@ def _item_from_json(file: str, row: dict[str, Any]) -> IndexEntry:
     order = _numbers(row.get("order", []))
     if order and sorted(order) != list(range(len(shape))):
         raise ValueError(f"{order} is no order of {len(shape)} dimensions")
-    item = IndexEntry(path, file, offset, length, str(row["dtype"]), shape, offsets, sizes, device, int_keys, order)
+    placed = _numbers(row.get("placed", []))
+    if placed and max(placed) > len(shape):
+        raise ValueError(f"{placed} cuts more than {len(shape)} dimensions")
+    cut = shape, offsets, sizes
+    item = IndexEntry(path, file, offset, length, str(row["dtype"]), *cut, device, int_keys, order, placed)
     dtype = getattr(torch, item.dtype, None)
     if isinstance(dtype, torch.dtype) and prod(sizes) * dtype.itemsize > length:
         raise ValueError(f"{item.key} of {dtype} {sizes} does not fit into {length} bytes")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -65,11 +66,29 @@ def stored(tensor: Any) -> TensorOrChunks:
     """Return what this rank writes for a tensor; see ``Sharding.stored``."""
     if not is_distributed(tensor):
         return tensor
+    shape, placed = tuple(tensor.shape), _placed(tensor)
     if not cut_among(tensor):
-        return local(tensor)
-    shape = tuple(tensor.shape)
-    chunks = tuple(_chunks(local(tensor), shape, [_runs(tensor, dim) for dim in range(len(shape))]))
+        return Chunk(local(tensor), shape, (0,) * len(shape), placed=placed)
+    found = _chunks(local(tensor), shape, [_runs(tensor, dim) for dim in range(len(shape))])
+    chunks = tuple(replace(chunk, placed=placed) for chunk in found)
     return chunks[0] if len(chunks) == 1 else chunks
+
+
+def _placed(tensor: Any) -> tuple[int, ...]:
+    """See ``IndexEntry.placed``."""
+    plain: Any = sys.modules["torch.distributed.tensor"]
+    found = [0 if p.is_replicate() else p.dim + 1 if type(p) is plain.Shard else -1 for p in tensor.placements]
+    return () if -1 in found else tuple(found)
+
+
+def empty_beside(parameter: Any, shape: Sequence[int], dtype: torch.dtype, placed: Sequence[int]) -> Tensor | None:
+    """Return a new ``DTensor`` on the mesh of ``parameter``, cut as ``placed`` says; None: its mesh is another one."""
+    if not is_distributed(parameter) or len(placed) != parameter.device_mesh.ndim:
+        return None
+    library: Any = sys.modules["torch.distributed.tensor"]
+    placements = [library.Shard(cut - 1) if cut else library.Replicate() for cut in placed]
+    made: Tensor = library.empty(*shape, dtype=dtype, device_mesh=parameter.device_mesh, placements=placements)
+    return made
 
 
 def flat_chunks(piece: Tensor, shape: Sequence[int], start: int) -> tuple[Chunk, ...]:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.adapters.torch.shard_worker import (
     Job,
@@ -31,7 +31,7 @@ def everything(directory: Path, rank: int) -> dict[str, Any]:
     told = layouts(directory, rank)
     save_all(directory, rank)
     told |= {"seen": of_one_rank(directory, rank), "counted": counted(directory, rank)}
-    told["averaged"] = averaged(directory, rank)
+    told |= {"averaged": averaged(directory, rank), "smaller": smaller(directory, rank)}
     return {"layouts": told, "restored": restore_all(directory, rank)}
 
 
@@ -87,6 +87,35 @@ def counted(directory: Path, rank: int) -> list[list[float]]:
     there = [p for p in jobs[1].model.parameters() if p.numel()]
     pairs = zip(jobs, (here, there), strict=True)
     return [[float(job.optimizer.state[p]["step"]) for p in parameters] for job, parameters in pairs]
+
+
+class RowMeans(torch.optim.Optimizer):
+    """Keeps a number for each row of a parameter, and one for all of it, as distributed tensors (Adam-mini)."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            gradient, state = parameter.grad, self.state[parameter]
+            rows = state.setdefault("rows", torch.zeros_like(parameter.detach()[..., :1]))
+            rows.mul_(0.5).add_(gradient.square().mean(-1, keepdim=True) if gradient.dim() > 1 else gradient[:1])
+            state["all"] = state.get("all", 0.0) * 0.5 + gradient.square().mean().redistribute(
+                placements=[Replicate()] * gradient.device_mesh.ndim
+            )
+            with torch.no_grad():
+                parameter.sub_(gradient / (rows.abs().sqrt() + state["all"].sqrt() + 1e-3), alpha=0.1)
+
+
+def smaller(directory: Path, rank: int) -> list[Any]:
+    """Return how state of another shape than its parameter is distributed, and what training goes on to."""
+    jobs = restored(directory / "smaller", lambda: made("hsdp", rank), rank, lambda model: RowMeans(model.parameters()))
+    told = []
+    for job in jobs:
+        job.train(1)
+        states = [value for state in job.optimizer.state.values() for value in state.values()]
+        told.append([(str(value.placements), whole(value).tolist()) for value in (*states, *job.model.parameters())])
+    return told
 
 
 def averaged(directory: Path, rank: int) -> Any:

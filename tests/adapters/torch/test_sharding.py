@@ -132,6 +132,14 @@ def test_counts_for_parameters_of_other_ranks_do_not_replace_theirs(told: list[d
         assert before == after and set(before) == {2.0}
 
 
+def test_state_of_another_shape_than_its_parameter_is_distributed_as_before(told: list[dict[str, Any]]) -> None:
+    """Adam-mini keeps a number for each row. As plain tensors these cannot be added to the gradients."""
+    for said in told:
+        before, after = said["smaller"]
+        assert before == after
+        assert {"(Replicate(), Shard(dim=0))", "(Replicate(), Replicate())"} <= {placements for placements, _ in before}
+
+
 def test_the_average_of_a_sharded_model_is_restored_into_a_whole_one(told: list[dict[str, Any]]) -> None:
     for said in told:
         alike, other = said["averaged"]
