@@ -270,6 +270,7 @@ def _adapter_for(optimizer: Any, model: Any, given: Mapping[str, Any]) -> sessio
     families = _families(optimizer)
     if "torch" in families:
         from ttp.adapters.torch.adapter import TorchAdapter
+        from ttp.adapters.torch.loop.misuse import outside_megatron
         from ttp.adapters.torch.sharding.exchange import refuse_everywhere
         from ttp.adapters.versions import check_torch
 
@@ -277,7 +278,8 @@ def _adapter_for(optimizer: Any, model: Any, given: Mapping[str, Any]) -> sessio
         if model is None:
             raise UsageError("wrap_optimizer() needs model=: the module whose parameters this optimizer updates")
         with _refused_everywhere(refuse_everywhere):
-            return TorchAdapter(optimizer, model=model, **given)
+            plain = outside_megatron(model, told=given["layout"] is not None)
+            return TorchAdapter(optimizer, model=plain, **given)
     if "megatron" in families and not isinstance(optimizer, (list, tuple)):
         from ttp.adapters.megatron.adapter import MegatronAdapter
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -74,6 +75,34 @@ def refuse_lazy(model: nn.Module) -> None:
                 f"{name} has no shape yet, because its layer is a lazy one: call the model once with a batch, then "
                 "make the optimizer, then call wrap_optimizer()"
             )
+
+
+def outside_megatron(model: nn.Module, *, told: bool) -> nn.Module:
+    """Return the model that a plain optimizer trains: Megatron's DistributedDataParallel is left out.
+
+    That class has an attribute ``buffers`` in the place of torch's method.
+
+    Args:
+        model: the model of a torch optimizer.
+        told: whether the program gives the replica groups.
+
+    Raises:
+        ConfigError: Megatron shards the model. The names of the parameters do not tell that, as those of DTensors do.
+    """
+    state: Any = sys.modules.get("megatron.core.parallel_state")
+    if state is None or not state.model_parallel_is_initialized():
+        return model
+    kinds = ("tensor", "pipeline", "expert")
+    sizes = [getattr(state, f"get_{kind}_model_parallel_world_size")() for kind in kinds]
+    theirs = any(type(module).__module__.startswith("megatron.") for module in model.modules())
+    if theirs and max(sizes) > 1 and not told:
+        raise ConfigError(
+            f"Megatron shards this model (tensor, pipeline and expert parallel sizes {sizes}), and with a plain "
+            "optimizer ttp cannot tell which ranks hold equal parts: make the optimizer with "
+            "megatron.core.optimizer.get_megatron_optimizer(), or give layout= (docs/layouts.md)"
+        )
+    inside: Any = model if callable(model.buffers) else model.module
+    return cast("nn.Module", inside)
 
 
 def refuse_in_backward(model: nn.Module) -> None:

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
+import ttp
 from tests.adapters.torch.hooked import Job
 from tests.adapters.torch.stub_processor import StubProcessor, join, leave, registered
 from ttp.adapters.torch.loop import hooks, misuse
 from ttp.core.layout import Layout
 from ttp.core.messages import Phase
-from ttp.errors import UsageError
+from ttp.errors import ConfigError, UsageError
 
 SGD: Any = torch.optim.SGD
 
@@ -220,3 +223,35 @@ class TestStepsThatWaitForOtherRanks:
         join(adapter, processor, tmp_path / "pages")
         leave(adapter)
         assert ("Horovods.step() waits for the gradients of other ranks" in caplog.text) is (undo is None)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "told"), [((2, 1, 1), False), ((1, 1, 2), False), ((1, 1, 1), False), ((2, 1, 1), True)]
+)
+def test_a_plain_optimizer_of_a_model_that_megatron_shards_is_refused(
+    sizes: tuple[int, int, int], told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a failure in the first updates, all ranks would get the parts of one of them."""
+
+    class Wrapped(nn.Module):  # as Megatron's DistributedDataParallel
+        __module__ = "megatron.core.distributed"
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = nn.Linear(2, 2)
+            self.buffers = []  # type: ignore[assignment] # as Megatron does
+
+    tensor, pipeline, expert = sizes
+    state = SimpleNamespace(
+        model_parallel_is_initialized=lambda: True,
+        get_tensor_model_parallel_world_size=lambda: tensor,
+        get_pipeline_model_parallel_world_size=lambda: pipeline,
+        get_expert_model_parallel_world_size=lambda: expert,
+    )
+    monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", cast("Any", state))
+    model = Wrapped()
+    if max(sizes) == 1 or told:
+        assert misuse.outside_megatron(model, told=told) is model.module
+        return
+    with pytest.raises(ConfigError, match="get_megatron_optimizer"):
+        ttp.wrap_optimizer(SGD(model.parameters(), 0.1), model=model)
