@@ -4,7 +4,8 @@ It does what the original's adapter does: survivors stop, clean, make their grou
 piece that they hold, roll back, and train on. ``JOB_FAULTS``: ``[{"rank": 1, "step": 5, "at": "data"}]``. ``at`` may be
 a handler's name; ``what`` may be ``raise``, ``hang`` or ``nothing`` (when a file ``after`` exists) instead of ``kill``.
 Each fault happens once in a job. ``warm``: not before a rank can be started alone; ``with``: ranks that die at the same
-moment, because a later death would be another fault.
+moment, because a later death would be another fault. ``JOB_KEPT=1``: as in MindSpeed-LLM, the default group and its
+store are kept, and only the groups inside of it are made anew, in ``rebuild`` and, for a transfer, in ``repair``.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ DIR = Path(os.environ.get("JOB_DIR", "."))
 STEPS = int(os.environ.get("JOB_STEPS", "0"))
 FAULTS: list[dict[str, Any]] = json.loads(os.environ.get("JOB_FAULTS", "[]"))
 SIZE, PIECES, LR = 32, 2, 0.05
+KEPT = os.environ.get("JOB_KEPT") == "1"
 
 
 class State:
@@ -96,6 +98,7 @@ class Program:
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.state = State(self.rank % PIECES)
         self.sockets: set[int] = set()
+        self.group: Any = None
 
     def say(self, what: str, **facts: Any) -> None:
         with (DIR / f"rank{self.rank}.jsonl").open("a") as out:
@@ -122,13 +125,25 @@ class Program:
                     time.sleep(1000)
 
     def connect(self) -> None:
+        if KEPT and not dist.is_initialized():
+            dist.init_process_group("gloo")
         before = connected()
-        dist.init_process_group("gloo")
+        if KEPT:
+            self.group = dist.new_group(list(range(self.world)), use_local_synchronization=True)
+            self.gather(torch.zeros(1))  # gloo connects only now, see ``main``
+        else:
+            dist.init_process_group("gloo")
         self.sockets = connected() - before
+
+    def disconnect(self) -> None:
+        if self.group is not None:
+            dist.destroy_process_group(self.group)
+        elif not KEPT and dist.is_initialized():
+            dist.destroy_process_group()
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         found = [torch.empty_like(tensor) for _ in range(self.world)]
-        dist.all_gather(found, tensor)
+        dist.all_gather(found, tensor, group=self.group)
         return found
 
     # ------------------------------------------------------------------------------------------------------- training
@@ -184,19 +199,19 @@ class Program:
     def rebuild(self, fault_ranks: list[int], args: Any, ctx: Any) -> None:
         self.say("rebuild", ranks=fault_ranks, type=self.tft.tft_get_repair_type())
         self.hurt(self.state.step, "rebuild")
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        self.disconnect()
         self.connect()
 
     def repair(self, step: int, rebuild: bool, errors: list[int], info: dict[str, Any], args: Any, ctx: Any) -> None:
         self.say("repair", step=step, kind=info["repair_type"], src=info["src"], dst=info["dst"])
         self.hurt(step, "repair")
+        group = dist.new_group(info["rank_list"], use_local_synchronization=True) if KEPT else None
         for src, dst in zip(info["src"], info["dst"], strict=True):
             for tensor in self.state.owned:
                 if src == self.rank:
-                    dist.send(tensor, dst)
+                    dist.send(tensor, dst, group=group)
                 else:
-                    dist.recv(tensor, src)
+                    dist.recv(tensor, src, group=group)
 
     def rollback(self, step: int, args: Any, ctx: Any) -> None:
         self.say("rollback", step=step)
@@ -214,6 +229,7 @@ class Program:
             state.weights = torch.cat(self.gather(state.main)[:PIECES])
 
     def main(self) -> None:
+        os.environ["TORCH_GLOO_LAZY_INIT"] = str(int(KEPT))  # as on a device, where a group connects when it is used
         tft, port = self.tft, int(os.environ["TTP_PORT"])
         if self.rank == 0:
             tft.tft_init_controller(self.rank, self.world, False, enable_arf=True)
@@ -238,6 +254,8 @@ class Program:
         if not self.state.joining:
             self.connect()
             self.load()
+        elif KEPT:
+            dist.init_process_group("gloo")
         tft.tft_exception_handler(self.train)(self.state)
         self.say("done", digest=digest(self.state), step=self.state.step)
 

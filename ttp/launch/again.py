@@ -33,6 +33,7 @@ class NextLaunch:
         address: host of a new ``TCPStore`` where the ranks of this launch meet.
         port: port of that store.
         released: True: the surviving ranks go on; False: they still save, and the started ranks wait for them.
+        kept: ``host:port`` of the store where the surviving ranks have met; empty if it is not known.
     """
 
     launch: int
@@ -40,6 +41,7 @@ class NextLaunch:
     address: str
     port: int
     released: bool
+    kept: str = ""
 
     def as_environment(self) -> dict[str, str]:
         """Return the variables for torch, in a process that goes on or is started."""
@@ -96,7 +98,8 @@ class Again:
         try:
             said = json.loads((self._directory / NEXT).read_text())
             place = str(said["address"]), int(said["port"])
-            return NextLaunch(int(said["launch"]), tuple(said["seats"]), *place, released=said["released"] is True)
+            released, kept = said["released"] is True, str(said["kept"])
+            return NextLaunch(int(said["launch"]), tuple(said["seats"]), *place, released=released, kept=kept)
         except (OSError, ValueError, LookupError, TypeError):
             return None
 

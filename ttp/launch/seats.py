@@ -28,6 +28,7 @@ from ttp.launch.host import Host
 from ttp.launch.rendezvous import serve_store
 from ttp.launch.warm.torch_workers import forking, start_worker
 from ttp.launch.warm.worker import ForkedWorker
+from ttp.wire.address import target
 
 if TYPE_CHECKING:
     from ttp.launch.agent import TtpAgent
@@ -207,7 +208,8 @@ class Seats:
         address = str(group.master_addr) if self._is_first else "127.0.0.1"
         self._store = serve_store(address)
         launch = group.spec.max_restarts - self._agent._remaining_restarts + 1
-        self._next = NextLaunch(launch, tuple(ranks), address, self._store.port, released=False)
+        kept = target(str(group.master_addr), int(group.master_port))
+        self._next = NextLaunch(launch, tuple(ranks), address, self._store.port, released=False, kept=kept)
         self._host.again.announce(self._next)
         return self._next
 

@@ -64,6 +64,8 @@ class Actor:
         self.repair_type = ""
         self.loaded: int | None = None
         """Step of the checkpoint that the running repair has loaded."""
+        self.generation = 0
+        """Number of the last round in which process groups may have been made; equal on all ranks of such a round."""
         self.moves = False
         """Whether ranks are being moved to other hosts; then the training thread leaves its loop at a step's end."""
         self._rank, self._processor, self._handlers = rank, processor, handlers
@@ -115,6 +117,8 @@ class Actor:
             return False, 0, f"{type(problem).__name__}: {problem}"
 
     def _do(self, act: Act) -> int:
+        if act.kind in (*REPAIRS, RoundKind.RESUME):
+            self.generation = act.serial
         if act.purpose and act.kind in REPAIRS:
             self.repair_step, self.repair_type = act.version, act.purpose
         steps: dict[RoundKind, Callable[[Act], int]] = {

@@ -300,6 +300,10 @@ class Participant:
         """Return the type of the current or the last repair: ``retry``, ``recover`` or ``dump``; empty if none was."""
         return self._actor.repair_type if self._actor is not None else ""
 
+    def generation(self) -> int:
+        """Return a number that grows in each repair, and is equal on all ranks that take part; 0 before the first."""
+        return self._actor.generation if self._actor is not None else 0
+
     def report_loaded_step(self, step: int) -> None:
         """Report, from a repair handler, that it has loaded a checkpoint of ``step``."""
         if self._actor is not None:
@@ -370,7 +374,6 @@ class HandlerSource(StateSource):
     framework = HANDLERS
     saved_elsewhere = "saved by the program's handlers"
     sets: tuple[ReplicaSet, ...] = ()
-    """The replica sets of this rank."""
     _asked = 0
 
     def promise(self, layout: Layout, save_dir: Path) -> str:

@@ -39,12 +39,19 @@ class Seat:
     def take(self, env: RankEnv, within_s: float) -> None:
         """In a new process: wait until the launcher has released its launch to train, then set the mark.
 
+        Until ``enter_launch`` the environment refers to the store of the surviving ranks: their default process group,
+        if they keep it, stays in that store.
+
         Args:
             env: identity of this rank.
             within_s: time limit in seconds for this and everything until the first update.
         """
         deadline_s = time.monotonic() + within_s
         poll(lambda: not self._is_awaited(env), within_s, LOOK_S)
+        told = self._files.next()
+        if told is not None and told.kept:
+            os.environ["MASTER_ADDR"], port = split(told.kept)
+            os.environ["MASTER_PORT"] = str(port)
         self.give_way(deadline_s - time.monotonic())
 
     def _is_awaited(self, env: RankEnv) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from ttp.compat.mindio import managing
 from ttp.compat.mindio.catching import TABLE, Classify, tft_exception_handler
+from ttp.compat.mindio.group_names import use_names_of
 from ttp.compat.mindio.handlers import Handler, check_callable
 from ttp.compat.mindio.rank import THIS, check_step
 from ttp.compat.mindio.update_times import tft_can_do_uce_repair, tft_set_update_end_time, tft_set_update_start_time
@@ -149,6 +150,8 @@ def tft_init_processor(
         THIS.describe(rank, world_size, enable_tls, tls_info, uce=enable_uce, arf=enable_arf, zit=enable_zit)
     except TtpError as problem:
         _give_up("tft_init_processor", problem)
+    if not for_mindspore():
+        use_names_of(lambda: THIS.participant.generation() if THIS.participant is not None else 0)
 
 
 def tft_start_processor(master_ip: str, port: int, local_ip: str = "") -> None:
