@@ -143,8 +143,9 @@ def describe(chunks: Sequence[nn.Module]) -> Geometry:
     """
     from megatron.core.dist_checkpointing.dict_utils import nested_items_iter
     from megatron.core.dist_checkpointing.mapping import ShardedObject
+    from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
-    found = Geometry()
+    found, metadata = Geometry(), ensure_metadata_has_dp_cp_group(None)  # a model with MTP needs it
     for chunk in chunks:
         module: Any = chunk
         if any(map(is_distributed, chunk.parameters())):
@@ -152,7 +153,7 @@ def describe(chunks: Sequence[nn.Module]) -> Geometry:
                 "ttp cannot protect a model that megatron-core shards with FSDP2 (TorchFullyShardedDataParallel): use "
                 "its DistributedDataParallel, with or without the distributed optimizer"
             )
-        for _, name, entry in nested_items_iter(module.sharded_state_dict()):
+        for _, name, entry in nested_items_iter(module.sharded_state_dict(metadata=metadata)):
             if isinstance(entry, ShardedObject):
                 found.owners[entry.unique_key] = _owner(module, str(name))
                 if _is_first(entry.replica_id):

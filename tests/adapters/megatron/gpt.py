@@ -37,6 +37,7 @@ class Shape:
     frozen_below: bool = False
     replicated: bool = False
     scaled: bool = False
+    mtp: bool = False  # an additional layer that predicts the token after the next
 
 
 class Training:
@@ -146,6 +147,7 @@ def _config(shape: Shape) -> Any:
         virtual_pipeline_model_parallel_size=shape.virtual if shape.virtual > 1 else None,
         expert_model_parallel_size=shape.ep,
         num_moe_experts=4 if shape.experts else None,
+        mtp_num_layers=1 if shape.mtp else None,
         moe_token_dispatcher_type="allgather",
         add_bias_linear=not shape.experts,
         gated_linear_unit=True,
@@ -167,18 +169,21 @@ def _chunk(config: Any, shape: Shape, stage: int) -> Any:
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
     from megatron.core.transformer.module import Float16Module
 
     virtual = {"vp_stage": stage} if shape.virtual > 1 else {}
+    spec = get_gpt_layer_local_spec(num_experts=4 if shape.experts else None, moe_grouped_gemm=False)
     model: Any = GPTModel(
         config,
-        get_gpt_layer_local_spec(num_experts=4 if shape.experts else None, moe_grouped_gemm=False),
+        spec,
         vocab_size=VOCABULARY,
         max_sequence_length=SEQUENCE,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **virtual),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **virtual),
         share_embeddings_and_output_weights=shape.tied,
+        position_embedding_type="none" if shape.mtp else "learned_absolute",  # Megatron lets its copies drift apart
+        mtp_block_spec=get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if shape.mtp else None,
         **virtual,
     )
     if shape.frozen:

@@ -39,6 +39,7 @@ PLAIN_EP2 = {"ep": 2, "experts": True, "distributed": False}
         pytest.param({**PP2_DP2, "frozen_below": True, "tied": False}, [1], "reduced", 3, id="a-frozen-stage"),
         pytest.param({**PLAIN_EP2, **SCALED}, [0], "reduced", 3, id="experts-with-states-of-their-own"),
         pytest.param({**DP4, "overlap": True}, [2], "reduced", 3, id="overlapped-gather"),
+        pytest.param({**PP2_DP2, "tied": False, "mtp": True}, [1], "reduced", 3, id="multi-token-prediction"),
         pytest.param({**EP2_DP2, "tied": False, "bf16": True}, [2], "begin", 3, id="experts-bf16-untied"),
     ],
 )

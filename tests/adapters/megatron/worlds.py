@@ -261,12 +261,16 @@ def _plain(training: Training) -> list[Any]:
 
 
 def _described(training: Training, metadata: Any, *, is_loading: bool) -> dict[str, Any]:
-    described: dict[str, Any] = {
-        f"model{number}": chunk.sharded_state_dict() for number, chunk in enumerate(_plain(training))
-    }
+    described: dict[str, Any] = {f"model{number}": _entries(chunk) for number, chunk in enumerate(_plain(training))}
     model = dict(described)
     described["optimizer"] = training.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
     return described
+
+
+def _entries(chunk: Any) -> Any:
+    from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
+
+    return chunk.sharded_state_dict(metadata=ensure_metadata_has_dp_cp_group(None))
 
 
 Boxes = list[tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]]
@@ -280,7 +284,7 @@ def _boxes(training: Training) -> Boxes:
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
-    model = {f"model{number}": chunk.sharded_state_dict() for number, chunk in enumerate(_plain(training))}
+    model = {f"model{number}": _entries(chunk) for number, chunk in enumerate(_plain(training))}
     by_parameter = {id(one.data): one for one in nested_values(model)}
     described: dict[str, Any] = dict(model)
     for number, optimizer in enumerate(training.optimizer.chained_optimizers):
