@@ -150,7 +150,7 @@ def tft_init_processor(
         THIS.describe(rank, world_size, enable_tls, tls_info, uce=enable_uce, arf=enable_arf, zit=enable_zit)
     except TtpError as problem:
         _give_up("tft_init_processor", problem)
-    if not for_mindspore():
+    if enable_arf and not for_mindspore():
         use_names_of(lambda: THIS.participant.generation() if THIS.participant is not None else 0)
 
 
