@@ -68,7 +68,7 @@ def apply_bucket_layout(ddp: Ddp, layout: str) -> str | None:
     """
     try:
         buckets = _parse(layout)
-        with _trained(ddp, sum(map(len, buckets))):
+        with _as_made(ddp):
             parameters, sparse = ddp._build_params_for_reducer()
             if (reason := _objection(ddp, buckets, len(parameters))) is not None:
                 return reason
@@ -109,9 +109,10 @@ def renew_reducer(ddp: Ddp) -> None:
     ranks.
     """
     _applied.pop(ddp, None)
-    parameters, sparse = ddp._build_params_for_reducer()
-    names = ddp._build_debug_param_to_name_mapping(parameters)
-    ddp._ddp_init_helper(parameters, sparse, names, ddp.static_graph)
+    with _as_made(ddp):
+        parameters, sparse = ddp._build_params_for_reducer()
+        names = ddp._build_debug_param_to_name_mapping(parameters)
+        ddp._ddp_init_helper(parameters, sparse, names, ddp.static_graph)
     ddp._has_rebuilt_buckets = False
     ddp.require_forward_param_sync = ddp.require_backward_grad_sync = True
 
@@ -213,13 +214,14 @@ def _parse(layout: str) -> Buckets:
 
 
 @contextlib.contextmanager
-def _trained(ddp: Ddp, count: int) -> Iterator[None]:
-    """Let all parameters require gradients in the block, if there are ``count``: the loop of a GAN may begin without.
+def _as_made(ddp: Ddp) -> Iterator[None]:
+    """Let all parameters require gradients in the block, if they did when ``ddp`` was made: a GAN's loop may freeze them.
 
-    Otherwise DDP finds only some of the parameters that it had when it was made.
+    Parameters that were frozen before ``ddp`` was made are not in its reducer, which would wait for their gradients.
     """
-    parameters = list(ddp.module.parameters())
-    frozen = [parameter for parameter in parameters if not parameter.requires_grad and len(parameters) == count]
+    frozen = [parameter for parameter in ddp.module.parameters() if not parameter.requires_grad]
+    if ddp._get_ddp_logging_data()["num_parameter_tensors"] < len(list(ddp.module.parameters())):
+        frozen = []
     try:
         for parameter in frozen:
             parameter.requires_grad_(True)

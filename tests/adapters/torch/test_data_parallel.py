@@ -25,7 +25,7 @@ from ttp.adapters.torch.sharding.data_parallel import (
     hook_refusal,
     not_replicated,
 )
-from ttp.adapters.torch.sharding.ddp_buckets import apply_bucket_layout
+from ttp.adapters.torch.sharding.ddp_buckets import apply_bucket_layout, renew_reducer
 from ttp.adapters.torch.sharding.names import ModelNames
 
 Ddp: Any = DistributedDataParallel
@@ -252,6 +252,26 @@ class TestHooksWithState:
         with ddp.join(throw_on_early_termination=together):
             found = watch.look_again(ddp, resumed=False)
         assert [text.partition(",")[0] for text in found] == [JOIN] * (not together)
+
+
+class TestFrozen:
+    def test_before_it_was_made(self) -> None:
+        """The new reducer would wait for gradients that never come: torch ends the second step with an error."""
+        model = layers()
+        model[0].requires_grad_(False)
+        ddp = Ddp(model)
+        assert "is not for the 2 parameters of this" in str(apply_bucket_layout(ddp, "2 3, 1 0"))
+        for _ in range(3):
+            ddp(torch.ones(1, 4)).sum().backward()
+
+    @pytest.mark.parametrize("layer", [0, 1])
+    def test_by_the_turn_of_a_gan_in_which_its_ranks_go_on(self, layer: int) -> None:
+        model = layers()
+        ddp = Ddp(model)
+        model[layer].requires_grad_(False)
+        renew_reducer(ddp)
+        assert ddp._get_ddp_logging_data()["num_parameter_tensors"] == 4, "else those of this layer are not reduced"
+        assert [parameter.requires_grad for parameter in model[layer].parameters()] == [False, False]
 
 
 class TestLeftAlone:
