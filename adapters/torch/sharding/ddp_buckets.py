@@ -215,7 +215,7 @@ def _parse(layout: str) -> Buckets:
 
 @contextlib.contextmanager
 def _as_made(ddp: Ddp) -> Iterator[None]:
-    """Let all parameters require gradients in the block, if they did when ``ddp`` was made: a GAN's loop may freeze them.
+    """Let all parameters require gradients in the block, if they did when ``ddp`` was made: a loop may freeze them.
 
     Parameters that were frozen before ``ddp`` was made are not in its reducer, which would wait for their gradients.
     """

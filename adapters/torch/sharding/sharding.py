@@ -59,16 +59,21 @@ class TrainingObjects:
         return ddps_of(self.model)
 
     @cached_property
-    def unwrapped(self) -> Collection[str]:
-        """The parameters that no DistributedDataParallel has, in a job in which each of these is over all ranks.
+    def cut(self) -> bool:
+        """Whether a parameter is sharded."""
+        return any(self.cutter.cut(name, parameter) for name, parameter in self.names.parameters.items())
 
-        Empty if some parameters are sharded, or left alone: then the shards are found without it.
-        """
+    @cached_property
+    def reduced(self) -> bool:
+        """Whether each DistributedDataParallel is over all ranks, and no parameter is sharded, or left alone."""
         sizes = {len(dist.get_process_group_ranks(ddp.process_group)) for ddp in self.ddps}
-        known = self.names.parameters
-        if sizes != {self.world_size} or self.left_alone or any(self.cutter.cut(n, p) for n, p in known.items()):
-            return frozenset()
+        return sizes == {self.world_size} and not self.left_alone and not self.cut
+
+    @cached_property
+    def unwrapped(self) -> Collection[str]:
+        """The parameters that no DistributedDataParallel has; empty if not ``reduced``: shards are found without it."""
         wrapped = {id(parameter) for ddp in self.ddps for parameter in ddp.parameters()}
+        known = self.names.parameters if self.reduced else {}
         return frozenset(name for name, parameter in known.items() if id(parameter) not in wrapped)
 
     @cached_property
@@ -140,13 +145,12 @@ def sharding_of(parts: TrainingObjects) -> Sharding:
         from ttp.adapters.torch.sharding.zero_sharding import ZeroSharding
 
         return ZeroSharding(parts)
-    cut = any(parts.cutter.cut(name, parameter) for name, parameter in parts.names.parameters.items())
     several = parts.layout is not None and len(parts.layout.groups) > 1
-    if connected(parts.world_size) and (several or cut or not _all_together(parts)):
+    if connected(parts.world_size) and (several or not _all_together(parts)):
         from ttp.adapters.torch.sharding.discovery import discover
 
         return discover(parts)
-    if cut or several:
+    if parts.cut or several:
         raise ConfigError(
             f"to find which of the {parts.world_size} ranks hold the same shards, they have to communicate: call "
             "init_process_group() before wrap_optimizer()"
@@ -157,15 +161,12 @@ def sharding_of(parts: TrainingObjects) -> Sharding:
 def _all_together(parts: TrainingObjects) -> bool:
     """Return whether every rank holds the same state, because all gradients are reduced over all ranks by DDP.
 
-    A collective call if DDP reduces some of them over all ranks: the other parameters may be those of one rank.
+    A collective call. All ranks get the same answer: each has to take part in what follows if one has to.
     """
-    if parts.world_size == 1:
-        return True
-    sizes = {len(dist.get_process_group_ranks(ddp.process_group)) for ddp in parts.ddps}
-    if sizes != {parts.world_size} or parts.left_alone:
-        return False
     own = repr([(name, tuple(parts.names.parameters[name].shape)) for name in sorted(parts.unwrapped)])
-    return len(set(gather_or_refuse(own.encode))) == 1
+    alike = parts.reduced or (parts.world_size == 1 and not parts.cut)
+    said = set(gather_or_refuse((own if alike else "").encode))
+    return len(said) == 1 and b"" not in said
 
 
 # ---------------------------------------------------------------------------------------------------------- one shard

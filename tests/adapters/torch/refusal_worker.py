@@ -79,6 +79,9 @@ def everything(directory: Path, rank: int) -> dict[str, Any]:
             lambda: adapter(partly_wrapped(mine=nn.Linear(2, 2 + rank))).layout(WORLD)
         ).partition(" and other ranks ")[2],
         "a table on one rank": groups_of(partly_wrapped(**{"mine": nn.Linear(2, 2)} if rank else {})),
+        "an expert on one rank": groups_of(
+            Ddp(Experts("mine", 1.0)) if rank else Ddp(nn.ModuleDict({"common": nn.Linear(2, 2)}))
+        ),
         "outside of DDP": outside(directory / "outside", rank),
         "on their own": reduced_by_hand(directory / "own", rank, every=0),
         "now and then": reduced_by_hand(directory / "then", rank, every=4),

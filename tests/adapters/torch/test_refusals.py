@@ -133,8 +133,9 @@ class TestIgnoredByDistributedDataParallel:
         assert told["tables"]["same"]
         assert sorted(told["tables"]["groups"].values()) == [[0], [0, 1], [1]]
 
-    def test_one_that_only_one_rank_has_is_a_shard(self, told: dict[str, Any]) -> None:
-        assert told["a table on one rank"] == [[0, 1], [1]]
+    @pytest.mark.parametrize("case", ["a table on one rank", "an expert on one rank"])
+    def test_one_that_only_one_rank_has_is_a_shard(self, told: dict[str, Any], case: str) -> None:
+        assert told[case] == [[0, 1], [1]]
 
     def test_under_one_name_they_have_to_be_alike(self, told: dict[str, Any]) -> None:
         assert told["tables of one name"].startswith("have different tensors under the same name (mine.")
