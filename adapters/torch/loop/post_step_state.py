@@ -17,7 +17,8 @@ write nothing. That is a version like any other, in which only the scale differs
 
 A wrapper may set a hyperparameter for the step of the optimizer inside, and put it back behind that step: LARC takes
 the weight decay away. The first iterations show which those are: they have one value in two forward passes, and another
-when the step between them has ended. That is the value of neither version, so the one of the forward pass is kept.
+when the step between them has ended. That is the value of neither version, so the one of the forward pass is kept: of
+the one that follows the update, once that has begun, as a schedule may write the same hyperparameter.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class _Snapshot(NamedTuple):
         scaling: an object of the scaler that ``scaler.update()`` replaces, which shows that it was called.
         updated: whether ``scaler.update()`` was called after the update to this version.
         skipping: the flags by which the scaler has told fused optimizers to skip the step.
-        usual: the hyperparameters of the forward pass before the update; None: it was not seen.
+        usual: the hyperparameters of the forward pass before the update, or after it if that was seen; None: of none.
     """
 
     version: int
@@ -143,7 +144,7 @@ class PostStepState:
         """Note the hyperparameters of the iteration that begins, and learn which of them the last step had changed."""
         last, before = self._snapshot, self._usual
         now = self._usual = hyperparameters_of(self._optimizers, last.groups)
-        self._looked = last.version
+        self._looked, self._snapshot = last.version, last._replace(usual=now)  # a schedule may have changed them too
         if self._ended < _LEARNING_UPDATES:
             if before is not None and now is not last.groups:
                 self._put_back |= put_back(before, last.groups, now)
@@ -165,6 +166,8 @@ class PostStepState:
         """
         last = self._snapshot
         self._older.append(last)
+        if whole:
+            self._usual = self._looked = None  # what was changed for the step only has been put back
         now = self._snapshot = self._take(version, last)
         if not (self._open or whole or self._scaler is not None):  # else the step may have followed a skipped update
             for habit, before, after in zip(self._habits, last.schedules, now.schedules, strict=True):

@@ -223,6 +223,38 @@ class TestOtherLoops:
             assert loop.post_step.done()
             assert loop.rate == 0.1
 
+    def test_rates_that_only_the_step_has_in_a_schedule(self) -> None:
+        loop = Loop()
+        for rate in (0.1, 0.1, 0.2, 0.3):
+            loop.forward()
+            loop.optimizer.param_groups[0]["lr"] = 0.0
+            loop.update()
+            loop.optimizer.param_groups[0]["lr"] = rate
+        loop.forward()
+        assert loop.rate == 0.3
+
+    def test_a_schedule_by_the_half_of_a_batch_that_returns_by_chance(self) -> None:
+        rates = [1.0, 2.0, 1.0, 3.0, 4.0, 5.0, 6.0]
+        loop = Loop(lambda o: lr.LambdaLR(o, lambda n: rates[n]))
+        for _ in range(3):
+            loop.forward()
+            loop.step()
+            loop.update()
+            loop.step()
+        loop.forward()
+        assert loop.rate == loop.scheduler.get_last_lr()[0] == pytest.approx(0.6)
+
+    def test_a_loop_that_says_when_a_step_is_done_has_put_everything_back(self) -> None:
+        loop = Loop()
+        for version in (1, 2, 3):
+            loop.optimizer.param_groups[0]["lr"] = 0.1
+            loop.forward()
+            loop.post_step.at_gate()
+            loop.optimizer.param_groups[0]["lr"] = 0.5
+            loop.post_step.update_finished(version, whole=True)
+            assert loop.post_step.param_groups(version)[0][0]["lr"] == 0.5
+            assert loop.post_step.foreseen()
+
     def test_the_version_before_is_known_too(self) -> None:
         loop = Loop(exponential)
         loop.iterations(3)
