@@ -75,6 +75,19 @@ def test_a_host_that_is_still_reached_gets_more_time() -> None:
     assert talk.machine.false_alarms == 1
 
 
+def test_ranks_whose_streams_end_after_the_answer_get_as_much_time() -> None:
+    talk = Wide()
+    silent_loss(talk, 2)
+    talk.report(4, m.Probed(Rank(4), Rank(2), True, "answers"))
+    talk.lost(3)
+    talk.after(3)
+    talk.back(2)
+    assert talk.machine.job.suspects.keys() == {3}
+    talk.back(3)
+    talk.frozen_all(0)
+    assert talk.machine.incident is None, "a partition that healed is a false alarm"
+
+
 def test_more_time_ends_too() -> None:
     talk = Wide()
     silent_loss(talk, 2)

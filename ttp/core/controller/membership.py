@@ -199,12 +199,16 @@ class Membership:
         self.done.discard(rank)
 
     def lose(self, rank: Rank, now: float) -> None:
-        """Note that a rank vanished without a goodbye: it is a suspect until the grace is over."""
+        """Note that a rank vanished without a goodbye: it is a suspect until the grace is over.
+
+        Its grace ends no earlier than those of earlier suspects, which may have more time: the streams of a host that
+        is cut off end one after the other.
+        """
         self.detach(rank)
         member = self.members[rank]
         member.lost_at = now if member.lost_at is None else member.lost_at
         if not (member.fenced or member.left) and rank not in self.suspects:
-            self.suspects[rank] = now
+            self.suspects[rank] = max(now, next(reversed(self.suspects.values()), now))
             self.suspects_on[member.hello.host] += 1
 
     def wait_longer(self, rank: Rank, since: float) -> None:
