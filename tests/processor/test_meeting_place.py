@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,15 +17,19 @@ from ttp.processor.liveness import futex
 from ttp.processor.liveness.sentinel import Sentinel
 
 PATIENCE_S = 60.0
+CLONE_FS = 0x200
 Find = Callable[..., list[Place]]
 
 
 @pytest.fixture
 def find(tmp_path: Path) -> Iterator[Find]:
-    """Return ``find(["a", "a", "b"])``: what a rank in each directory finds; ranks in ``hidden`` have no sentinel."""
+    """Return ``find(["a", "a", "b"])``: what a rank in each directory finds; ranks in ``hidden`` have no sentinel.
+
+    ``contained``: the directories have one name, as ``/dev/shm`` has in the containers of a machine.
+    """
     sentinels: list[Sentinel] = []
 
-    def all_find(names: Sequence[str | None], hidden: Sequence[int] = ()) -> list[Place]:
+    def all_find(names: Sequence[str | None], hidden: Sequence[int] = (), contained: bool = False) -> list[Place]:
         ranks, told = len(names), [b""] * len(names)
         come = threading.Barrier(ranks)
         found: dict[int, Place] = {}
@@ -37,6 +43,10 @@ def find(tmp_path: Path) -> Iterator[Find]:
 
         def run_rank(rank: int, name: str | None) -> None:
             page_dir = tmp_path / name if name is not None else None
+            if page_dir is not None and contained:
+                assert ctypes.CDLL(None).unshare(CLONE_FS) == 0, "this thread has no working directory of its own"
+                os.chdir(page_dir)
+                page_dir = Path()
             found[rank] = find_place(rank, page_dir, lambda data: gather(rank, data))
 
         for rank, name in enumerate(names):
@@ -70,6 +80,11 @@ def test_ranks_of_a_directory_meet_in_one_memory(find: Find, tmp_path: Path) -> 
     assert not list(tmp_path.rglob(".meeting*")), "nobody of another life can come to it"
 
 
+def test_directories_of_one_name_are_told_apart(find: Find) -> None:
+    places = find(["a", "b", "a", "b"], contained=True)
+    assert together(places) == {0: (0, 2), 1: (1, 3), 2: (0, 2), 3: (1, 3)}
+
+
 def test_who_has_ended_is_seen_by_all(find: Find) -> None:
     places = find(["a"] * 3)
     assert not any(run(place.gone(1)) for number, place in enumerate(places) if number != 1)
@@ -96,7 +111,7 @@ def test_containers_that_only_seem_to_share_a_directory(find: Find, monkeypatch:
 
 def test_a_directory_on_the_network_is_not_shared_memory(find: Find, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = iter(range(100))
-    monkeypatch.setattr(meeting_place, "_boot_id", lambda: f"kernel {next(kernels)}")
+    monkeypatch.setattr(meeting_place, "_memory", lambda page_dir: f"kernel {next(kernels)}")
     assert [place.ranks for place in find(["a"] * 2)] == [(0,), (1,)]
 
 

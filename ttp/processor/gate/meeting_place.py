@@ -1,10 +1,10 @@
 """Finds out which ranks share memory, and makes the shared memory for the barrier before each update.
 
 Host names and paths do not prove that ranks share memory: containers of one host may share ``/dev/shm`` or not, and
-hosts may have the same directory on a network disk. So ranks tell each other which kernel they run on and where they
-keep pages. Among ranks with equal answers, the lowest one makes a file there that begins with a random secret. The
-others have to find this file, and all have to see each other's sentinels (``liveness.sentinel``), because otherwise no
-rank would learn of a death. A rank that cannot do this counts as a host of its own.
+hosts may have the same directory on a network disk. So ranks tell each other which kernel they run on and in which
+directory of it they keep pages. Among ranks with equal answers, the lowest one makes a file there that begins with a
+random secret. The others have to find this file, and all have to see each other's sentinels (``liveness.sentinel``),
+because otherwise no rank would learn of a death. A rank that cannot do this counts as a host of its own.
 
 The file is unlinked when all ranks have mapped it, so there is nothing to clean up, and no process of a later launch
 can open it. A forked child has the mapping too, but never uses it.
@@ -71,9 +71,9 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """What a rank tells the other ranks: its kernel, page directory, secret and process. Empty: no memory to share."""
+    """What a rank tells the other ranks: its memory, page directory, secret and process. Empty: no memory to share."""
 
-    boot: str
+    memory: str
     directory: str
     secret: bytes
     pid: int
@@ -89,12 +89,12 @@ def find_place(rank: int, page_dir: Path | None, gather: Gather) -> Place:
         gather: see ``Gather``; called three times.
     """
     pid = os.getpid()
-    mine = _Offer(_boot_id(), str(page_dir or ""), secrets.token_bytes(_SECRET_BYTES), pid, start_of(pid))
-    if page_dir is None or not mine.boot or _tried(rank, lambda: _see(page_dir, rank, mine)) is None:
-        mine = replace(mine, directory="")
+    mine = _Offer("", "", secrets.token_bytes(_SECRET_BYTES), pid, start_of(pid))
+    if page_dir is not None and _tried(rank, lambda: _see(page_dir, rank, mine)) is not None:
+        mine = replace(mine, memory=_memory(page_dir), directory=str(page_dir))
     offers = [_Offer(*decode(told)) for told in gather(encode(astuple(mine)))]
-    together = [r for r, offer in enumerate(offers) if (offer.boot, offer.directory) == (mine.boot, mine.directory)]
-    alone = len(together) == 1 or not mine.directory
+    together = [r for r, offer in enumerate(offers) if (offer.memory, offer.directory) == (mine.memory, mine.directory)]
+    alone = len(together) == 1 or not mine.memory
     with contextlib.ExitStack() as held:
         opened: Mapping | None = None
         if not alone and rank == together[0]:
@@ -122,7 +122,7 @@ def _places(offers: Sequence[_Offer], could: Sequence[bool]) -> list[tuple[int, 
     """
     groups: dict[tuple[str, str], list[int]] = {}
     for rank, offer in enumerate(offers):
-        groups.setdefault((offer.boot, offer.directory), []).append(rank)
+        groups.setdefault((offer.memory, offer.directory), []).append(rank)
     places: list[tuple[int, ...]] = []
     for ranks in groups.values():
         whole = len(ranks) > 1 and all(could[r] for r in ranks)
@@ -130,10 +130,11 @@ def _places(offers: Sequence[_Offer], could: Sequence[bool]) -> list[tuple[int, 
     return sorted(places)
 
 
-def _boot_id() -> str:
-    """Return the id of the running kernel; empty if it has none."""
+def _memory(page_dir: Path) -> str:
+    """Return what names a directory on one running kernel, where a path may name one in each container; empty: none."""
     with contextlib.suppress(OSError):
-        return BOOT_ID.read_text().strip()
+        found = page_dir.stat()
+        return f"{BOOT_ID.read_text().strip()} {found.st_dev} {found.st_ino}"
     return ""
 
 
