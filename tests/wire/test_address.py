@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,18 @@ NO_NAMES = ["a" * 64, "a..b", "\udc80", "\u00e9" * 64]
 def test_nobody_has_such_a_name(name: str, ask: Callable[[str], Any], answer: object) -> None:
     """``getaddrinfo`` raises UnicodeError for these, and OSError for other unknown names."""
     assert ask(name) == answer
+
+
+@pytest.mark.parametrize(
+    ("token", "master", "answer"),
+    [("secret", "node0", "node0"), ("", "node0", "127.0.0.1"), ("secret", "127.0.1.1", "127.0.0.1")],
+)
+def test_a_first_node_that_takes_its_own_name_for_loopback_is_known_to_others_by_that_name(
+    monkeypatch: pytest.MonkeyPatch, token: str, master: str, answer: str
+) -> None:
+    found = (socket.AF_INET, socket.SOCK_DGRAM, 0, "", ("127.0.1.1", 1))  # Debian's line in /etc/hosts
+    monkeypatch.setattr("ttp.launch.standby.resolve", lambda *_: [found])
+    assert own_address(Config(token=token), master) == answer
 
 
 @pytest.mark.parametrize("name", NO_NAMES)

@@ -17,7 +17,7 @@ from ttp.launch.controller_process import end_controller, start_controller, stop
 from ttp.launch.leases import exists
 from ttp.launch.presence import ask_status, may_be_bound
 from ttp.launch.run_dir import make_private
-from ttp.wire.access import listening_address
+from ttp.wire.access import is_loopback, listening_address
 from ttp.wire.address import connect, resolve, split, target
 
 PROBE_S = 1.0
@@ -38,6 +38,8 @@ _HOST_ANSWERS = (errno.ECONNREFUSED, errno.ECONNRESET)
 def own_address(config: Config, master_addr: str) -> str:
     """Return the address of this host: ``TTP_ADDRESS``, else ``TTP_BIND``, else that of the route to the first node.
 
+    On a first node that takes its own name for an address of loopback, it is this name, as other hosts resolve it.
+
     Args:
         config: settings.
         master_addr: address of the first node.
@@ -53,9 +55,11 @@ def own_address(config: Config, master_addr: str) -> str:
         family, _, _, _, where = resolve(master_addr, config.port or 1, socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probing:
             probing.connect(where)  # sends no packet, only selects the route
-            return str(probing.getsockname()[0])
+            found = str(probing.getsockname()[0])
     except OSError:
         return ""
+    named = master_addr not in (where[0], "localhost") and (config.token or config.insecure)
+    return master_addr if named and is_loopback(found) else found  # its name is 127.0.1.1 on Debian: others know better
 
 
 def reachable(address: str, port: int, timeout_s: float = PROBE_S) -> tuple[bool, str]:
