@@ -72,13 +72,16 @@ def test_of_two_sides_of_a_job_that_the_network_has_parted_the_one_with_more_pag
     assert sorted(e.name for e in world.save_dir.iterdir()) == [".superseded-step_12-0", path.name]
 
 
-@pytest.mark.parametrize("why", ["another launch", "disputed", "damaged"])
+@pytest.mark.parametrize("why", ["another launch", "disputed", "damaged", "other bytes"])
 def test_more_pages_do_not_make_up_for_what_else_is_wrong(world: World, why: str) -> None:
+    """A job that is started again with its id counts anew, and makes a version again that it could not restore."""
     order = replace(world.order(12), missing_pages=(), incarnation=3 if why == "another launch" else 4)
     world.write_draft(12)
     path, _ = world.commit(replace(order, disputed=(Shard("a"),) if why == "disputed" else ()))
     if why == "damaged":
         (path / "__0_1.distcp").unlink()
+    if why == "other bytes":
+        flip(path / "__0_1.distcp", 10)
     world.write_draft(12, "second")
     world.commit(world.order(12, "second"))
     assert world.holds(path, 12, "second")

@@ -251,7 +251,7 @@ def test_the_old_one_has_its_other_name_for_good_before_the_new_one_takes_its_pl
 
 
 def test_every_call_of_the_disk_can_be_hit() -> None:
-    methods = {name for name in vars(Disk) if not name.startswith("_")}
+    methods = {name for name in vars(Disk) if not name.startswith("_")} - {"progress"}
     assert methods <= set(vars(PluggedDisk))
 
 

@@ -277,7 +277,7 @@ class _Job:
         there = self._there()
         if there is None or there.run_id != self.run_id or there.incarnation <= self.order.incarnation:
             return
-        if next(verify.piece_problems(self.final, there), None) is None:
+        if self._is_whole(there):
             raise CheckpointError(
                 f"version {self.order.version} was committed by incarnation {there.incarnation} of this job;"
                 f" this is incarnation {self.order.incarnation}, which is over"
@@ -310,7 +310,8 @@ class _Job:
         """Return the manifest of this incident's checkpoint under the final name; None if there is no whole one.
 
         One of another controller for the same version of this launch will do if it has the pages of more ranks: where
-        the network parts the job, each side saves the version, and a side that holds one rank must not win.
+        the network parts the job, each side saves the version, and a side that holds one rank must not win. Its digests
+        must be right: it may be of an earlier launch with these numbers, which no rank could restore.
         """
         manifest = self._there()
         if manifest is None:
@@ -318,10 +319,14 @@ class _Job:
         ours = (manifest.run_id, manifest.incarnation, manifest.version)
         if ours != (self.run_id, self.order.incarnation, self.order.version):
             return None
+        if manifest.incident == self.order.incident:
+            return None if verify.size_problems(self.final, manifest) else manifest
         fuller = len(manifest.missing_pages) < len(self.order.missing_pages) and "disputed" not in manifest.extra
-        if manifest.incident != self.order.incident and not fuller:
-            return None
-        return None if verify.size_problems(self.final, manifest) else manifest
+        return manifest if fuller and self._is_whole(manifest) else None
+
+    def _is_whole(self, manifest: Manifest) -> bool:
+        """Read what has the final name, and return whether its digests are right."""
+        return next(verify.piece_problems(self.final, manifest, self.disk.progress), None) is None
 
     def _there(self) -> Manifest | None:
         try:

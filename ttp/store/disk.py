@@ -28,11 +28,11 @@ class Disk:
             that a slow disk does not hang.
     """
 
-    _progress: Progress = staticmethod(ignore)
+    progress: Progress = staticmethod(ignore)
 
     def __init__(self, progress: Progress | None = None) -> None:
         if progress is not None:
-            self._progress = progress
+            self.progress = progress
 
     def names(self, directory: Path) -> list[str]:
         """Return the names inside ``directory``, sorted."""
@@ -60,11 +60,11 @@ class Disk:
     def link(self, source: Path, target: Path) -> None:
         """Give a file a second name (hard link)."""
         os.link(source, target)
-        self._progress(1)
+        self.progress(1)
 
     def write(self, file: Path, data: bytes) -> str:
         """Write a new file and return its digest. On return its bytes are durable, but not its name."""
-        hashing = HashingFile(file, self._progress)
+        hashing = HashingFile(file, self.progress)
         try:
             hashing.write(data)
         finally:
@@ -82,12 +82,12 @@ class Disk:
     def sync_directory(self, directory: Path) -> None:
         """Make the names inside ``directory`` durable."""
         durable.sync_directory(directory)
-        self._progress(1)
+        self.progress(1)
 
     def remove(self, file: Path) -> None:
         """Remove a file. It may be gone already."""
         file.unlink(missing_ok=True)
-        self._progress(1)
+        self.progress(1)
 
     def remove_tree(self, directory: Path) -> None:
         """Remove a directory and everything in it. It may be gone already."""
