@@ -119,6 +119,9 @@ def test_a_job_is_asked_with_the_secret_that_it_was_started_with(
     for name, value in {"PORT": controller.port, "RUN_DIR": tmp_path / "run", "TOKEN": "the next one"}.items():
         monkeypatch.setenv(f"TTP_{name}", str(value))
     assert ttp("verdict", place).out == "running\n"
+    monkeypatch.setenv("TTP_TOKEN", controller.token)
+    (tmp_path / "run" / "token").chmod(0o644)  # refused, and of no use here
+    assert ttp("verdict", place).out == "running\n"
 
 
 def test_of_two_directories_the_one_that_knows_more_is_believed(

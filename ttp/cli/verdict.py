@@ -196,14 +196,14 @@ def _status(port: int | None) -> Any:
 
     A secret that was replaced in the file since the job began is wrong, and that in the run directory is right.
     """
-    try:
+    with contextlib.suppress(TtpError):
         where = find(None, port, None)
-        left = read_token(where.run_dir) if where.run_dir is not None else None
-    except TtpError:
-        return None
-    for token in dict.fromkeys((where.token, left or "")):
-        with contextlib.suppress(TtpError), connected(replace(where, token=token)) as client:
+        with contextlib.suppress(TtpError), connected(where) as client:
             return client.status()
+        left = read_token(where.run_dir) if where.run_dir is not None else None
+        if left and left != where.token:
+            with connected(replace(where, token=left)) as client:
+                return client.status()
     return None
 
 
