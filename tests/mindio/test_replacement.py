@@ -258,7 +258,10 @@ def test_another_controller_goes_on_with_a_newcomer_that_has_come() -> None:
 
 
 def led(trouble: Trouble | None = None, seat: str = "", *, saved: bool = False) -> HandlerWorld:
-    """Let a manager that was told of a death stop the job, and know of no other death."""
+    """Let a manager that was told of a death stop the job, and know of no other death.
+
+    It is not offered a replacement if ``seat`` says why the launcher cannot start one.
+    """
     this = world(trouble)
     if saved:
         this.ask_for_save()
@@ -268,7 +271,7 @@ def led(trouble: Trouble | None = None, seat: str = "", *, saved: bool = False) 
     for kind in (NoticeKind.STOP_TRAIN, NoticeKind.GLOBAL_RANK):
         this.say(kind, {1: 1})
     assert this.heard() == [("fault_ranks", 0, ""), ("stop_complete", 0, ""), ("fault_ranks", 0, ""),
-                           ("strategies", 0, "exit,dump,recover")]  # fmt: skip
+                           ("strategies", 0, "exit,dump" if seat else "exit,dump,recover")]  # fmt: skip
     return this
 
 
@@ -289,6 +292,12 @@ def test_a_job_that_is_soon_done_is_mended_too() -> None:
     this.settle()
     this.goodbye(0, version=8)
     assert this.heard()[-1] == ("result", 0, "recover")
+
+
+def test_where_the_launcher_cannot_start_the_process_it_is_not_offered() -> None:
+    this = led(seat="the job has several hosts")
+    this.say(NoticeKind.STRATEGY, strategy="recover")
+    assert this.heard()[-1] == ("result", 406, "recover")
 
 
 @pytest.mark.parametrize("strategy", ["upgrade", "downgrade", "migration", "nonsense"])
