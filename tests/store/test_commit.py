@@ -60,14 +60,25 @@ def test_another_incidents_checkpoint_of_the_version_is_kept_aside(world: World)
     assert world.holds(world.save_dir / ".superseded-step_12-1", 12, "second")
 
 
-def test_of_two_sides_of_a_job_that_the_network_has_parted_the_one_with_more_pages_wins(world: World) -> None:
-    """Each side of the job saves the version that it holds. Whoever has no page in the checkpoint loses its streams."""
-    for missing, incident, wins in (((1, 2, 3), "one rank", "one rank"), ((0,), "the rest", "the rest")):
-        world.write_draft(12, incident)
-        path, _ = world.commit(replace(world.order(12, incident), missing_pages=tuple(map(Rank, missing))))
-        assert world.holds(path, 12, wins)
-    world.write_draft(12, "one rank")
-    assert world.commit(replace(world.order(12, "one rank"), missing_pages=(Rank(1), Rank(2), Rank(3))))[0] == path
+@pytest.mark.parametrize("incidents", [("one rank", "the rest"), ("both", "both")])
+def test_of_two_sides_of_a_job_that_the_network_has_parted_the_one_with_more_pages_wins(
+    world: World, incidents: tuple[str, str]
+) -> None:
+    """Each side of the job saves the version that it holds. Whoever has no page in the checkpoint loses its streams.
+
+    A controller that takes over during an incident goes on with it, under its name and with another draft.
+    """
+
+    def saved(side: str, incident: str, missing: tuple[int, ...]) -> Path:
+        draft = world.write_draft(12, side).name
+        order = replace(world.order(12, side), incident=incident, missing_pages=tuple(map(Rank, missing)))
+        assert order.draft == draft
+        return world.commit(order)[0]
+
+    assert world.holds(saved("one rank", incidents[0], (1, 2, 3)), 12, "one rank")
+    path = saved("the rest", incidents[1], (0,))
+    assert world.holds(path, 12, "the rest")
+    assert saved("one rank", incidents[0], (1, 2, 3)) == path
     assert world.holds(path, 12, "the rest")
     assert sorted(e.name for e in world.save_dir.iterdir()) == [".superseded-step_12-0", path.name]
 

@@ -309,9 +309,10 @@ class _Job:
     def _committed(self) -> Manifest | None:
         """Return the manifest of this incident's checkpoint under the final name; None if there is no whole one.
 
-        One of another controller for the same version of this launch will do if it has the pages of more ranks: where
-        the network parts the job, each side saves the version, and a side that holds one rank must not win. Its digests
-        must be right: it may be of an earlier launch with these numbers, which no rank could restore.
+        Where the network parts the job, each side saves the version, and a side that holds one rank must not win: one
+        with the pages of fewer ranks will not do, and one with more will do if it is of another incident of this
+        launch. Its digests must be right: an earlier launch with these numbers may have made it, and none could restore
+        it.
         """
         manifest = self._there()
         if manifest is None:
@@ -319,10 +320,11 @@ class _Job:
         ours = (manifest.run_id, manifest.incarnation, manifest.version)
         if ours != (self.run_id, self.order.incarnation, self.order.version):
             return None
+        fuller = len(self.order.missing_pages) - len(manifest.missing_pages)  # so many pages more than this one
         if manifest.incident == self.order.incident:
-            return None if verify.size_problems(self.final, manifest) else manifest
-        fuller = len(manifest.missing_pages) < len(self.order.missing_pages) and "disputed" not in manifest.extra
-        return manifest if fuller and self._is_whole(manifest) else None
+            return None if fuller < 0 or verify.size_problems(self.final, manifest) else manifest
+        good = fuller > 0 and "disputed" not in manifest.extra and self._is_whole(manifest)
+        return manifest if good else None
 
     def _is_whole(self, manifest: Manifest) -> bool:
         """Read what has the final name, and return whether its digests are right."""
