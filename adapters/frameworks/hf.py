@@ -148,6 +148,10 @@ class TtpCallback(TrainerCallback):
             )
         self._step = state.global_step
         extra = by_name(self._settings.get("extra_state"))
+        if getattr(trainer.args, "sync_ref_model", False) and fsdp_plugin(trainer) is None:
+            reference = getattr(trainer, "ref_model", None)  # TRL's, which a callback mixes with the model
+            if reference is not None and not any(each is reference for each in extra.values()):
+                extra["ref_model"] = reference
         protect(
             trainer.accelerator,
             trainer.model_wrapped,

@@ -142,6 +142,25 @@ def test_a_line_of_the_log_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_a_reference_model_that_follows_the_model_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL's ``sync_ref_model``: a resumed job would begin with the first reference model again."""
+    from ttp.adapters.frameworks import hf
+
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(hf, "protect", lambda *args, extra_state, **settings: given.update(extra_state))
+    monkeypatch.setattr("ttp.api.step_done", lambda: None)
+    for own, saved in (({"own": 1}, {"own": 1, "ref_model": "followed"}), ({"mine": "followed"}, {"mine": "followed"})):
+        callback = hf.TtpCallback(extra_state=own)
+        callback._found = {"foreign": True}
+        callback._trainer = SimpleNamespace(
+            args=SimpleNamespace(sync_ref_model=True), ref_model="followed", accelerator=None, model_wrapped=None
+        )
+        given.clear()
+        callback.on_train_begin(None, SimpleNamespace(global_step=0), None, optimizer=None, lr_scheduler=None)
+        assert given == {**saved, "ttp.hf": callback}
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_a_directory_that_cannot_be_completed_is_said_and_stops_nobody(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
