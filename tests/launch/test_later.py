@@ -39,6 +39,23 @@ def test_the_handler_is_called_after_the_block() -> None:
     assert done
 
 
+def test_one_that_comes_while_the_handlers_are_put_back_does_not_leave_the_others_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    handlers, put = {how: signal.getsignal(how) for how in (signal.SIGTERM, signal.SIGINT)}, signal.signal
+
+    def put_back(how: int, handler: Any) -> Any:
+        found = put(how, handler)
+        if handler is handlers[signal.SIGTERM]:
+            monkeypatch.undo()
+            os.kill(os.getpid(), signal.SIGTERM)
+        return found
+
+    with pytest.raises(SignalError), later():
+        monkeypatch.setattr(signal, "signal", put_back)
+    assert {how: signal.getsignal(how) for how in handlers} == handlers
+
+
 def test_a_signal_while_torch_starts_workers_leaves_none_behind(tmp_path: Path) -> None:
     """torch itself knows a worker only when all have started."""
     api: Any = pytest.importorskip("torch.distributed.elastic.multiprocessing.api")

@@ -60,7 +60,15 @@ def later() -> Iterator[None]:
         yield
     finally:
         held.clear()
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        left, raised = list(before.items()), list[BaseException]()
+        while left:
+            try:
+                while left:
+                    signal.signal(*left[0])
+                    del left[0]
+            except BaseException as problem:  # a handler that is back was called: the others have to come back too
+                raised.append(problem)
         if came:
             signal.raise_signal(came[0])
+        if raised:
+            raise raised[0]
