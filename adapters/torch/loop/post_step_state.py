@@ -147,7 +147,7 @@ class PostStepState:
         self._looked, self._snapshot = last.version, last._replace(usual=now)  # a schedule may have changed them too
         if self._ended < _LEARNING_UPDATES:
             if before is not None and now is not last.groups:
-                self._put_back |= put_back(before, last.groups, now)
+                self._put_back = self._put_back | put_back(before, last.groups, now)  # a saver may read the old set
         elif not self._put_back:
             self._usual = self._looked = None
 
