@@ -12,9 +12,6 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-
-pytest.importorskip("torch")
-
 import torch.distributed
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
