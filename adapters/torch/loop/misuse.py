@@ -6,7 +6,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -101,8 +101,9 @@ def outside_megatron(model: nn.Module, *, told: bool) -> nn.Module:
             "optimizer ttp cannot tell which ranks hold equal parts: make the optimizer with "
             "megatron.core.optimizer.get_megatron_optimizer(), or give layout= (docs/layouts.md)"
         )
-    inside: Any = model if callable(model.buffers) else model.module
-    return cast("nn.Module", inside)
+    outside: Any = model
+    inside: nn.Module = model if callable(model.buffers) else outside.module
+    return inside
 
 
 def refuse_in_backward(model: nn.Module) -> None:
