@@ -128,6 +128,21 @@ def test_a_collective_that_breaks_without_a_death_ends_as_without() -> None:
     assert this.kinds() == ["save", "rename"]
 
 
+def test_a_rank_may_reach_the_gate_when_the_step_before_is_saved_already() -> None:
+    """An update that only this rank could still make is not waited for: all continue from the step that was saved."""
+    this = world()
+    for rank in (2, 3):
+        this.ranks[rank].version, this.ranks[rank].parked = 6, False
+    this.dies(1, seat="")
+    assert this.named == [6]
+    this.ranks[3].parked = True
+    this.report(3, this.standing(3, m.Phase.IDLE, this.incident.id))
+    this.dies(1)
+    this.settle()
+    assert this.kinds() == REPLACED and this.named == [6] and this.released == set()
+    assert {one.version for one in this.ranks} == {6}
+
+
 def test_a_false_alarm_is_thawed() -> None:
     this = world()
     this.lost(1)

@@ -21,7 +21,6 @@ from ttp.core.layout import Rank, ranks_text
 from ttp.mindio.protocol.in_process_repair import halt, repair_in_process
 from ttp.mindio.protocol.messages import RoundKind
 from ttp.mindio.protocol.repair_state import REPAIRABLE, RepairState
-from ttp.mindio.protocol.replica_lists import Replicas, sources
 from ttp.mindio.protocol.rounds import Part, Pause, Script
 from ttp.mindio.protocol.save_script import dump
 
@@ -74,7 +73,7 @@ def why_not(state: RepairState, incident: Incident, *, alone: bool) -> str:
     return (
         _why_not_the_job(state, dead)
         or _why_not_the_evidence(incident, dead)
-        or _why_not_the_state(state, incident, dead)
+        or _why_not_the_state(state, incident)
         or why_no_seat(state.job, dead, reported=alone)
     )
 
@@ -95,15 +94,11 @@ def _why_not_the_evidence(incident: Incident, dead: set[Rank]) -> str:
     return ""
 
 
-def _why_not_the_state(state: RepairState, incident: Incident, dead: set[Rank]) -> str:
-    plan = state.decide(incident)
-    if isinstance(plan, NoPlan) or not isinstance(state.replicas, Replicas):
+def _why_not_the_state(state: RepairState, incident: Incident) -> str:
+    plan = state.decide(incident)  # of live ranks, which so hold everything that the dead have held
+    if isinstance(plan, NoPlan):
         return "no version is whole"
-    if not plan.version:
-        return "no step has been finished"
-    if sources(state.replicas, dead, state.standing(incident, plan.version)) is None:
-        return "no other rank holds the state of a lost rank"
-    return ""
+    return "" if plan.version else "no step has been finished"
 
 
 def see_clearly(state: RepairState, *, seats: bool) -> Part:
