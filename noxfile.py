@@ -88,6 +88,9 @@ def deepspeed(session: nox.Session) -> None:
     session.install(TORCH)
     session.install("setuptools", "-e", ".[torch]", *PYTEST)
     session.install("--no-build-isolation", "deepspeed==0.19.8", env={"DS_BUILD_OPS": "0"})
+    # A rank that a test ends while it compiles would leave a lock, for which all later ones would wait.
+    build = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
+    session.run("python", "-c", build, env={"DS_ACCELERATOR": "cpu"})
     session.run("python", "-m", "pytest", "tests/frameworks/test_deepspeed.py", *session.posargs)
 
 
