@@ -266,6 +266,25 @@ def test_a_stop_waits_for_the_training_thread_and_is_made_once() -> None:
     assert rank.halted == [True, False] and not rank.loop.wait_left(0.0)
 
 
+def test_a_stop_at_once_after_a_resume_waits_until_the_training_thread_has_left_its_loop_again() -> None:
+    """Another rank may fail while this one still enters its loop."""
+    rank = Rank0()
+    rank.loop.leave()
+    assert rank.act(RoundKind.STOP).ok
+    note = rank.tell
+
+    def tell(event: Any) -> None:
+        note(event)
+        if event.report.serial == 1:
+            rank.actor.start(Act(Rank(0), 1, 2, RoundKind.STOP, Version(5), 1))
+            time.sleep(0.2)
+
+    rank.tell = tell
+    assert rank.act(RoundKind.RESUME).ok
+    until(lambda: len(rank.answers) > 2)
+    assert not rank.answers[2].ok
+
+
 @pytest.mark.parametrize(("returned", "ok"), [(0, True), (None, True), (2, True), (1, False)])
 def test_what_clean_returns_matters(returned: Any, ok: bool) -> None:
     calls: list[Call] = []

@@ -71,7 +71,7 @@ class Actor:
         self._rank, self._processor, self._handlers = rank, processor, handlers
         self._gate: Gate = processor.gate
         self._loop, self._pause, self._on_halted, self._on_device = loop, pause, on_halted, on_device
-        self._seat = seat
+        self._seat, self._answering = seat, threading.Lock()
         self._here = threading.local()
         self._stopped = False
         self._cleaned: int | None = None
@@ -103,9 +103,10 @@ class Actor:
             log.error("rank %s could not %s: %s", self._rank, act.kind.value, text)
         state = self._gate.state()
         torn = state.phase is Phase.TORN
-        self._processor.tell(Said(Acted(self._rank, act.serial, ok, result, state.version, torn, text)))
-        if ok and act.kind is RoundKind.RESUME:
-            self._loop.resume()  # only after the answer, so that reports of the training thread follow it
+        with self._answering:
+            self._processor.tell(Said(Acted(self._rank, act.serial, ok, result, state.version, torn, text)))
+            if ok and act.kind is RoundKind.RESUME:
+                self._loop.resume()  # only after the answer, so that reports of the training thread follow it
 
     def _try(self, act: Act) -> tuple[bool, int, str]:
         try:
@@ -156,6 +157,8 @@ class Actor:
         The gate and the pause point release it, and the stop handler ends the calls in which it may wait.
         """
         began = time.monotonic()
+        with self._answering:
+            pass  # the RESUME whose answer led to this act has ended: the training thread does not count as out
         if not self._stopped:
             self._on_halted(True)
             self._gate.halt()
