@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any, cast
+from weakref import WeakSet
 
 import numpy as np
 import pytest
@@ -75,3 +76,29 @@ def test_a_function_that_only_makes_an_object_is_not_decorated(suspended: Any) -
     """Calling it returns at once, and the rank would leave the job before it has trained."""
     with pytest.raises(TypeError, match=r"plain function, which may call asyncio\.run"):
         tft.tft_exception_handler(suspended)
+
+
+class Held:
+    """Stands for a tensor on a device."""
+
+
+def test_nothing_of_the_ended_loop_is_held_while_its_state_is_repaired(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device the repair needs that memory."""
+    told, held = Told(monkeypatch), WeakSet[Held]()
+    monkeypatch.setattr(told, "wait_next_action", lambda: None, raising=False)
+    monkeypatch.setattr(told, "wait_repair_action", lambda: left.append(len(held)), raising=False)
+    left: list[int] = []
+
+    def step(activations: Any) -> None:
+        raise RuntimeError("UCE ERROR")
+
+    def train() -> int:
+        if left:
+            return 7
+        activations = Held()
+        held.add(activations)
+        step(activations)
+        return 0
+
+    assert tft.tft_exception_handler(train)() == 7
+    assert left == [0]

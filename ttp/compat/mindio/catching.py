@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -189,7 +190,7 @@ def _await_repair(problem: RuntimeError, *, clean: bool = True) -> None:
     """
     if clean and THIS.joined.wait_next_action() is NextAction.EXIT:
         _leave(problem)
-    _empty_cache()
+    _empty_cache(problem)
     if THIS.joined.wait_repair_action() is NextAction.EXIT:
         _leave(problem)
 
@@ -212,8 +213,11 @@ def _leave(problem: RuntimeError) -> NoReturn:
     os._exit(RET_EXIT)
 
 
-def _empty_cache() -> None:
-    """Free cached device memory of the ended loop, which the repair may need."""
+def _empty_cache(problem: BaseException | None) -> None:
+    """Free the device memory of the ended loop, which the repair may need; the exception holds the loop's variables."""
+    while problem is not None:
+        traceback.clear_frames(problem.__traceback__)
+        problem = problem.__context__
     gc.collect()
     torch: Any = sys.modules.get("torch")
     for name in ("npu", "cuda"):
