@@ -72,3 +72,13 @@ def test_ranks_that_go_on_once_more_before_anybody_looks_are_seen_to(
     seats.look(workers)
     seats.second_fault(workers)
     assert failed == ["another rank has failed meanwhile"]
+
+
+@pytest.mark.parametrize(("hosts", "why"), [(1, ""), (2, "the job has several hosts")])
+def test_launchers_that_have_not_agreed_on_it_start_no_rank_alone(tmp_path: Path, hosts: int, why: str) -> None:
+    """Programs for MindIO do not need ``keep``; ranks of other hosts would look for the new store in vain."""
+    group = SimpleNamespace(group_world_size=hosts, spec=SimpleNamespace(max_restarts=1))
+    agent: Any = SimpleNamespace(_worker_group=group, _remaining_restarts=1, _pcontext=object())
+    host: Any = SimpleNamespace(again=Again(tmp_path), warm=SimpleNamespace(ready=True))
+    worker: Any = SimpleNamespace(poll=lambda: -9, pid=os.getpid())
+    assert Seats(agent, host, Config(continuity="warm")).why_not({0: worker}) == why

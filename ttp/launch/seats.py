@@ -102,6 +102,7 @@ class Seats:
         agent, pcontext = self._agent, self._agent._pcontext
         reasons = {
             self._failed: bool(self._failed),
+            "the job has several hosts": self._hosts is None and (agent._worker_group.group_world_size or 1) > 1,
             "ranks were going on already": bool(self._going(workers)),
             "the workers are not started as ttp run starts them": not workers or pcontext is None,
             "no restart is left (--max-restarts)": agent._remaining_restarts <= 0,
