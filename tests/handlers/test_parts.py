@@ -263,7 +263,8 @@ def test_a_stop_waits_for_the_training_thread_and_is_made_once() -> None:
     assert rank.act(RoundKind.STOP).ok and len(calls) == 1
     assert rank.halted == [True]
     rank.act(RoundKind.RESUME)
-    assert rank.halted == [True, False] and not rank.loop.wait_left(0.0)
+    assert rank.halted == [True, False]
+    until(lambda: not rank.loop.wait_left(0.0))
 
 
 def test_a_stop_at_once_after_a_resume_waits_until_the_training_thread_has_left_its_loop_again() -> None:
@@ -271,12 +272,12 @@ def test_a_stop_at_once_after_a_resume_waits_until_the_training_thread_has_left_
     rank = Rank0()
     rank.loop.leave()
     assert rank.act(RoundKind.STOP).ok
-    note = rank.tell
+    note: Callable[[Any], None] = rank.tell
 
     def tell(event: Any) -> None:
         note(event)
         if event.report.serial == 1:
-            rank.actor.start(Act(Rank(0), 1, 2, RoundKind.STOP, Version(5), 1))
+            rank.actor.start(Act(Rank(0), 1, 2, RoundKind.STOP, Version(5), 100))
             time.sleep(0.2)
 
     rank.tell = tell
