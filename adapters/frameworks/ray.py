@@ -14,6 +14,7 @@ import contextlib
 import logging
 import os
 import secrets
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -72,6 +73,7 @@ class TtpCallback(WorkerGroupCallback, ControllerCallback):
         self._settings.setdefault("TTP_TOKEN", secrets.token_hex(16))
         self._patience_s = Config.from_env(self._settings).rescue_patience_s
         self._keeper: ControllerKeeper | None = None
+        self._held: socket.socket | None = None  # keeps the port until the training is over
         self._around: tuple[str, ...] = ()
         self._launch = -1
         self._save_dir = ""
@@ -123,6 +125,8 @@ class TtpCallback(WorkerGroupCallback, ControllerCallback):
         if self._keeper is not None:
             self._keeper.stop()
             self._keeper = None
+        if self._held is not None:
+            self._held.close()
         for name, value in self._before.items():
             if value is None:
                 os.environ.pop(name, None)
@@ -136,13 +140,13 @@ class TtpCallback(WorkerGroupCallback, ControllerCallback):
         """Start ttp's controller on this host with the workers' settings; if it dies, it is started again."""
         if self._keeper is None:
             self._settings.setdefault(CONTROLLER_ADDR, str(ray.util.get_node_ip_address()))
-            with hold_port() as port:
-                self._settings.setdefault("TTP_PORT", str(port.getsockname()[1]))
-                config = Config.from_env(self._settings)
-                ours = {name: value for name, value in self._settings.items() if name != "TTP_PORT"}
-                self._before = {name: os.environ.get(name) for name in ours}
-                os.environ.update(ours)
-                self._keeper = ControllerKeeper(config, config.resolved_run_dir())
+            self._held = hold_port()
+            self._settings.setdefault("TTP_PORT", str(self._held.getsockname()[1]))
+            config = Config.from_env(self._settings)
+            ours = {name: value for name, value in self._settings.items() if name != "TTP_PORT"}
+            self._before = {name: os.environ.get(name) for name in ours}
+            os.environ.update(ours)
+            self._keeper = ControllerKeeper(config, config.resolved_run_dir())
         self._keeper.start(self._settings[CONTROLLER_ADDR])  # the controller may have ended after a finished launch
 
     def _hold(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -97,6 +98,11 @@ def test_each_group_of_workers_has_a_controller(tmp_path: Path, monkeypatch: pyt
     for _ in range(2):
         callback.after_worker_group_start(group)
     assert len(started) == 2 and len(set(started)) == 1
+    with socket.socket() as other:
+        with pytest.raises(OSError):  # no other program is given the port before the controller listens on it
+            other.bind(("", int(group.words["TTP_PORT"])))
+        callback.after_controller_finish(None)
+        other.bind(("", int(group.words["TTP_PORT"])))
 
 
 def test_the_next_training_of_a_program_gets_nothing_of_the_last_one(
