@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter
@@ -59,9 +58,6 @@ if TYPE_CHECKING:
     from ttp.processor.processor import Processor
 
 log = logging.getLogger("ttp.adapters.torch")
-
-_POLL_S = 5e-5
-"""Seconds between two checks of the gate by a training thread that waits for it to open."""
 
 
 class TorchAdapter(Restoring):
@@ -328,7 +324,8 @@ class TorchAdapter(Restoring):
 
     def _after_end(self) -> None:
         if self._source.exchanges:
-            self._stay_redone()
+            assert self._processor is not None
+            self._processor.gate.stay_redone()  # the optimizer's exchange could hang on a dead rank
         if self._numbers is None:
             self._numbers = numbers_of(self._given, self._extra.objects)
             if (goes_on := current()) is not None:
@@ -337,13 +334,6 @@ class TorchAdapter(Restoring):
         elif self._numbers:
             tell_changed(self._numbers, numbers_of(self._given, self._extra.objects))
             self._numbers = {}
-
-    def _stay_redone(self) -> None:
-        """Wait after a redone update until the gate opens: the optimizer's exchange could hang on a dead rank."""
-        assert self._processor is not None
-        gate = self._processor.gate
-        while gate.redone and gate.closed:
-            time.sleep(_POLL_S)
 
     def _make_barrier(self, processor: Processor) -> UpdateBarrier | None:
         if not needs_barrier(processor.layout, self._undo):

@@ -123,6 +123,20 @@ def test_who_is_left_in_the_first_barrier_is_not_killed(make_job: MakeJob, tmp_p
     shards.assert_same_bits(job, tmp_path / "unbroken")
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.xdist_group("ttp")
+def test_who_has_made_an_update_for_a_save_leaves_its_loop_too(make_job: MakeJob, tmp_path: Path) -> None:
+    """The exchange of weights at the end of the update would wait for the dead rank."""
+    half = {"id": "half", "ranks": [2], "out": [0], "broken": False, "step": 5, "phase": "halfway", "action": "kill"}
+    script = Path(shards.__file__).with_name("sharded_job.py")
+    job = make_job(script=script, flags=KEEP, env={"JOB_KIND": "replicated"}, steps=8, max_restarts=2, faults=[half])
+    assert job.run(TIMEOUT_S - 30) == 0, job.story()
+    assert "redo: this rank" in job.story() and again(job) == [True], job.story()
+    assert "did not go on within" not in job.log.read_text(), job.story()
+    shards.assert_same_bits(job, tmp_path / "unbroken")
+
+
 @pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.xdist_group("ttp")
 @pytest.mark.parametrize(

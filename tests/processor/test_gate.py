@@ -13,7 +13,7 @@ import pytest
 from tests.waiting import until
 from ttp.core.layout import Version
 from ttp.core.messages import Phase
-from ttp.processor.gate.gate import Gate, GateState
+from ttp.processor.gate.gate import Gate, GateState, Halted
 
 
 def test_updates_count_versions() -> None:
@@ -30,6 +30,32 @@ def test_a_program_may_number_its_versions_itself() -> None:
     gate.begin_update()
     gate.end_update(Version(41))
     assert gate.version == 41
+
+
+@pytest.mark.parametrize("halts", [False, True])
+def test_a_redone_update_is_not_left_before_the_gate_opens_or_the_loop_is_to_be_left(halts: bool) -> None:
+    gate, ended = Gate(), queue.SimpleQueue[type[BaseException] | None]()
+
+    def train() -> None:
+        gate.begin_update()
+        gate.end_update()
+        try:
+            gate.stay_redone()
+        except Halted:
+            ended.put(Halted)
+        else:
+            ended.put(None)
+
+    gate.close()
+    thread = threading.Thread(target=train, daemon=True)
+    thread.start()
+    until(gate.admit)
+    until(lambda: gate.version == 1)
+    with pytest.raises(queue.Empty):
+        ended.get(timeout=0.05)
+    (gate.halt if halts else gate.open)()
+    assert ended.get(timeout=10) is (Halted if halts else None)
+    thread.join(10)
 
 
 def test_a_closed_gate_parks_the_training_thread_until_it_opens() -> None:

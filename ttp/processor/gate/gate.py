@@ -12,11 +12,15 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from ttp.core.layout import Version
 from ttp.core.messages import Phase
+
+POLL_S = 5e-5
+"""Seconds between two checks of a training thread that waits for the gate to open after a redone update."""
 
 
 def _nothing() -> None:
@@ -156,6 +160,17 @@ class Gate:
     def _set_near(self, near: bool, wake: Callable[[], None]) -> None:
         with self._lock:
             self._near, self._wake = near, wake
+
+    def stay_redone(self) -> None:
+        """Wait after a redone update until the gate opens.
+
+        Raises:
+            Halted: see ``halt``.
+        """
+        while self.redone and self._closed:
+            if self._halted:
+                raise Halted
+            time.sleep(POLL_S)
 
     @property
     def updating(self) -> bool:
