@@ -21,6 +21,7 @@ from ttp.adapters.torch.sharding.unconnected import different_weights
 from ttp.config import RankEnv
 from ttp.core.layout import Version
 from ttp.errors import ConfigError, DirectoryInUseError, UsageError
+from ttp.store import arrays
 
 pytestmark = pytest.mark.xdist_group("refusals")  # they share a world
 
@@ -158,9 +159,23 @@ class TestExchange:
         dist.destroy_process_group()
 
     @pytest.mark.parametrize(("group", "device"), [("gloo", "cpu"), ("cuda:gloo", "cuda")], indirect=["group"])
-    def test_goes_where_the_group_has_a_backend(self, group: None, device: str) -> None:
+    def test_goes_where_the_group_has_a_backend(
+        self, group: None, device: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """With NCCL alone that is the device. Here gloo stands for NCCL with CUDA tensors."""
-        assert exchange._device() == device
+        monkeypatch.setattr(arrays, "_home", {})
+        assert exchange._device() == torch.device(device)
+
+    @pytest.mark.parametrize("group", ["cuda:gloo"], indirect=True)
+    def test_goes_by_the_device_of_this_rank_whichever_is_current(
+        self, group: None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Else NCCL would make a second communicator, on another rank's device, and wait for ranks that make none."""
+        monkeypatch.setattr(arrays, "_home", {"cuda": torch.device("cuda", 3)})
+        assert exchange._device() == torch.device("cuda", 3)
+        whole: Any = dist.group.WORLD
+        whole.bound_device_id = torch.device("cuda", 2)
+        assert exchange._device() == torch.device("cuda", 2)
 
     @pytest.mark.parametrize("group", ["gloo"], indirect=True)
     @pytest.mark.parametrize("kind", [ConfigError, DirectoryInUseError, UsageError])
