@@ -158,7 +158,7 @@ class Followers:
             log.warning(_WRITTEN, ", ".join(changed[:_LISTED_MAX]) + (", ..." if len(changed) > _LISTED_MAX else ""))
 
     def _forward(self, module: nn.Module, _args: Any) -> None:
-        if torch.compiler.is_compiling() or self._mark is None:
+        if torch.compiler.is_compiling() or self._mark is None or capturing():
             return
         if module.training and torch.is_grad_enabled():
             self._entered = True

@@ -359,3 +359,13 @@ def test_other_ranks_do_not_tell_what_is_broadcast_to_them(tmp_path: Path, caplo
     for _ in range(3):
         plainly(model, job.optimizer, after=model.balance)(0)
     assert "between an update" not in caplog.text
+
+
+def test_nothing_is_queued_while_a_graph_is_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph would do it in each of its replays."""
+    model = Teacher(in_place, inside=False)
+    job = Job(tmp_path, model, model.student)
+    job.step(model.follow)
+    monkeypatch.setattr(followers, "capturing", lambda: True)
+    monkeypatch.setattr(followers.Followers, "_look", lambda _self: pytest.fail("it looks"))
+    model(data())
