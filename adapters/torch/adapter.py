@@ -246,7 +246,7 @@ class TorchAdapter(Restoring):
             scheduler=self._schedulers,
             scaler=self._scaler,
             averages=bool(self._extra.modules),
-            runtimes=self._source.runtimes if self._scaler is not None else (),
+            runtimes=self._source.runtimes,
         )
 
     def _make_preimage(self, optimizer: Optimizer, *, reserve: bool = True) -> PreImage:
