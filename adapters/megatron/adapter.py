@@ -138,7 +138,9 @@ class MegatronAdapter(TorchAdapter):
         """Register hooks on the inner optimizers; updates are reported to ``processor`` from now on."""
         self._processor, source = processor, self._source
         self._note_increment()
-        self._post_step = source.post_step = PostStepState(self._held.stepping, scheduler=self._scheduler)
+        self._post_step = source.post_step = PostStepState(
+            self._held.stepping, scheduler=self._scheduler, runtimes=source.runtimes
+        )
         if self._undo is not None:
             source.preimage = PreImage(self._together, (), source.runtimes)
         barrier = self._barrier = self._make_barrier(processor)

@@ -174,6 +174,13 @@ class Followers:
         return [name for name in self._named if now[name][0] != before[name][0]]
 
     def _look_at_buffers(self) -> dict[str, _State]:
+        try:
+            return self._states_of_buffers()
+        except Exception:  # a device may have no memory left for the samples
+            log.debug("the buffers of the model are not compared", exc_info=True)
+            return {}
+
+    def _states_of_buffers(self) -> dict[str, _State]:
         found = {name: each for name, each in self._model.named_buffers() if each.numel() and _is_readable(each)}
         small = [n for n, each in found.items() if self._on_host(each) and each.nbytes <= _COPIED_BYTES_MAX]
         return {n: (copied_bytes(each), None) if n in small else _moving(each) for n, each in found.items()}

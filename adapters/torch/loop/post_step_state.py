@@ -353,6 +353,7 @@ class PostStepState:
 
     def _mark(self, groups: Hyperparameters) -> Event | None:
         """Return a mark behind the copies, made by this thread, of hyperparameters on devices; None: there are none."""
+        groups = groups if self._runtimes else []
         copies = (v for each in groups for group in each.copies or () for v in group.values() if isinstance(v, Tensor))
         found = {id(runtime): runtime for v in copies if (runtime := holder(self._runtimes, v)) is not None}
         return AllEvents([runtime.mark(side=False) for runtime in found.values()]) if found else None

@@ -369,3 +369,16 @@ def test_nothing_is_queued_while_a_graph_is_captured(tmp_path: Path, monkeypatch
     monkeypatch.setattr(followers, "capturing", lambda: True)
     monkeypatch.setattr(followers.Followers, "_look", lambda _self: pytest.fail("it looks"))
     model(data())
+
+
+def test_without_memory_for_samples_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_tensor: Tensor) -> bytes:
+        raise torch.OutOfMemoryError
+
+    model = Balanced()
+    job = Job(tmp_path, model, model)
+    job.step(model.balance)
+    monkeypatch.setattr(followers, "copied_bytes", full)
+    for _ in range(2):
+        job.step(model.balance)
+    assert job.gate.version == 3
