@@ -49,7 +49,7 @@ from ttp.adapters.torch.sharding.data_parallel import LayoutWatch, ddps_of, hook
 from ttp.adapters.torch.sharding.exchange import connected, gather_or_refuse, refuse_everywhere
 from ttp.adapters.torch.sharding.names import ModelNames
 from ttp.adapters.torch.sharding.sharding import Sharding, TrainingObjects, sharding_of
-from ttp.adapters.torch.sharding.unconnected import different_weights, state_by_parameter
+from ttp.adapters.torch.sharding.unconnected import different_weights, held_state
 from ttp.adapters.torch.source import TorchSource
 from ttp.core.layout import Layout, Rank, Version
 from ttp.errors import ConfigError, UsageError
@@ -320,7 +320,7 @@ class TorchAdapter(Restoring):
         assert self._processor is not None
         env, version = self._processor.env, Version(self._processor.gate.version + 1)
         if self._layout is None and len(self._processor.layout.groups) == 1 and connected(env.world_size):
-            reduced, state = self._buckets.reduced, state_by_parameter(self._optimizer.state)
+            reduced, state = self._buckets.reduced, held_state(self._optimizer, env.world_size)
             self._trial.start(
                 lambda: different_weights(swapped.early(), self._names, state, reduced, env, version),
                 waits=not self._source.on_device,  # an update may not wait for a device
