@@ -214,6 +214,8 @@ class Bracket:
                 warn_of_unheard(optimizer)
             self._open(redoable=True)
             self._stepping.entered()
+            if (check := self._turns.communication) is not None:
+                check.step_begins(type(optimizer).__name__)
             return None
         self._again = False  # the closure makes a new gradient
         kind: Any = type(optimizer)
@@ -312,6 +314,8 @@ class Bracket:
             self._open(redoable=False)
         if depth:
             return
+        if (check := self._turns.communication) is not None:
+            check.step_ended(type(optimizer).__name__)
         if self._untouched is not None and not self._untouched.stepped():
             self._untouched = None
         if self._turns.simple or self._turns.ended(self._number):
