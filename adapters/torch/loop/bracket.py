@@ -46,6 +46,9 @@ _NOT_EVALUATED = (
     "to an optimizer that does not call it"
 )
 
+_VERSIONS_LOOKED_AT = 5
+"""Number of first versions in which optimizers are watched for communication in their steps."""
+
 
 class Capture(Protocol):
     """The methods of ``LocalCapture`` that the hooks use."""
@@ -214,7 +217,7 @@ class Bracket:
                 warn_of_unheard(optimizer)
             self._open(redoable=True)
             self._stepping.entered()
-            if (check := self._turns.communication) is not None:
+            if self._ended < _VERSIONS_LOOKED_AT and (check := self._turns.communication) is not None:
                 check.step_begins(type(optimizer).__name__)
             return None
         self._again = False  # the closure makes a new gradient
@@ -314,7 +317,7 @@ class Bracket:
             self._open(redoable=False)
         if depth:
             return
-        if (check := self._turns.communication) is not None:
+        if self._ended < _VERSIONS_LOOKED_AT and (check := self._turns.communication) is not None:
             check.step_ended(type(optimizer).__name__)
         if self._untouched is not None and not self._untouched.stepped():
             self._untouched = None
