@@ -55,6 +55,8 @@ class ExtraState:
             require("torchdata", "wrap_optimizer", TORCHDATA, extra="torchdata")
         self._constant = {n: o for n, o in others.items() if getattr(o, "ttp_constant", False) is True}
         self._changing = {n: o for n, o in others.items() if n not in self._constant}
+        self.completed = {n for n, o in others.items() if getattr(o, "ttp_completes_itself", False) is True}
+        """Names of the objects of ttp's callbacks that take from other ranks what a rank that died lacks."""
         for name, value in {**self._changing, **self._constant}.items():
             _encoded(name, value, on_host=name in self._constant)
         self._encoders = {name: RepeatedEncoder(_path(name)) for name in self._changing}

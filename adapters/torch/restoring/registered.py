@@ -286,7 +286,8 @@ class Restoring(abc.ABC):
                 + "".join(f", and extra_state[{name!r}] is that of the replicas that saved theirs" for name in peers),
             ]
         died = is_provisional(manifest.pieces, owner)
-        behind = [n for n in sorted(local.extra.keys() - peers) if died and may_be_behind(manifest.pieces, n)]
+        own = sorted(local.extra.keys() - peers - self._extra.completed)
+        behind = [n for n in own if died and may_be_behind(manifest.pieces, n)]
         notes = [_BEHIND.format(owner, job.version, ", ".join(map(repr, behind)))] if behind else []
         extra = {**constant, **local.extra, **peers}
         if same_world:
