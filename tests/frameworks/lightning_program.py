@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ttp
@@ -140,6 +141,16 @@ class Gan(LightningModule):
         return [torch.optim.Adam(each.parameters(), lr=1e-3) for each in (self.judge, self.generator)]
 
 
+class Average(Callback):
+    """Averages the weights; the average is given as ``extra_state``."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.module.update_parameters(pl_module)
+
+
 class Watch(Callback):
     """A callback with state, as users have, that offers its hooks as phases for faults."""
 
@@ -213,6 +224,10 @@ def main(steps: int, save_dir: Path, report: Callable[[int, Any], None]) -> dict
         stopping = EarlyStopping("val", patience=50)
         best = ModelCheckpoint(save_dir.parent / "models", monitor="val", save_top_k=1)
         callbacks += [OnExceptionCheckpoint(save_dir.parent / "raised"), stopping, best]
+    extra: dict[str, Any] = {}
+    if KIND == "plateau":
+        callbacks.append(average := Average(module))
+        extra["extra_state"] = {"average": average.module}
     if KIND == "growing":
         callbacks.append(GradientAccumulationScheduler({1: 2}))
     accumulate = 2 if KIND == "automatic" else 1
@@ -225,7 +240,7 @@ def main(steps: int, save_dir: Path, report: Callable[[int, Any], None]) -> dict
         gradient_clip_val=None if KIND in ("manual", "by_hand", "fsdp1", "hsdp1") else 1.0,
         val_check_interval=2 * accumulate,
         limit_val_batches=0 if KIND == "manual" else 2,
-        callbacks=[*callbacks, ttp.lightning.TtpCallback(save_dir, buddy=KIND in ("fsdp1", "fsdp2"))],  # ttp
+        callbacks=[*callbacks, ttp.lightning.TtpCallback(save_dir, buddy=KIND in ("fsdp1", "fsdp2"), **extra)],  # ttp
         plugins=[ttp.lightning.TtpCheckpointIO(save_dir)],  # ttp
         enable_checkpointing=KIND != "manual",
         logger=False,
@@ -251,6 +266,7 @@ def main(steps: int, save_dir: Path, report: Callable[[int, Any], None]) -> dict
     found: dict[str, Any] = {"model": model, "loops": loops, "watch": watch}
     found |= {f"optimizer {number}": each for number, each in enumerate(trainer.optimizers)}
     found |= {f"schedule {number}": each.scheduler for number, each in enumerate(trainer.lr_scheduler_configs)}
+    found |= extra.get("extra_state", {})
     if KIND != "manual":
         found |= {"stopping": stopping, "best": best.best_model_score}
     return found

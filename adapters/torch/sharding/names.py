@@ -145,7 +145,9 @@ class ModelNames:
             raise ConfigError(
                 f"the optimizer holds {len(unknown)} parameters that model= does not contain ({listed}): without names "
                 "they cannot be saved. Pass the module that owns all of them, for example "
-                "nn.ModuleDict({'model': model, 'loss': loss})"
+                "nn.ModuleDict({'model': model, 'loss': loss}). If a trainer passes its model (ttp.hf), they are not "
+                "in its DistributedDataParallel either, and each rank trains its own: use a loss without weights, or "
+                "let the model's forward() compute the loss"
             )
 
 
