@@ -1,9 +1,10 @@
 """A job of PyTorch Lightning.
 
 ``PROGRAM_KIND``: ``automatic``, ``manual`` (two optimizers), ``by_hand`` (one, and BatchNorm), ``growing`` (larger
-batches from the second epoch on), ``workers`` (a loader that keeps its place), ``fsdp2`` and ``hsdp`` (``fully_shard``
-in ``configure_model``), ``fsdp1`` and ``hsdp1`` (Lightning's strategy). In the first life rank 0 sends itself SIGTERM
-after ``PROGRAM_TERM`` steps, or raises after ``PROGRAM_RAISE``.
+batches from the second epoch on), ``tuned`` (a backbone that trains from the second epoch on), ``workers`` (a loader
+that keeps its place), ``fsdp2`` and ``hsdp`` (``fully_shard`` in ``configure_model``), ``fsdp1`` and ``hsdp1``
+(Lightning's strategy). In the first life rank 0 sends itself SIGTERM after ``PROGRAM_TERM`` steps, or raises after
+``PROGRAM_RAISE``.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
     EarlyStopping,
     GradientAccumulationScheduler,
     ModelCheckpoint,
@@ -67,6 +69,21 @@ class Plateau(Classifier):
         optimizer = torch.optim.SGD(self.parameters(), lr=1e-2, momentum=0.9)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
         return [optimizer], [{"scheduler": plateau, "interval": "epoch", "monitor": "val"}]
+
+
+class Tuned(Classifier):
+    """A model whose first part trains from the second epoch on, with a rate that grows with the epochs."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(steps)
+        self.backbone = self.layers[0]
+
+    def on_train_start(self) -> None:
+        if self.current_epoch >= 1:  # Lightning leaves it frozen when it resumes
+            BackboneFinetuning.make_trainable(self.backbone)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(filter(lambda each: each.requires_grad, self.parameters()), lr=1e-2)
 
 
 class ByHand(Classifier):
@@ -211,6 +228,7 @@ def main(steps: int, save_dir: Path, report: Callable[[int, Any], None]) -> dict
         "manual": Gan,
         "by_hand": ByHand,
         "plateau": Plateau,
+        "tuned": Tuned,
         "fsdp2": Sharded,
         "hsdp": Sharded,
         "fsdp1": Sharded,
@@ -228,6 +246,8 @@ def main(steps: int, save_dir: Path, report: Callable[[int, Any], None]) -> dict
     if KIND == "plateau":
         callbacks.append(average := Average(module))
         extra["extra_state"] = {"average": average.module}
+    if KIND == "tuned":
+        callbacks.append(BackboneFinetuning(1, verbose=False))
     if KIND == "growing":
         callbacks.append(GradientAccumulationScheduler({1: 2}))
     accumulate = 2 if KIND == "automatic" else 1
