@@ -322,7 +322,7 @@ class PostStepState:
         else:
             schedules = tuple(map(Habit.look, self._habits, last.schedules))
             groups = hyperparameters_of(self._optimizers, self._usual or last.groups)
-        usual, mark = self._usual, self._mark(groups)
+        usual, mark = self._usual, self._mark(groups) if self._runtimes else None
         if self._scaler is None:
             return _Snapshot(version, schedules, None, groups, usual=usual, copied=mark)
         told = (getattr(each, "found_inf", None) for each in self._optimizers)
@@ -349,11 +349,10 @@ class PostStepState:
         if all(map(is_, now, last.schedules)):
             return last
         groups = hyperparameters_of(self._optimizers, last.groups)
-        return last._replace(schedules=now, groups=groups, copied=self._mark(groups))
+        return last._replace(schedules=now, groups=groups, copied=self._mark(groups) if self._runtimes else None)
 
     def _mark(self, groups: Hyperparameters) -> Event | None:
         """Return a mark behind the copies, made by this thread, of hyperparameters on devices; None: there are none."""
-        groups = groups if self._runtimes else []
         copies = (v for each in groups for group in each.copies or () for v in group.values() if isinstance(v, Tensor))
         found = {id(runtime): runtime for v in copies if (runtime := holder(self._runtimes, v)) is not None}
         return AllEvents([runtime.mark(side=False) for runtime in found.values()]) if found else None
