@@ -203,7 +203,7 @@ class ControllerService(rpc.ControllerServicer):
             text=machine.verdict.text,
             final=machine.verdict.final,
             incarnation=machine.job.incarnation,
-            term=machine.term,
+            term=machine.job.term,
             hosts=machine.unheard_hosts,
             drained=machine.drained_hosts,
         )
@@ -215,7 +215,7 @@ def status_of(driver: Driver) -> pb.GetStatusResponse:
     job = machine.job
     response = pb.GetStatusResponse(
         ttp_version=__version__,
-        term=machine.term,
+        term=machine.job.term,
         run_id=job.run_id,
         incarnation=job.incarnation,
         world_size=job.layout.world_size if job.layout else 0,

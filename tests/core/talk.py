@@ -99,7 +99,7 @@ class Talk:
     def back(self, rank: int, **more: Any) -> str:
         """Let the rank open another stream."""
         self.streams[rank] += 100
-        known = {"incarnation": self.machine.job.incarnation, "resume": True, "term_seen": self.machine.term}
+        known = {"incarnation": self.machine.job.incarnation, "resume": True, "term_seen": self.machine.job.term}
         return self.hello(rank, **{**known, **more})
 
     def lost(self, rank: int) -> str:

@@ -50,6 +50,7 @@ from ttp.core.controller.events import (
     Event,
     HostsDrained,
     LauncherSaid,
+    LedElsewhere,
     LookedAt,
     ProgramEvent,
     RankWasWrong,
@@ -155,6 +156,8 @@ class ControllerMachine:
                 self._rescue.program.happened(event, incident=self.incident is not None)
             case LookedAt():
                 self._parts.silence.looked(event, now)
+            case LedElsewhere():
+                self._admission.led_elsewhere(event, now)
             case Tick():
                 if self.stage == "training":
                     self._faults.look_for_hangs(now)
@@ -202,11 +205,6 @@ class ControllerMachine:
         yield from self.stand_in.deadlines()
 
     # ------------------------------------------------------------------------------------------------------------ state
-
-    @property
-    def term(self) -> int:
-        """The term of this controller; orders of an older term are ignored."""
-        return self.job.term
 
     @property
     def incident(self) -> Incident | None:
