@@ -53,8 +53,7 @@ class Rescue:
     ) -> None:
         self.incident: Incident | None = None
         self.last: Incident | None = None
-        self.total = 0
-        self.false_alarms = 0
+        self.total = self.false_alarms = 0
         self.base_version = Version(0)
         self.saving = Saving(job, outbox, mirrors)
         self.meanwhile = Meanwhile()
@@ -259,7 +258,9 @@ class Rescue:
                 self.program.begin(incident)
             case Go(verdict) if self._shadow.awaits(incident, verdict, now):
                 return
-            case Go(Plan() as plan) if plan.version > self.on_disk():
+            case Go(Plan(version) as plan) if version > self.on_disk() or (
+                version == incident.saved and incident.size and not incident.plan
+            ):
                 self._shadow.choose(incident, plan, self.base_version)
                 self.saving.begin(incident, plan, now)
             case Go(NoPlan(reason)) if not self._planner.none_newer(incident, self.on_disk()):
@@ -319,7 +320,7 @@ class Rescue:
         if not (incident.faulty or self._job.broken):
             if self._shadow.is_durable(incident, now):
                 self._thaw(incident, "nothing is broken after all")
-        elif self._shadow.may_end(incident, self.base_version, now):
+        elif self._shadow.may_end(incident, self.base_version, now) and not self.saving.pages.saves_again(incident):
             then = f"goes on with step {incident.saved + 1}" if incident.saved else "begins where this launch did"
             self._release(incident, EXIT_SAVED, f"{incident.outcome}; a restart {then}", now)
 
