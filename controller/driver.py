@@ -74,7 +74,7 @@ class Driver:
     """Runs a ``ControllerMachine``: feeds it events, and performs its actions. One event loop, so there are no locks.
 
     Args:
-        patience: the machine's timeouts.
+        timeouts: the machine's timeouts.
         journal: records every event of an incident.
         host: name of this host, as its ranks give it.
         port: the controller's port, which standby controllers are told.
@@ -83,13 +83,13 @@ class Driver:
 
     def __init__(
         self,
-        patience: ce.ControllerTimeouts,
+        timeouts: ce.ControllerTimeouts,
         journal: Journal,
         host: str = "",
         port: int = 0,
         program: MakeRecovery = no_recovery,
     ) -> None:
-        self.machine = ControllerMachine(patience, new_incident_id, time.monotonic(), host, port, program)
+        self.machine = ControllerMachine(timeouts, new_incident_id, time.monotonic(), host, port, program)
         self.stopped = asyncio.Event()
         self.closed = False
         """Whether the controller is stopping: then the end of a stream is no evidence of a fault of its rank."""

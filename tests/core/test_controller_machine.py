@@ -116,7 +116,7 @@ def test_a_saver_that_fails_is_not_asked_again() -> None:
 def test_whose_late_word_is_that_it_updates_is_waited_for_like_any_other() -> None:
     talk = Talk(grid(2, 2))
     talk.fault(0)
-    talk.now += talk.machine.patience.answer_s + 1  # the controller was away
+    talk.now += talk.machine.timeouts.answer_s + 1  # the controller was away
     talk.frozen(2, 7, m.Phase.UPDATING)
     talk.frozen(0, 7)
     assert "[retracted]" in talk.frozen(1, 7, m.Phase.UPDATING)

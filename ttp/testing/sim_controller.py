@@ -46,17 +46,17 @@ class SimController(Process):
 
     Args:
         world: the simulation.
-        patience: the machine's timeouts.
+        timeouts: the machine's timeouts.
         host: name of the host where the process runs.
         name: name in the trace and in the ids of its incidents.
     """
 
-    def __init__(self, world: Simulation, patience: ControllerTimeouts, host: str, name: str) -> None:
+    def __init__(self, world: Simulation, timeouts: ControllerTimeouts, host: str, name: str) -> None:
         super().__init__(world, name)
         self.host = host
         self.restarts = 0
         """How often a dead controller is restarted at once; the successor gets this number less one."""
-        self.machine = ControllerMachine(patience, lambda n: f"{name}-i{n}", world.now, host)
+        self.machine = ControllerMachine(timeouts, lambda n: f"{name}-i{n}", world.now, host)
         self._world = world
         self._streams: dict[ConnectionId, Stream | Line] = {}
         self._events_left: int | None = None

@@ -81,7 +81,7 @@ class ControllerMachine:
     """The controller's machine: ``on_event`` takes every event; ``deadline`` tells when the next ``Tick`` is due.
 
     Args:
-        patience: see ``ControllerTimeouts``.
+        timeouts: see ``ControllerTimeouts``.
         new_id: makes an incident's id from its number; injected, so that runs can be repeated.
         now: the time at which the machine starts, in seconds of the clock that ``on_event`` is given.
         host: the host it runs on, named as ranks name their hosts.
@@ -91,20 +91,20 @@ class ControllerMachine:
 
     def __init__(
         self,
-        patience: ControllerTimeouts,
+        timeouts: ControllerTimeouts,
         new_id: Callable[[int], str],
         now: float,
         host: str = "",
         port: int = 0,
         program: MakeRecovery = no_recovery,
     ) -> None:
-        parts = self._parts = ControllerParts(patience, new_id, host, port, program)
-        self.patience, self.job = patience, parts.job
+        parts = self._parts = ControllerParts(timeouts, new_id, host, port, program)
+        self.timeouts, self.job = timeouts, parts.job
         self._outbox, self._rescue = parts.outbox, parts.rescue
-        self._end = JobEnd(parts.job, parts.outbox, parts.rescue, patience, now)
+        self._end = JobEnd(parts.job, parts.outbox, parts.rescue, timeouts, now)
         self._admission = Admission(parts, self._end, now)
         self._faults = FaultReports(parts, self._end)
-        self.stand_in = StandIn(patience, new_id, parts.rescue.meanwhile)
+        self.stand_in = StandIn(timeouts, new_id, parts.rescue.meanwhile)
         """Saves for ranks whose own controller is silent, independently of the job that this controller leads."""
         self._suspected = 0  # the most suspects at one time since there last were none
         self._unsettled = False
@@ -383,9 +383,9 @@ class ControllerMachine:
     @property
     def _grace_s(self) -> float:
         """Return the seconds that a rank whose stream has ended may take to open another; more if no rank was left."""
-        grace_s = self.patience.grace_s
+        grace_s = self.timeouts.grace_s
         if not self.job.live or self._suspected == len(self.job.members):
-            grace_s = max(grace_s, self.patience.partition_s)
+            grace_s = max(grace_s, self.timeouts.partition_s)
         return in_queue(grace_s, self._suspected)
 
     def _expire(self, now: float) -> None:

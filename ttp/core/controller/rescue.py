@@ -36,7 +36,7 @@ class Rescue:
     Args:
         job: the ranks.
         outbox: takes orders and records.
-        patience: see ``ControllerTimeouts``.
+        timeouts: see ``ControllerTimeouts``.
         new_id: makes an incident's id from its number.
         mirrors: tells which ranks keep the pages of lost hosts.
         make_program: makes the part that leads jobs that save and repair themselves.
@@ -46,7 +46,7 @@ class Rescue:
         self,
         job: Membership,
         outbox: Outbox,
-        patience: ControllerTimeouts,
+        timeouts: ControllerTimeouts,
         new_id: Callable[[int], str],
         mirrors: Mirrors,
         make_program: MakeRecovery,
@@ -58,11 +58,11 @@ class Rescue:
         self.saving = Saving(job, outbox, mirrors)
         self.meanwhile = Meanwhile()
         self.verdict = JobVerdict()
-        self._job, self._outbox, self._patience, self._new_id = job, outbox, patience, new_id
-        self._freezing = Freezing(job, outbox, patience, self.meanwhile)
+        self._job, self._outbox, self._timeouts, self._new_id = job, outbox, timeouts, new_id
+        self._freezing = Freezing(job, outbox, timeouts, self.meanwhile)
         self._retries = Retries(job, outbox)
         self._shadow = Shadow(job, outbox, self.saving, self.verdict)
-        self._planner = Planner(job, patience)
+        self._planner = Planner(job, timeouts)
 
         def blame(subject: Rank, kind: m.FaultKind, text: str, now: float) -> None:
             self.fault(subject, kind, text, now, witness=OUTSIDER)
@@ -70,7 +70,7 @@ class Rescue:
         def drain(hosts: frozenset[str]) -> None:
             self.verdict.drained |= hosts
 
-        told = RescueContext(job, outbox, self._planner.decide, self.on_disk, blame, patience.rescue_s, drain)
+        told = RescueContext(job, outbox, self._planner.decide, self.on_disk, blame, timeouts.rescue_s, drain)
         self.program = self._planner.program = make_program(told)
 
     # ------------------------------------------------------------------------------------------------------- evidence
@@ -190,7 +190,7 @@ class Rescue:
 
     def deadlines(self) -> Iterator[float]:
         """Yield the times at which ``expire`` has something to do."""
-        incident, p = self.incident, self._patience
+        incident, p = self.incident, self._timeouts
         if incident is None:
             return
         if incident.stage is Stage.RELEASED:
@@ -210,7 +210,7 @@ class Rescue:
 
     def expire(self, now: float) -> None:
         """Give up saves, commits, answers and incidents that take too long."""
-        incident, p = self.incident, self._patience
+        incident, p = self.incident, self._timeouts
         if incident is None or incident.stage is Stage.RELEASED:
             return
         self._freezing.expire(incident, now)
@@ -383,7 +383,7 @@ class Rescue:
 
     def _maybe_close(self, incident: Incident, now: float) -> None:
         assert incident.released_at is not None
-        if not self._job.live or now >= incident.released_at + self._patience.exit_s:
+        if not self._job.live or now >= incident.released_at + self._timeouts.exit_s:
             self._outbox.record("closed", left_behind=sorted(self._job.live))
             self.close()
 

@@ -46,13 +46,13 @@ class StandIn:
     """Saves for ranks whose controller is silent.
 
     Args:
-        patience: see ``ControllerTimeouts``.
+        timeouts: see ``ControllerTimeouts``.
         new_id: makes an incident's id from its number.
         meanwhile: takes note of the checkpoints made here.
     """
 
-    def __init__(self, patience: ControllerTimeouts, new_id: Callable[[int], str], meanwhile: Meanwhile) -> None:
-        self._patience, self._new_id, self._meanwhile = patience, new_id, meanwhile
+    def __init__(self, timeouts: ControllerTimeouts, new_id: Callable[[int], str], meanwhile: Meanwhile) -> None:
+        self._timeouts, self._new_id, self._meanwhile = timeouts, new_id, meanwhile
         self._streams: set[ConnectionId] = set()
         self._incidents = 0
         self._begin()
@@ -63,7 +63,7 @@ class StandIn:
         self._outbox = Outbox(self.job)
         self._layouts = Layouts(self.job, self._outbox)
         mirrors = Mirrors(self.job, self._outbox)
-        self.rescue = Rescue(self.job, self._outbox, self._patience, self._id_of, mirrors, no_recovery)
+        self.rescue = Rescue(self.job, self._outbox, self._timeouts, self._id_of, mirrors, no_recovery)
 
     def _id_of(self, number: int) -> str:
         """Return an id that differs from all ids of the incidents that this controller leads."""
@@ -151,10 +151,10 @@ class StandIn:
         job.term = NO_TERM
         self._outbox.send(connection, m.Welcome(hello.rank, job.term, job.incarnation, hello.ttp_version))
         if rescue.incident is not None:
-            job.gather_until = now + self._patience.meanwhile_s
+            job.gather_until = now + self._timeouts.meanwhile_s
             rescue.joined(hello, now)
         elif hello.version > rescue.on_disk():
-            job.gather_until = now + self._patience.meanwhile_s
+            job.gather_until = now + self._timeouts.meanwhile_s
             rescue.snapshot(f"nothing has come from the controller of rank {hello.rank} for seconds", now)
 
     def _said(self, connection: ConnectionId, report: m.Report, now: float) -> None:
