@@ -90,7 +90,7 @@ class Restoring:
     def _goes_on(self) -> continuing.Continuing | None:
         """Return the ``Continuing`` if survivors of the last launch go on in their processes; equal on all ranks."""
         found = continuing.current() if hasattr(self._adapter, "load_going_on") else None
-        return found if found is not None and found.runs and self._processor is not None else None
+        return found if found is not None and found.clock.runs and self._processor is not None else None
 
     def _share(self, directory: Path) -> Share:
         """Return the pieces that this rank reads: without a controller to combine the ranks' results, all of them."""

@@ -99,7 +99,7 @@ class TorchAdapter(Restoring):
     ) -> None:
         refuse_lazy(model)
         goes_on = current()
-        begin_in_first_mode(model, again=goes_on is not None and goes_on.runs)
+        begin_in_first_mode(model, again=goes_on is not None and goes_on.clock.runs)
         self._given = distinct(optimizer)
         self._optimizer = combined(owners_in(self._given))
         self._model, self._schedulers, self._scaler = model, schedulers_in(scheduler), scaler
@@ -293,8 +293,8 @@ class TorchAdapter(Restoring):
         if self._followers is not None:
             self._followers.at_gate()
         goes_on = None if self._processor is None else self._processor.goes_on
-        if goes_on is not None and goes_on.runs:
-            goes_on.over()  # stop the clock: peers may make this update while this rank waits, alone with its shards
+        if goes_on is not None:
+            goes_on.update_begins()  # now, as peers may make this update while this rank waits, alone with its shards
         if self._barrier is not None:
             self._barrier.wait()
         elif goes_on is not None:  # no update is queued behind a collective that may have to be aborted

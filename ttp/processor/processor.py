@@ -153,8 +153,8 @@ class Processor:
         if self.copying is not None:
             self.copying.hold()
         self.gate.begin_update(again)
-        if self.goes_on is not None and self.goes_on.runs:  # behind the gate, which is halted for a rank that goes on
-            self.goes_on.over()
+        if self.goes_on is not None:
+            self.goes_on.update_begins()  # behind the gate, which is halted for a rank that goes on
 
     def leave_update(self) -> None:
         """See ``UpdateReporter.leave_update``."""

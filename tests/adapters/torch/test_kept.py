@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import astuple
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -373,10 +374,7 @@ def test_a_model_that_outlives_train_begins_in_its_first_mode_again(
 ) -> None:
     """A rank dies while the others evaluate, and train() is called again with the same model."""
 
-    class GoesOn:
-        runs = False
-
-    goes_on = GoesOn()
+    goes_on: Any = SimpleNamespace(clock=SimpleNamespace(runs=False))
     monkeypatch.setattr(adapter, "current", lambda: goes_on)
     model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(), nn.BatchNorm1d(3).eval())
 
@@ -387,8 +385,8 @@ def test_a_model_that_outlives_train_begins_in_its_first_mode_again(
     first = registered()
     assert first == [True, True, True, False]
     model.eval()
-    goes_on.runs = True
+    goes_on.clock.runs = True
     assert registered() == first
     model.eval()
-    goes_on.runs = False
+    goes_on.clock.runs = False
     assert registered() == [False] * 4, "the program's own registration of the same model"
