@@ -304,12 +304,12 @@ class Driver:
         if self._watchers:
             self._watchers = {watch for watch in self._watchers if watch.add(happening)}
         if incident:
-            self._journal.write(self.machine.save_dir, happening)
+            self._journal.write(self.machine.job.save_dir, happening)
         if kind == "incarnation":
             told = functools.partial(self._remembered, self.machine.job.incarnation)
-            self._journal.launch_begins(self.machine.save_dir, happening, bool(facts.get("resumed")), told)
+            self._journal.launch_begins(self.machine.job.save_dir, happening, bool(facts.get("resumed")), told)
         elif kind in HISTORY_KINDS:
-            self._journal.launch_goes_on(self.machine.save_dir, happening)
+            self._journal.launch_goes_on(self.machine.job.save_dir, happening)
         for observe in self.observers:
             observe(kind, facts, happening.monotonic_s, happening.unix_s)
 

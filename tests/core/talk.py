@@ -161,7 +161,7 @@ class Talk:
 
     @property
     def id(self) -> str:
-        incident = self.machine.incident or self.machine.last_incident
+        incident = self.machine.incident or self.machine.rescue.last
         assert incident is not None
         return incident.id
 

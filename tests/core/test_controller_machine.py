@@ -368,5 +368,5 @@ def test_how_a_rank_died_is_added_to_its_incident_when_its_launcher_knows_it() -
     killed = Accused((Rank(1),), m.FaultKind.EXITED, "killed: out of memory", (0,))
     assert "[evidence]" in talk.event(killed)
     assert next(a.incident for a in talk.said if isinstance(a, Record) and a.kind == "evidence") == "i1"
-    assert talk.machine.last_incident is not None and talk.machine.last_incident.cause.endswith("out of memory")
+    assert talk.machine.rescue.last is not None and talk.machine.rescue.last.cause.endswith("out of memory")
     assert talk.event(killed) == "", "it is repeated until it is accepted"

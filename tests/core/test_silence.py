@@ -114,7 +114,7 @@ def test_when_it_is_heard_again_all_go_on() -> None:
     talk.cut()
     assert "[heard_again]" in (said := talk.beat(2)) and "[thawed]" in said and "Thaw:0,1,2,3,4,5" in said
     assert talk.machine.incident is None and not talk.machine.job.silent
-    assert talk.machine.false_alarms == 1
+    assert talk.machine.rescue.false_alarms == 1
     assert talk.frozen(3, 7) == "Thaw:3", "its answer came late"
 
 

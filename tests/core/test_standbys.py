@@ -174,7 +174,7 @@ def test_a_frozen_minority_is_not_sent_away() -> None:
 
 def test_two_controllers_with_one_incident_have_drafts_of_their_own() -> None:
     first, second = Successor(), Successor()
-    second.machine._rescue._new_id = lambda n: f"k{n}"  # every process makes its own
+    second.machine.rescue._new_id = lambda n: f"k{n}"  # every process makes its own
     drafts = []
     for talk in (first, second):
         for rank in range(5):

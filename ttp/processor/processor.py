@@ -211,7 +211,7 @@ class Processor:
 
     def speak_for(self, program: RankProgram, perform: Callable[[act.ProgramAction], None]) -> None:
         """Set the machine of a program that saves and repairs itself. Before ``start``; ``perform`` must not block."""
-        self._machine.program, self._perform_program = program, perform
+        self._machine.state.program, self._perform_program = program, perform
 
     def tell(self, event: ev.ProgramEvent) -> None:
         """Pass an event to the program's own recovery. May be called from any thread."""
