@@ -143,6 +143,7 @@ class Followers:
         for handle in self._handles:
             handle.remove()
         self._handles, self._mark, self._written = [], None, None
+        self._named, self.small = {}, []
 
     def _uses_buffers(self, module: nn.Module, _args: Any) -> None:
         """Compare the buffers at the first forward pass after an update, unless it is that of an evaluation."""

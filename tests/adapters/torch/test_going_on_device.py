@@ -128,7 +128,7 @@ def test_no_update_is_queued_behind_a_collective_that_hangs(rank: Make) -> None:
     gradient = next(iter(one.model.parameters())).grad
     assert gradient is not None and one.made_up.copy(gradient).eq(GARBAGE).all(), "it was as unkind as it may be"
     assert one.state() == before
-    assert one.adapter.keep("incident").origin.version == 3
+    assert one.adapter.source.keep("incident").origin.version == 3
 
 
 def test_an_update_that_runs_is_waited_for(rank: Make) -> None:
