@@ -16,15 +16,7 @@ from ttp.core.restore_messages import Candidate
 from ttp.errors import RestoreError
 from ttp.launch.rank_names import in_torchruns_names
 from ttp.processor import continuing
-from ttp.store.choice import (
-    Found,
-    check_chosen,
-    checkpoint_bytes,
-    held_for,
-    look_back,
-    warn_of_lost_steps,
-    warn_of_new_beginning,
-)
+from ttp.store import choice
 from ttp.store.share import WHOLE, Share, everything, share_of
 
 if TYPE_CHECKING:
@@ -59,17 +51,17 @@ class Restoring:
             RefusedError: the controller does not accept this rank.
             RestoreError: the ranks have no checkpoint in common, or do not restore together.
         """
-        with held_for(self._save_dir).reading():
+        with choice.held_for(self._save_dir).reading():
             found, chosen = self._find()
-            warn_of_lost_steps(found.candidates, chosen)
+            choice.warn_of_lost_steps(found.candidates, chosen)
             if self._processor is not None and not chosen.name:
-                warn_of_new_beginning(self._save_dir, self._processor.env)
+                choice.warn_of_new_beginning(self._save_dir, self._processor.env)
             checkpoint = found.where.get(chosen, self._save_dir / chosen.name)
             version = self._load(checkpoint, chosen, verified=chosen in found.verified) if chosen.name else Version(0)
         if chosen.name:
             log.info("restored %s: training goes on with step %s", checkpoint, version + 1)
         if (processor := self._processor) is not None:
-            processor.set_base_version(version, 0 if processor.env.rank else checkpoint_bytes(checkpoint))
+            processor.set_base_version(version, 0 if processor.env.rank else choice.checkpoint_bytes(checkpoint))
         return version
 
     def _load(self, checkpoint: Path, chosen: Candidate, *, verified: bool) -> Version:
@@ -77,10 +69,10 @@ class Restoring:
         adapter: Any = self._adapter
         rank, world_size = place(self._processor)
         goes_on = self._goes_on()
-        check_chosen(checkpoint, chosen, already_verified=verified or goes_on is not None)
+        choice.check_chosen(checkpoint, chosen, already_verified=verified or goes_on is not None)
         if goes_on is not None:
             share = self._share(checkpoint.parent)
-            verify = functools.partial(check_chosen, checkpoint, chosen, already_verified=False, share=share)
+            verify = functools.partial(choice.check_chosen, checkpoint, chosen, already_verified=False, share=share)
             return Version(adapter.load_going_on(checkpoint, rank, world_size, goes_on.state, verify))
         version = Version(adapter.load(checkpoint, rank, world_size, protected=self._processor is not None))
         if self._processor is not None:
@@ -96,7 +88,7 @@ class Restoring:
         """Return the pieces that this rank reads: without a controller to combine the ranks' results, all of them."""
         return WHOLE if self._processor is None else share_of(directory, *place(self._processor), os.environ)
 
-    def _find(self) -> tuple[Found, Candidate]:
+    def _find(self) -> tuple[choice.Found, Candidate]:
         """Return what this rank found and the checkpoint that all ranks restore.
 
         Usually it is enough that each rank reads its share of the newest checkpoint. If a share is damaged, the ranks
@@ -119,14 +111,18 @@ class Restoring:
             chosen, unread = self._agree(found)
         return found, chosen
 
-    def _look_back(self, share: Callable[[Path], Share], *, older: bool = False, told: Found | None = None) -> Found:
-        found = look_back(self._save_dir, self._fallback_dir, share, older=older, later=self._goes_on() is not None)
+    def _look_back(
+        self, share: Callable[[Path], Share], *, older: bool = False, told: choice.Found | None = None
+    ) -> choice.Found:
+        found = choice.look_back(
+            self._save_dir, self._fallback_dir, share, older=older, later=self._goes_on() is not None
+        )
         for reason in found.skipped:
             if told is None or reason not in told.skipped:
                 log.warning("restore %s %s", "found" if is_fallback_note(reason) else "skipped", reason)
         return found
 
-    def _agree(self, found: Found) -> tuple[Candidate, bool]:
+    def _agree(self, found: choice.Found) -> tuple[Candidate, bool]:
         """Return the checkpoint that all ranks restore, and whether some part of it was read by no rank."""
         if self._processor is not None:
             decision = self._processor.agree_on_restore(found.candidates, found.skipped, found.readings)
