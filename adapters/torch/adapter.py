@@ -262,23 +262,20 @@ class TorchAdapter(Restoring):
     def _make_around(
         self, processor: Processor, turns: Turns, takers: Sequence[Sequence[Optimizer]], buckets: LayoutWatch
     ) -> AroundUpdate:
-        source, whole = self.source, len(processor.layout.groups) > 1
-        between = source.between = self._make_between(turns, takers, whole)
-        compared = (self._names, self._optimizer) if self._layout is None else None
-        self._around = AroundUpdate(
-            processor, source, self._given, self._extra, self._trial, buckets, between, self._followers, self._barrier,
-            compared,
-        )  # fmt: skip
-        return self._around
-
-    def _make_between(self, turns: Turns, takers: Sequence[Sequence[Optimizer]], whole: bool) -> BetweenSteps:
-        """Return what makes copies between steps; ``whole``: before the last step of a version, too."""
+        source = self.source
         owners = [[owner for owner in members_of(self._optimizer) if owner in owners_in(taker)] for taker in takers]
         if is_sharded(self._optimizer):
             owners, turns.communication = [[]], None  # copies would lack the weights that ranks exchange after the step
-        if self.source.preimage is not None:
+        if source.preimage is not None:
             turns.communication = None
-        return BetweenSteps(turns, owners, whole, lambda: self._make_preimage(self._optimizer, reserve=False))
+        make = partial(self._make_preimage, self._optimizer, reserve=False)
+        source.between = BetweenSteps(turns, owners, len(processor.layout.groups) > 1, make)
+        compared = (self._names, self._optimizer) if self._layout is None else None
+        self._around = AroundUpdate(
+            processor, source, self._given, self._extra, self._trial, buckets, source.between, self._followers,
+            self._barrier, compared,
+        )  # fmt: skip
+        return self._around
 
     def _make_barrier(self, processor: Processor) -> UpdateBarrier | None:
         if not needs_barrier(processor.layout, self._undo):

@@ -23,8 +23,7 @@ class ResumeClock:
     """
 
     def __init__(self, files: Again, within_s: float, leave: Callable[[str], object]) -> None:
-        self._files, self._leave, self._pid = files, leave, os.getpid()
-        self.within_s = within_s
+        self._files, self.within_s, self._leave, self._pid = files, within_s, leave, os.getpid()
         self.started_at = time.monotonic()
         self.runs = False
         self._timer: threading.Timer | None = None

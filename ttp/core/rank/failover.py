@@ -20,6 +20,7 @@ class Route:
 
     def __init__(self, failover_s: float) -> None:
         self.standbys: tuple[str, ...] = ()
+        """The standby controllers, as the controller has announced them last."""
         self.address = HOME
         """The address of the next attempt, or of the present stream."""
         self.takeover = False
@@ -46,10 +47,6 @@ class Route:
     def rounds(self) -> int:
         """How often the whole ring was tried in vain; at most 4, because it is used as an exponent."""
         return min(self._walked // len(self._ring()), 4)
-
-    def announced(self, addresses: tuple[str, ...]) -> None:
-        """Take the controller's list of standby controllers."""
-        self.standbys = addresses
 
     def knows(self, address: str) -> None:
         """Add a standby controller at ``address``, unless it is known; an empty address is ignored."""

@@ -271,7 +271,7 @@ class ProcessorMachine:
             case m.TakeStack() | m.Probe() | m.StandBy() | Keep() | CopyTo() | MirrorTo():
                 self._outbox.do(act.Serve(order))
             case m.Standbys(_, _, addresses):
-                self._route.announced(addresses)
+                self._route.standbys = addresses
                 self._note_ring()
             case Settled():
                 self._copies.settled(order)

@@ -178,10 +178,7 @@ class _Starts:
                 _fail_open(lambda: self._host.stops.hold(processes.workers))
             return trained
         except Interrupted:  # SIGTERM in any case: at SIGINT a handler of MindSpore's ends workers at once
-            obey(
-                lambda: _fail_open(lambda: self._host.stops.stop(processes.workers, signal.SIGTERM, GRACE_S)),
-                Interrupted,
-            )
+            obey(lambda: _fail_open(lambda: self._stop(processes)), Interrupted)
             raise
         finally:
             with later():  # a repeated signal must leave no worker behind, nor lose the exit codes
@@ -215,8 +212,11 @@ class _Starts:
             processes.scheduler.returncode,
             processes.scheduler_tail(),
         )
-        _fail_open(lambda: self._host.stops.stop(processes.workers, signal.SIGTERM, GRACE_S))
+        _fail_open(lambda: self._stop(processes))
         return False
+
+    def _stop(self, processes: Processes) -> None:
+        self._host.stops.stop(processes.workers, signal.SIGTERM, GRACE_S)
 
     @contextlib.contextmanager
     def _port(self, patience_s: float) -> Iterator[int]:
