@@ -62,6 +62,7 @@ def docs(session: nox.Session) -> None:
 FRAMEWORKS = [
     "accelerate==1.15.0",
     "lightning==2.6.6",
+    "pytorch-ignite==0.5.5",
     "torchdata==0.11.0",
     "transformers==5.23.0; python_version >= '3.11'",
     "transformers==4.57.1; python_version < '3.11'",

@@ -52,10 +52,10 @@ def build(megabytes: float, layout: str) -> torch.nn.Module:
 
 def keep_nothing() -> None:
     """Make this rank read the checkpoint, as if its state were of a kind that cannot be kept."""
-    from ttp.adapters.torch.adapter import TorchAdapter
     from ttp.adapters.torch.restoring.kept import UnlikeError
+    from ttp.adapters.torch.source import TorchSource
 
-    mock.patch.object(TorchAdapter, "keep", side_effect=UnlikeError("as wished")).start()
+    mock.patch.object(TorchSource, "keep", side_effect=UnlikeError("as wished")).start()
 
 
 @ttp.ttp_to_persist

@@ -24,10 +24,11 @@ from ttp.controller.journal import Journal
 from ttp.controller.log_output import written_aside
 from ttp.controller.service import start_server, stop_server
 from ttp.controller.spans import SpanSender, wanted
-from ttp.core.controller.events import ControllerTimeouts
+from ttp.core.controller.events import ControllerTimeouts, LedElsewhere
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_PORT_TAKEN, EXIT_TRAINED, ConfigError
 from ttp.launch.leases import exists
 from ttp.launch.presence import may_be_bound, port_owner
+from ttp.launch.ring import read_ring
 from ttp.launch.run_dir import make_private
 from ttp.mindio.protocol.handler_recovery import HandlerRecovery
 from ttp.wire.access import EVERYWHERE, is_loopback, listening_address
@@ -40,6 +41,8 @@ COLLECT_AFTER = 50_000, 20, 20
 
 OWNER_CHECK_S = 1.0
 """Seconds between two checks whether the owner's process exists."""
+RING_CHECK_S = 1.0
+"""Seconds between two looks at the ring while no rank is connected; ranks that are all lost have more to come back."""
 IDLE_CHECK_S = 0.1
 """Seconds between two checks whether ranks are still connected, after a SIGTERM."""
 
@@ -171,7 +174,7 @@ async def serve(config: Config, args: argparse.Namespace, port: int) -> int:
     asked = asyncio.Event()
     loop.add_signal_handler(signal.SIGINT, driver.stopped.set)
     loop.add_signal_handler(signal.SIGTERM, asked.set)
-    tasks = [asyncio.create_task(_end_when_idle(driver, asked))]
+    tasks = [asyncio.create_task(_end_when_idle(driver, asked)), asyncio.create_task(_watch_ring(driver, run_dir))]
     if args.owner_pid:
         tasks.append(asyncio.create_task(_watch_owner(driver, args.owner_pid, args.orphan_s)))
     if config.metrics_port:
@@ -215,6 +218,17 @@ async def _watch_owner(driver: Driver, pid: int, orphan_s: float) -> None:
         elif time.monotonic() - needed_at >= orphan_s:
             log.info("the process that started this controller (pid %s) has ended and no rank is connected", pid)
             driver.stopped.set()
+
+
+async def _watch_ring(driver: Driver, run_dir: Path) -> None:
+    """Tell the machine, once it has lost all ranks, which controller the ranks of this host say they have."""
+    before = read_ring(run_dir)  # may be of another job
+    while True:
+        await asyncio.sleep(RING_CHECK_S)
+        job = driver.machine.job
+        ring = read_ring(run_dir) if job.suspects and not job.live else None
+        if ring is not None and ring != before:
+            driver.feed(LedElsewhere(ring.run_id, ring.incarnation, ring.term))
 
 
 if __name__ == "__main__":

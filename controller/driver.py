@@ -74,7 +74,7 @@ class Driver:
     """Runs a ``ControllerMachine``: feeds it events, and performs its actions. One event loop, so there are no locks.
 
     Args:
-        patience: the machine's timeouts.
+        timeouts: the machine's timeouts.
         journal: records every event of an incident.
         host: name of this host, as its ranks give it.
         port: the controller's port, which standby controllers are told.
@@ -83,13 +83,13 @@ class Driver:
 
     def __init__(
         self,
-        patience: ce.ControllerTimeouts,
+        timeouts: ce.ControllerTimeouts,
         journal: Journal,
         host: str = "",
         port: int = 0,
         program: MakeRecovery = no_recovery,
     ) -> None:
-        self.machine = ControllerMachine(patience, new_incident_id, time.monotonic(), host, port, program)
+        self.machine = ControllerMachine(timeouts, new_incident_id, time.monotonic(), host, port, program)
         self.stopped = asyncio.Event()
         self.closed = False
         """Whether the controller is stopping: then the end of a stream is no evidence of a fault of its rank."""
@@ -304,12 +304,12 @@ class Driver:
         if self._watchers:
             self._watchers = {watch for watch in self._watchers if watch.add(happening)}
         if incident:
-            self._journal.write(self.machine.save_dir, happening)
+            self._journal.write(self.machine.job.save_dir, happening)
         if kind == "incarnation":
             told = functools.partial(self._remembered, self.machine.job.incarnation)
-            self._journal.launch_begins(self.machine.save_dir, happening, bool(facts.get("resumed")), told)
+            self._journal.launch_begins(self.machine.job.save_dir, happening, bool(facts.get("resumed")), told)
         elif kind in HISTORY_KINDS:
-            self._journal.launch_goes_on(self.machine.save_dir, happening)
+            self._journal.launch_goes_on(self.machine.job.save_dir, happening)
         for observe in self.observers:
             observe(kind, facts, happening.monotonic_s, happening.unix_s)
 

@@ -98,7 +98,7 @@ def snapshot(driver: Driver, tally: Tally) -> Snapshot:
         run_id=job.run_id,
         framework=next((member.hello.framework for member in members.values()), ""),
         leads=layout is not None,
-        term=machine.term,
+        term=machine.job.term,
         incarnation=job.incarnation,
         standbys=len(machine.standbys),
         expected=expected,

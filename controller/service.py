@@ -203,7 +203,7 @@ class ControllerService(rpc.ControllerServicer):
             text=machine.verdict.text,
             final=machine.verdict.final,
             incarnation=machine.job.incarnation,
-            term=machine.term,
+            term=machine.job.term,
             hosts=machine.unheard_hosts,
             drained=machine.drained_hosts,
         )
@@ -215,14 +215,14 @@ def status_of(driver: Driver) -> pb.GetStatusResponse:
     job = machine.job
     response = pb.GetStatusResponse(
         ttp_version=__version__,
-        term=machine.term,
+        term=machine.job.term,
         run_id=job.run_id,
         incarnation=job.incarnation,
         world_size=job.layout.world_size if job.layout else 0,
-        save_dir=machine.save_dir,
+        save_dir=machine.job.save_dir,
         framework=next((mb.hello.framework for mb in job.members.values()), ""),
-        incidents_total=machine.incidents_total,
-        false_alarms=machine.false_alarms,
+        incidents_total=machine.rescue.total,
+        false_alarms=machine.rescue.false_alarms,
         standbys=machine.standbys,
         copied_version=machine.copied_version,
         stage=machine.stage,
@@ -232,7 +232,7 @@ def status_of(driver: Driver) -> pb.GetStatusResponse:
     if job.layout is not None:
         response.groups.extend(pb.ShardGroup(name=s, ranks=ranks) for s, ranks in job.layout.groups.items())
         response.ranks.extend(_rank_status(driver, Rank(r), now) for r in range(job.layout.world_size))
-    incident = machine.incident or machine.last_incident
+    incident = machine.incident or machine.rescue.last
     if incident is not None:
         response.last_incident.CopyFrom(_incident_status(incident, open_now=machine.incident is not None, now=now))
     return response

@@ -78,6 +78,7 @@ FLOORS = (
     {"config", "wire", "launch", "processor"},
     {
         "session",
+        "restoring",
         "api",
         "update_function",
         "legacy",

@@ -5,23 +5,21 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
-import functools
 import logging
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from ttp.config import Config, RankEnv, of_launcher
+from ttp.config import Config, RankEnv
 from ttp.core.layout import Layout, Version
 from ttp.core.messages import FaultKind, GoodbyeReason
 from ttp.core.restore_messages import Candidate
-from ttp.errors import EXIT_BAD_CONFIG, ConfigError, RestoreError, UsageError
+from ttp.errors import EXIT_BAD_CONFIG, ConfigError, UsageError
 from ttp.launch.leases import Leases
 from ttp.launch.log_format import configure_logging
-from ttp.launch.rank_names import in_torchruns_names
 from ttp.launch.run_dir import allow_journal
 from ttp.processor import continuing
 from ttp.processor.faults import describe, errors_of, is_collective_error
@@ -31,8 +29,6 @@ from ttp.processor.source import StateSource
 
 if TYPE_CHECKING:
     from ttp.processor.processor import Processor
-    from ttp.store.choice import Found
-    from ttp.store.share import Share
 
 log = logging.getLogger("ttp")
 
@@ -254,110 +250,20 @@ class Session:
             elif problem is None and self._trained_in is not None:
                 Leases(self._trained_in).end(pid)
 
+    # --------------------------------------------------------------------------------------------------------- restore
+
     def restore(self) -> int:
         """See ``ttp.restore``."""
-        from ttp.store.choice import checkpoint_bytes, held_for, warn_of_lost_steps, warn_of_new_beginning
+        from ttp.restoring import Restoring
 
         if self.adapter is None or self.save_dir is None:
             raise UsageError("restore() needs to know what to restore into: call wrap_optimizer() first")
-        with held_for(self.save_dir).reading():
-            found, chosen = self._find()
-            warn_of_lost_steps(found.candidates, chosen)
-            if self.processor is not None and not chosen.name:
-                warn_of_new_beginning(self.save_dir, self.processor.env)
-            checkpoint = found.where.get(chosen, self.save_dir / chosen.name)
-            version = self._load(checkpoint, chosen, verified=chosen in found.verified) if chosen.name else Version(0)
-        if chosen.name:
-            log.info("restored %s: training goes on with step %s", checkpoint, version + 1)
-        if (processor := self.processor) is not None:
-            processor.set_base_version(version, 0 if processor.env.rank else checkpoint_bytes(checkpoint))
-        return int(version)
-
-    def _load(self, checkpoint: Path, chosen: Candidate, *, verified: bool) -> Version:
-        """Verify and load a checkpoint. If survivors go on in their processes, the ranks verify it together."""
-        from ttp.store.choice import check_chosen
-
-        adapter: Any = self.adapter
-        at, goes_on = (checkpoint, *self._place()), self._goes_on()
-        check_chosen(checkpoint, chosen, already_verified=verified or goes_on is not None)
-        if goes_on is not None:
-            share = self._share(checkpoint.parent)
-            verify = functools.partial(check_chosen, checkpoint, chosen, already_verified=False, share=share)
-            return Version(adapter.load_going_on(*at, goes_on.state, verify))
-        version = Version(adapter.load(*at, protected=self.processor is not None))
-        if self.processor is not None:
-            self.processor.tidy_after(checkpoint)
-        return version
-
-    def _goes_on(self) -> continuing.Continuing | None:
-        """Return the ``Continuing`` if survivors of the last launch go on in their processes; equal on all ranks."""
-        found = continuing.current() if hasattr(self.adapter, "load_going_on") else None
-        return found if found is not None and found.runs and self.processor is not None else None
-
-    def _share(self, directory: Path) -> Share:
-        """Return the pieces that this rank reads: without a controller to combine the ranks' results, all of them."""
-        from ttp.store.share import WHOLE, share_of
-
-        return WHOLE if self.processor is None else share_of(directory, *self._place(), os.environ)
+        return int(Restoring(self.adapter, self.save_dir, self.fallback_dir, self.processor).restore())
 
     @property
     def fallback_dir(self) -> Path | None:
         """The directory of checkpoints that is used when ``save_dir`` fails; None: there is none."""
         return Path(self.config.fallback_dir) if self.config.fallback_dir else None
-
-    def _place(self) -> tuple[int, int]:
-        """Return the rank and the world size from the processor or the launcher's environment."""
-        if self.processor is not None:
-            return self.processor.env.rank, self.processor.env.world_size
-        told = in_torchruns_names(os.environ)
-        return of_launcher(told, "RANK", int, "0"), of_launcher(told, "WORLD_SIZE", int, "1")
-
-    def _find(self) -> tuple[Found, Candidate]:
-        """Return what this rank found and the checkpoint that all ranks restore.
-
-        Usually it is enough that each rank reads its share of the newest checkpoint. If a share is damaged, the ranks
-        go back to an older checkpoint, and read their shares of that. If the shares do not cover a checkpoint, each
-        rank reads all of it.
-        """
-        from ttp.store.share import everything
-
-        found = self._look_back(self._share)
-        chosen, unread = self._agree(found)
-        for share, older, why in (
-            (self._share, True, "each rank also reads its part of older checkpoints"),
-            (everything, False, "LOCAL_RANK or LOCAL_WORLD_SIZE is wrong, or copies differ: each rank reads all of it"),
-        ):
-            if not unread:
-                break
-            log.warning("the ranks have not read all of %s: %s", chosen.name, why)
-            if any(reading.count != 1 for reading in found.readings):
-                found = self._look_back(share, older=older, told=found)
-            chosen, unread = self._agree(found)
-        while unread:  # other ranks may not know yet that they have to read all of it
-            chosen, unread = self._agree(found)
-        return found, chosen
-
-    def _look_back(self, share: Callable[[Path], Share], *, older: bool = False, told: Found | None = None) -> Found:
-        from ttp.core.restore_choice import is_fallback_note
-        from ttp.store.choice import look_back
-
-        assert self.save_dir is not None
-        found = look_back(self.save_dir, self.fallback_dir, share, older=older, later=self._goes_on() is not None)
-        for reason in found.skipped:
-            if told is None or reason not in told.skipped:
-                log.warning("restore %s %s", "found" if is_fallback_note(reason) else "skipped", reason)
-        return found
-
-    def _agree(self, found: Found) -> tuple[Candidate, bool]:
-        """Return the checkpoint that all ranks restore, and whether some part of it was read by no rank."""
-        assert self.adapter is not None
-        if self.processor is not None:
-            decision = self.processor.agree_on_restore(found.candidates, found.skipped, found.readings)
-            return Candidate(decision.version, decision.manifest_digest, decision.name), decision.unread
-        verdict = self.adapter.agree_without_controller(found.candidates, found.skipped)
-        if isinstance(verdict, str):
-            raise RestoreError(verdict)
-        return verdict, False
 
 
 _session: Session | None = None

@@ -148,7 +148,7 @@ def _released(current: session.Session, goes_on: continuing.Continuing, problem:
     """Return whether the call broke because another rank has died and this rank is to go on in its process."""
     if isinstance(problem, Halted):
         return goes_on.releasing
-    if not is_collective_error(problem) or (goes_on.runs and not goes_on.releasing):
+    if not is_collective_error(problem) or (goes_on.clock.runs and not goes_on.releasing):
         return False
     if not goes_on.releasing:
         current.report(problem)

@@ -67,6 +67,8 @@ class TtpCallback(TrainerCallback):
         settings: ``undo``, ``extra_state``, ``buddy`` (for FSDP without replicas); see ``ttp.wrap_optimizer``.
     """
 
+    ttp_completes_itself = True  # see ``_resume``
+
     def __init__(self, save_dir: Any = "checkpoints", **settings: Any) -> None:
         self.save_dir = save_dir
         self._settings = settings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import random
@@ -129,7 +130,12 @@ def _write_model(trainer: Any, directory: Path, saved: dict[str, Any]) -> None:
     model = trainer.model
     named = {name: saved[name] for name in model.state_dict() if name in saved}
     if hasattr(model, "save_pretrained"):
-        model.save_pretrained(directory, state_dict=named)
+        takes = inspect.signature(model.save_pretrained).parameters
+        if "state_dict" in takes or any(each.kind is each.VAR_KEYWORD for each in takes.values()):
+            model.save_pretrained(directory, state_dict=named)
+        else:  # it writes the model's own weights, as sentence-transformers' does
+            model.load_state_dict(named, strict=False)
+            model.save_pretrained(directory)
     else:
         from safetensors.torch import save_file
 

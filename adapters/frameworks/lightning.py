@@ -47,11 +47,9 @@ log = logging.getLogger("ttp.adapters.frameworks")
 LAST = "ttp://last"
 """The ``ckpt_path`` that resumes from the newest checkpoint of ttp, or begins anew if there is no checkpoint."""
 
-_OWN_NAME = "lightning"
-"""Name of Lightning's state among the extra states."""
+_OWN_NAME = "lightning"  # of Lightning's state among the extra states
 
 _STRATEGIES = (DDPStrategy, SingleDeviceStrategy, FSDPStrategy, ModelParallelStrategy)
-"""The strategies that ttp supports."""
 
 
 class TtpCheckpointIO(TorchCheckpointIO):
@@ -284,6 +282,8 @@ class LightningState:
     Args:
         trainer: a trainer in ``fit``.
     """
+
+    ttp_completes_itself = True  # see ``agree``
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer, self._loops = trainer, Loops(trainer)

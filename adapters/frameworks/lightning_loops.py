@@ -6,7 +6,8 @@ in which the loops would have made them.
 
 **All uses of Lightning's private parts are in this file**, as seen in 2.5 and 2.6: ``FitLoop._data_fetcher``
 (and ``_combined_loader``); ``_Loop._restarting``; ``_EvaluationLoop._restart_stage``; ``_set_sampler_epoch``;
-``_TrainingEpochLoop._should_check_val_fx``; ``Trainer._accelerator_connector``; the keys of ``FitLoop.state_dict()``.
+``_TrainingEpochLoop._should_check_val_fx``; ``Trainer._accelerator_connector``; the keys of ``FitLoop.state_dict()``;
+``BaseFinetuning._restarting``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import BaseFinetuning, GradientAccumulationScheduler
 from torch.nn.parallel import DistributedDataParallel
 
 from ttp.adapters.torch.local_state.rng import RngState
@@ -92,6 +93,9 @@ class Loops:
     def load(self, state: dict[str, Any]) -> None:
         """Load the positions. Lightning makes the loaders next, which draws random numbers; ``reenter`` undoes that."""
         self._streams = b"".join(RngState().capture())
+        for callback in self._trainer.callbacks:
+            if isinstance(callback, BaseFinetuning):  # else it puts older param groups in place of the restored ones
+                callback._restarting = False
         self._fit.load_state_dict(state)
         self._max_steps, self._epoch.max_steps = self._epoch.max_steps, -1  # else fit() may return before it begins
         model = self._trainer.strategy.model

@@ -61,7 +61,7 @@ class MegatronAdapter(TorchAdapter):
         UsageError: an extra state cannot be stored, or has a name that is taken.
     """
 
-    _source: MegatronSource
+    source: MegatronSource
 
     def __init__(
         self,
@@ -86,12 +86,12 @@ class MegatronAdapter(TorchAdapter):
         rank_layout = rank_layout_text(geometry, unwrap_model(self._chunks), inners)
         extra_states = ExtraStates(geometry.owners, geometry.written, on_device=self._device.type != "cpu")
         self._held = Held(geometry, tuple(inners), tuple(shards), layout, extra_states, rank_layout)
-        self._capture = LocalCapture(modules, self._extra)
+        self.capture = LocalCapture(modules, self._extra)
         self._noted = getattr(scheduler, "num_steps", 0)
         self._together: Any = combined(self._held.stepping)
         names = ModelNames(modules, None)
-        self._source = MegatronSource(
-            modules, names, self._together, self._capture, self._extra, devices, held=self._held, args=args
+        self.source = MegatronSource(
+            modules, names, self._together, self.capture, self._extra, devices, held=self._held, args=args
         )
         self._attachment = None
         self._hooks = contextlib.ExitStack()
@@ -136,9 +136,11 @@ class MegatronAdapter(TorchAdapter):
 
     def attach(self, processor: Processor) -> None:
         """Register hooks on the inner optimizers; updates are reported to ``processor`` from now on."""
-        self._processor, source = processor, self._source
+        self._processor, source = processor, self.source
         self._note_increment()
-        self._post_step = source.post_step = PostStepState(self._held.stepping, scheduler=self._scheduler)
+        self._post_step = source.post_step = PostStepState(
+            self._held.stepping, scheduler=self._scheduler, runtimes=source.runtimes
+        )
         if self._undo is not None:
             source.preimage = PreImage(self._together, (), source.runtimes)
         barrier = self._barrier = self._make_barrier(processor)
@@ -149,7 +151,7 @@ class MegatronAdapter(TorchAdapter):
             [[optimizer] for optimizer in self._held.stepping],
             self._chunks[0],
             processor,
-            self._capture,
+            self.capture,
             post_step=self._post_step,
             fence=source.finished,
             version=lambda: processor.gate.version,
@@ -161,7 +163,7 @@ class MegatronAdapter(TorchAdapter):
         source.exchanges = True  # parameters are gathered before the scheduler is stepped
         source.connect(processor, self._attachment, self.sharding(processor.env.world_size))
         self._held.extra_states.take(processor.gate.version)
-        self._capture.capture(processor.gate.version, final=True)
+        self.capture.capture(processor.gate.version, final=True)
 
     def _at_gate(self, processor: Processor, barrier: UpdateBarrier | None) -> None:
         self._held.extra_states.take(processor.gate.version + 1)
@@ -180,7 +182,7 @@ class MegatronAdapter(TorchAdapter):
         """Note the increment of the loop's last scheduler step: a restore may have to repeat that step."""
         now = getattr(self._scheduler, "num_steps", 0)
         if now > self._noted:
-            self._source.increment = now - self._noted
+            self.source.increment = now - self._noted
         self._noted = now
 
     # --------------------------------------------------------------------------------------------------- restoring
@@ -217,7 +219,7 @@ class MegatronAdapter(TorchAdapter):
             return ["the LR scheduler is one step behind: the save came before its step, and no earlier step is known"]
         if job.scheduler_pending:
             scheduler.step(increment=increment)
-        self._source.increment, self._noted = increment, scheduler.num_steps
+        self.source.increment, self._noted = increment, scheduler.num_steps
         return []
 
     def _number(self, rank: int, world_size: int) -> int:

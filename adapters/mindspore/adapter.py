@@ -87,10 +87,10 @@ class MindSporeAdapter:
         updated = {p.name for p in [*optimizer.opt.get_parameters(), *optimizer.parameters]}
         self._beside = [name for name in self._memory.held if name not in updated]
         self._capture = LocalCapture(self._memory, self._beside)
-        self._source = MindSporeSource(self._memory, self._capture, sorted(updated & self._memory.held.keys()))
-        self._source.loss_scale = float(optimizer.loss_scale)
+        self.source = MindSporeSource(self._memory, self._capture, sorted(updated & self._memory.held.keys()))
+        self.source.loss_scale = float(optimizer.loss_scale)
         self._preimage = PreImage(self._memory, sorted(updated)) if optimizer.undo else None
-        self._source.preimage = self._preimage
+        self.source.preimage = self._preimage
         self._thread = threading.get_ident()
         self._processor: Processor | None = None
         self._barrier: UpdateBarrier | None = None
@@ -100,11 +100,6 @@ class MindSporeAdapter:
         self._begins_with: Version | None = None
         self.between_trainings = contextlib.ExitStack()
         """Holds a ``ttp.paused`` between two trainings, so that the time between them does not count as a hang."""
-
-    @property
-    def source(self) -> MindSporeSource:
-        """The source that the processor calls to save the state."""
-        return self._source
 
     def layout(self, world_size: int) -> Layout:
         """Find the replica groups.
@@ -131,7 +126,7 @@ class MindSporeAdapter:
         self._processor, self._thread = processor, threading.get_ident()
         if self._begins_with is not None:  # restored before ttp was switched on
             processor.set_base_version(self._begins_with)
-        self._source.connect(processor)
+        self.source.connect(processor)
         self.optimizer.reporter = self
         self._capture.read_stream()
         self._capture.capture(processor.gate.version, self.position, final=True)
@@ -235,8 +230,8 @@ class MindSporeAdapter:
             return
         self._look()
         version = processor.gate.version + 1
-        self._updated, self._source.in_step = True, self._driven or self._declared
-        self._capture.capture(version, self._here(version), final=not self._source.in_step)
+        self._updated, self.source.in_step = True, self._driven or self._declared
+        self._capture.capture(version, self._here(version), final=not self.source.in_step)
         processor.mark = 0
         processor.end_update()
 
@@ -270,7 +265,7 @@ class MindSporeAdapter:
         if self._updated:
             version = processor.gate.version
             self._capture.capture(version, self._here(version), final=True)
-        self._updated, self._source.in_step = self._updated and self._driven, False
+        self._updated, self.source.in_step = self._updated and self._driven, False
 
     def _here(self, version: int) -> Position:
         """Return the position of ``version`` in the data; without ``Model.train`` each update counts as a step."""

@@ -72,15 +72,11 @@ class Memory:
             other = self._parameters.setdefault(parameter.name, parameter)
             if other is not parameter:
                 raise ConfigError(f"two parameters are called {parameter.name!r}: give each parameter its own name")
-        self._on_host = context.get_context("device_target") == "CPU"
+        self.on_host = context.get_context("device_target") == "CPU"
+        """Whether the parameters lie on the host, where the views show the memory that the kernels write to."""
         self._addresses: list[int] = []
         self.held: Mapping[str, Held] = {}
         self.look()
-
-    @property
-    def on_host(self) -> bool:
-        """Whether the parameters lie on the host, where the views show the memory that the kernels write to."""
-        return self._on_host
 
     def look(self) -> None:
         """Take the view of every parameter."""
@@ -89,13 +85,13 @@ class Memory:
 
     def again(self) -> None:
         """Take the views again if MindSpore or the program has moved a parameter. Call it at each update."""
-        if self._on_host and [parameter.data_ptr() for parameter in self._parameters.values()] != self._addresses:
+        if self.on_host and [parameter.data_ptr() for parameter in self._parameters.values()] != self._addresses:
             self.look()
 
     def of(self, name: str) -> Held:
         """Return the present elements of the parameter ``name``. For any thread."""
         held = self.held[name]
-        if self._on_host:
+        if self.on_host:
             return held
         return Held(name, held.dtype, held.shape, _from_device(self._parameters[name]))
 
@@ -106,7 +102,7 @@ class Memory:
     def _take(self, parameter: Parameter) -> Held:
         if parameter.has_init:
             parameter.init_data()
-        array = parameter.asnumpy() if self._on_host else np.empty(0)
+        array = parameter.asnumpy() if self.on_host else np.empty(0)
         return Held(parameter.name, str(parameter.dtype), tuple(parameter.shape), array)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ttp.adapters.torch.around_update import AroundUpdate
 from ttp.adapters.torch.device.cuda import devices_of
 from ttp.adapters.torch.local_state.capture import LocalCapture
 from ttp.adapters.torch.local_state.extra_state import ExtraState
@@ -22,11 +23,10 @@ from ttp.adapters.torch.loop.combined_optimizer import combined, members_of, ref
 from ttp.adapters.torch.loop.device_marks import with_marks
 from ttp.adapters.torch.loop.followers import Followers, called, untrained
 from ttp.adapters.torch.loop.hook import Hook
-from ttp.adapters.torch.loop.hooks import Attachment, Calls, gathering
+from ttp.adapters.torch.loop.hooks import Attachment, gathering
 from ttp.adapters.torch.loop.misuse import capturing, refuse_lazy, told_of_waiting
 from ttp.adapters.torch.loop.post_step_state import PostStepState
 from ttp.adapters.torch.loop.repeating import Repeating
-from ttp.adapters.torch.loop.swapped import Swapped
 from ttp.adapters.torch.loop.turns import Turns
 from ttp.adapters.torch.loop.untouched import Untouched
 from ttp.adapters.torch.loop.unwrap_optimizer import (
@@ -39,18 +39,17 @@ from ttp.adapters.torch.loop.unwrap_optimizer import (
     turn_takers,
     unwrap_optimizer,
 )
-from ttp.adapters.torch.restoring.kept import Kept, begin_in_first_mode
+from ttp.adapters.torch.restoring.kept import begin_in_first_mode
 from ttp.adapters.torch.restoring.registered import Restoring
 from ttp.adapters.torch.saving.preimage import PreImage
 from ttp.adapters.torch.saving.trial import Trial, try_before_training
-from ttp.adapters.torch.saving.unsaved import numbers_of, refuse_schedules, refuse_unsaved, tell_changed
+from ttp.adapters.torch.saving.unsaved import refuse_schedules
 from ttp.adapters.torch.sharding.data_parallel import LayoutWatch, ddps_of, hook_refusal
 from ttp.adapters.torch.sharding.exchange import connected, gather_or_refuse, refuse_everywhere
 from ttp.adapters.torch.sharding.names import ModelNames
 from ttp.adapters.torch.sharding.sharding import Sharding, TrainingObjects, sharding_of
-from ttp.adapters.torch.sharding.unconnected import different_weights, state_by_parameter
 from ttp.adapters.torch.source import TorchSource
-from ttp.core.layout import Layout, Rank, Version
+from ttp.core.layout import Layout, Rank
 from ttp.errors import ConfigError, UsageError
 from ttp.processor.continuing import current
 
@@ -95,38 +94,33 @@ class TorchAdapter(Restoring):
     ) -> None:
         refuse_lazy(model)
         goes_on = current()
-        begin_in_first_mode(model, again=goes_on is not None and goes_on.runs)
+        begin_in_first_mode(model, again=goes_on is not None and goes_on.clock.runs)
         self._given = distinct(optimizer)
         self._optimizer = combined(owners_in(self._given))
         self._model, self._schedulers, self._scaler = model, schedulers_in(scheduler), scaler
         self._undo, self._layout, self._shard_of, self._buddy = undo, layout, shard_of, buddy
         self._sharding: Sharding | None = None
         self._extra = ExtraState(extra_state)
-        self._capture = LocalCapture(model, self._extra)
+        self.capture = LocalCapture(model, self._extra)
+        """Captures the state that only this rank has."""
         self._names = ModelNames(model, self._optimizer)
         refuse_shared(members_of(self._optimizer), self._names)
         tell_forgotten(self._optimizer, self._names)
         owned = [p for group in self._optimizer.param_groups for p in group["params"]]
         averages = [t for module in self._extra.modules.values() for t in (*module.parameters(), *module.buffers())]
         devices = devices_of([*model.parameters(), *model.buffers(), *owned, *averages])
-        self._source = TorchSource(model, self._names, self._optimizer, self._capture, self._extra, devices)
+        self.source = TorchSource(model, self._names, self._optimizer, self.capture, self._extra, devices)
         self._attachment: Attachment | None = None
         self._hooks = contextlib.ExitStack()  # removes all hooks
         self._processor: Processor | None = None
-        self._numbers: dict[Any, str] | None = None  # of optimizers, after the first update; empty after the second
         self._followers: Followers | None = None
         self._following: dict[str, Tensor] = {}  # parameters that no optimizer trains and pre-images copy
-        self._source.may_follow = lambda: self._followers is not None and not self._followers.all_small
+        self.source.may_follow = lambda: self._followers is not None and not self._followers.all_small
         self._barrier: UpdateBarrier | None = None
         self._post_step: PostStepState | None = None
         self._resumed = False
         self.repeating: Repeating | None = None
         """Tracks the calls of the function that ``ttp.one_step`` decorates; None before ``attach``."""
-
-    @property
-    def source(self) -> TorchSource:
-        """The source that the processor calls to save the state."""
-        return self._source
 
     def layout(self, world_size: int) -> Layout:
         """Find the replica groups from the model and the optimizer. Collective: all ranks call it at the same point.
@@ -146,7 +140,7 @@ class TorchAdapter(Restoring):
     def _try(self) -> bytes:
         """Raise an error if the state of this rank could not be saved; see ``saving.trial``. Returns no bytes."""
         refuse_schedules(self._given, self._schedulers)
-        try_before_training(self._source.everything(), self._model, self._names, self._capture.skipped)
+        try_before_training(self.source.everything(), self._model, self._names, self.capture.skipped)
         if why := hook_refusal(ddps_of(self._model)):
             raise ConfigError(why)
         return b""
@@ -178,7 +172,7 @@ class TorchAdapter(Restoring):
 
     def attach(self, processor: Processor) -> None:
         """Register hooks on optimizer and model, and report updates to ``processor`` from now on."""
-        self._processor, source = processor, self._source
+        self._processor, source = processor, self.source
         sharding = self.sharding(processor.env.world_size)
         several = processor.env.world_size > 1
         for note in (*self._extra.notes(), *told_of_waiting(self._given, self._undo)) if several else ():
@@ -191,8 +185,8 @@ class TorchAdapter(Restoring):
         )
         self._hooks.callback(self._followers.close)
         self._followed(self._followers.small)
-        self._buckets = source.buckets = LayoutWatch(ddps, self._names)
-        self._trial = self._make_trial(processor, sharding)
+        buckets = source.buckets = LayoutWatch(ddps, self._names)
+        self._trial = self._make_trial(processor, sharding, buckets)
         source.exchanges = is_sharded(self._optimizer)
         if self._undo is not None:
             source.preimage = self._make_preimage(unwrap_optimizer(self._optimizer))
@@ -204,12 +198,12 @@ class TorchAdapter(Restoring):
         hidden = next((name for each in self._given if (name := hides_its_step(each))), "")
         turns = Turns(names_of(takers), skipped=post_step.skipped, scaled=self._scaler is not None, hidden=hidden)
         gate = processor.gate
-        calls = self._calls(turns, takers, len(processor.layout.groups) > 1)
+        calls = self._make_around(processor, turns, takers, buckets).calls()
         self._attachment = Attachment(
             takers,
             self._model,
             processor,
-            self._capture,
+            self.capture,
             post_step=post_step,
             turns=turns,
             untouched=None if gathering(self._model) else Untouched(self._given, source.on_host),
@@ -225,14 +219,14 @@ class TorchAdapter(Restoring):
                 self._hooks.callback(each.register_forward_pre_hook(hook, prepend=True).remove)
         source.connect(processor, self._attachment, sharding)
         scaler, layout = self._scaler, processor.layout
-        self.repeating = Repeating(self._model, self._given, scaler, self._capture, self._extra, layout, ddps)
-        self._capture.capture(gate.version, final=True)
+        self.repeating = Repeating(self._model, self._given, scaler, self.capture, self._extra, layout, ddps)
+        self.capture.capture(gate.version, final=True)
 
     def _forward_begins(self, module: nn.Module, _args: Any) -> None:
         """Capture the extra states of modules before the first forward pass after a version changes them."""
         if torch.compiler.is_compiling() or self._processor is None or capturing():
             return  # a CUDA graph that is being captured may not wait for the device
-        version, states = self._processor.gate.version, self._source.module_states
+        version, states = self._processor.gate.version, self.source.module_states
         if module.training and torch.is_grad_enabled() and states.values(version) is None:
             states.take(version)
 
@@ -242,11 +236,11 @@ class TorchAdapter(Restoring):
             scheduler=self._schedulers,
             scaler=self._scaler,
             averages=bool(self._extra.modules),
-            runtimes=self._source.runtimes if self._scaler is not None else (),
+            runtimes=self.source.runtimes,
         )
 
     def _make_preimage(self, optimizer: Optimizer, *, reserve: bool = True) -> PreImage:
-        modules, runtimes = self._extra.modules.values(), self._source.runtimes
+        modules, runtimes = self._extra.modules.values(), self.source.runtimes
         return PreImage(optimizer, modules, runtimes, followers=self._following.values(), reserve=reserve)
 
     def _followed(self, names: Sequence[str], after: bool = False) -> None:
@@ -255,9 +249,8 @@ class TorchAdapter(Restoring):
         if after and self._post_step is not None:
             self._post_step.followed()
 
-    def _make_trial(self, processor: Processor, sharding: Sharding) -> Trial:
-        trial = Trial(members_of(self._optimizer), self._model, self._names, self._source.everything)
-        buckets = self._buckets
+    def _make_trial(self, processor: Processor, sharding: Sharding, buckets: LayoutWatch) -> Trial:
+        trial = Trial(members_of(self._optimizer), self._model, self._names, self.source.everything)
         trial.problems = lambda: buckets.look_again(self._model, resumed=self._resumed)
         trial.scheduled = bool(self._schedulers or self._extra.objects)
         trial.fresh = lambda: processor.gate.version == 0
@@ -266,104 +259,44 @@ class TorchAdapter(Restoring):
             trial.saved = lambda: {name for shard in mine for name in sharding.parameters_of(shard)}
         return trial
 
-    def _calls(self, turns: Turns, takers: Sequence[Sequence[Optimizer]], whole: bool) -> Calls:
-        """Return the functions to call around an update."""
+    def _make_around(
+        self, processor: Processor, turns: Turns, takers: Sequence[Sequence[Optimizer]], buckets: LayoutWatch
+    ) -> AroundUpdate:
+        source = self.source
         owners = [[owner for owner in members_of(self._optimizer) if owner in owners_in(taker)] for taker in takers]
         if is_sharded(self._optimizer):
             owners, turns.communication = [[]], None  # copies would lack the weights that ranks exchange after the step
-        between = self._between = self._source.between = BetweenSteps(
-            turns, owners, whole, lambda: self._make_preimage(self._optimizer, reserve=False)
-        )
-        calls = Calls(self._before_gate, after_update=self._updated, after_end=self._after_end)
-        if (s := self._source.swapped) is not None:
-            calls = calls._replace(before_forward=s.entered, before_backward=s.used, evaluating=s.evaluates)
-        if (preimage := self._source.preimage) is not None:
+        if source.preimage is not None:
             turns.communication = None
-            return calls._replace(before_update=preimage.before_update, before_turn=lambda *_: not preimage.broken)
-        return calls._replace(before_turn=between.before_turn)
-
-    def _before_gate(self) -> None:
-        self._trial.before_update()
-        if (swapped := self._source.swapped) is not None:
-            swapped.used()
-        if self._followers is not None:
-            self._followers.at_gate()
-        goes_on = None if self._processor is None else self._processor.goes_on
-        if goes_on is not None and goes_on.runs:
-            goes_on.over()  # stop the clock: peers may make this update while this rank waits, alone with its shards
-        if self._barrier is not None:
-            self._barrier.wait()
-        elif goes_on is not None:  # no update is queued behind a collective that may have to be aborted
-            for runtime in self._source.runtimes:
-                runtime.mark(side=False).synchronize()
-
-    def _updated(self) -> None:
-        if (swapped := self._source.swapped) is not None and swapped.updated():
-            self._compare_ranks(swapped)
-        if not self._between.turns.simple:
-            self._between.after_update()
-        if self._buckets.unsettled:
-            self._buckets.update_finished()
-        if self._trial.due:
-            self._trial.update_finished()
-        if self._followers is not None and not self._followers.updated():
-            self._followers = None
-        if self._barrier is not None:
-            self._barrier.updated()
-
-    def _compare_ranks(self, swapped: Swapped) -> None:
-        """Compare, on another thread, weights that ranks count as copies of only because nothing says otherwise."""
-        assert self._processor is not None
-        env, version = self._processor.env, Version(self._processor.gate.version + 1)
-        if self._layout is None and len(self._processor.layout.groups) == 1 and connected(env.world_size):
-            reduced, state = self._buckets.reduced, state_by_parameter(self._optimizer.state)
-            self._trial.start(
-                lambda: different_weights(swapped.early(), self._names, state, reduced, env, version),
-                waits=not self._source.on_device,  # an update may not wait for a device
-            )
-
-    def _after_end(self) -> None:
-        if self._source.exchanges:
-            assert self._processor is not None
-            self._processor.gate.stay_redone()  # the optimizer's exchange could hang on a dead rank
-        if self._numbers is None:
-            self._numbers = numbers_of(self._given, self._extra.objects)
-            if (goes_on := current()) is not None:
-                goes_on.why_no_loop()  # the loop has begun: stop recording collectives (see ``regroup.Groups``)
-            refuse_unsaved(self._given, self._extra.objects)
-        elif self._numbers:
-            tell_changed(self._numbers, numbers_of(self._given, self._extra.objects))
-            self._numbers = {}
+        make = partial(self._make_preimage, self._optimizer, reserve=False)
+        source.between = BetweenSteps(turns, owners, len(processor.layout.groups) > 1, make)
+        compared = (self._names, self._optimizer) if self._layout is None else None
+        self._around = AroundUpdate(
+            processor, source, self._given, self._extra, self._trial, buckets, source.between, self._followers,
+            self._barrier, compared,
+        )  # fmt: skip
+        return self._around
 
     def _make_barrier(self, processor: Processor) -> UpdateBarrier | None:
         if not needs_barrier(processor.layout, self._undo):
             return None
         stream = None
-        if processor.config.stream_barrier and self._source.on_device:
-            stream = self._source.runtime_for_barrier, self._why_wait
-        runtimes = self._source.runtimes
+        if processor.config.stream_barrier and self.source.on_device:
+            stream = self.source.runtime_for_barrier, self._why_wait
+        runtimes = self.source.runtimes
         barrier = UpdateBarrier(processor.env.world_size, runtimes, processor, stream)
-        self._source.stream_barrier = barrier.stream
+        self.source.stream_barrier = barrier.stream
         return barrier
 
     def _why_wait(self) -> str:
         """Return why the host, not the device, has to wait in the barrier before an update; empty: the device may."""
         if self._processor is not None and self._processor.goes_on is not None:
             return "ranks may outlive a failure of another (TTP_CONTINUITY=keep), so no update may wait on a collective"
-        if len(self._source.runtimes) > 1 or self._source.has_state_on_host():
+        if len(self.source.runtimes) > 1 or self.source.has_state_on_host():
             return "the state is on several devices, or partly on the host"
         if len(self._given) > 1 or is_sharded(self._optimizer):
             return "an update is made by several optimizers, or by one that exchanges weights between ranks"
         return ""
-
-    def keep(self, incident: str) -> Kept:
-        """See ``TorchSource.keep``."""
-        return self._source.keep(incident)
-
-    @property
-    def capture(self) -> LocalCapture:
-        """The capture of the state that only this rank has."""
-        return self._capture
 
     def detach(self) -> None:
         """Remove the hooks; ``attach`` registers them again."""
@@ -375,7 +308,7 @@ class TorchAdapter(Restoring):
     def forget(self) -> None:
         """Remove the hooks in a forked child, which is not the rank. Takes no lock: its holder may be gone."""
         self._hooks.close()
-        self._attachment = self._followers = None
+        self._attachment = None
 
     def step_done(self) -> None:
         """See ``ttp.step_done``."""

@@ -212,7 +212,8 @@ class TorchSource(Standing):
                 file = f"rank_local_{order.rank}_{generation}.msgpack"
                 pieces.append(write_local_piece(draft, file, pages, order.rank))
             if job is not None and order.job_state:
-                pieces.append(write_piece(draft, f"job_{generation}.msgpack", job.encode(), JOB_KIND, order.rank))
+                data = job.encode(self._to_host)
+                pieces.append(write_piece(draft, f"job_{generation}.msgpack", data, JOB_KIND, order.rank))
             sync_directory(draft)
             if order.shards:
                 self._check_stands(version, image, evaluations)

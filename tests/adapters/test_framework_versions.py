@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -112,5 +113,9 @@ def test_so_does_a_loader_of_torchdata(
     note = r"^extra_state\['loader'\] goes to its saved position in ttp\.restore\(\).* later set_epoch\(\) is too late"
     (found,) = ExtraState({"loader": loader}).notes()
     assert re.match(note, found), "an order that follows from the epoch, which is told too late"
+    epoch: Any = type("Epoch", (), dict.fromkeys(("state_dict", "load_state_dict"), dict))()
+    epoch.sampler = loader.sampler
+    assert ExtraState({"loader": loader, "epoch": epoch}).notes() == [found], "after the loader"
+    assert ExtraState({"epoch": epoch, "loader": loader}).notes() == [], "as the note advises"
     for name in ("torchdata", "torchdata.loader"):
         sys.modules.pop(name)

@@ -19,7 +19,7 @@ from ttp.config import Config, RankEnv
 from ttp.core import messages as m
 from ttp.core.layout import Layout, Rank, Version
 from ttp.errors import RestoreError, TtpError
-from ttp.mindio.handlers.participant import HandlerSource
+from ttp.mindio.handlers.handler_source import HandlerSource
 from ttp.mindio.protocol.messages import ReplicaSet
 from ttp.processor import joining as module
 from ttp.processor.processor import Processor

@@ -20,12 +20,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.controller.conftest import Controller, hello
 from tests.waiting import until
+from ttp.cli.incident_reader import incident_files, read_incident
 from ttp.cli.main import main as cli
 from ttp.config import Config
-from ttp.controller.__main__ import _why_not, parser, patience_of
+from ttp.controller.__main__ import RING_CHECK_S, _why_not, parser, patience_of
 from ttp.core import messages as m
 from ttp.core.layout import Layout, Rank, Shard, Version
 from ttp.errors import EXIT_PORT_TAKEN
+from ttp.launch.ring import Ring, write_ring
+from ttp.polling import poll
 from ttp.wire.channel import MESSAGE_BYTES_MAX
 from ttp.wire.v1 import controller_pb2 as pb
 
@@ -247,6 +250,22 @@ def test_sigterm_ends_it_only_when_its_ranks_have_left(controller: Controller) -
     assert controller.process.poll() is None
     controller.process.send_signal(signal.SIGINT)
     assert controller.process.wait(20) == 0
+
+
+def test_one_that_stood_still_while_its_ranks_went_elsewhere_records_no_loss(start: Any, tmp_path: Path) -> None:
+    """The incident of a job that trained on said "exit 70". Of an earlier job on this port the ring says nothing."""
+    ring = Ring("job", 1, 7, "home:1", "elsewhere:1", ("elsewhere:1",))
+    write_ring(tmp_path, ring)
+    controller = start(TTP_GRACE_S="600")
+    ranks = [controller.rank(r, save_dir=str(tmp_path)) for r in (0, 1)]
+    until(lambda: controller.status().stage == "training")
+    for rank in ranks:
+        rank.drop()
+    until(lambda: controller.status().stage == "freezing")
+    assert not poll(lambda: controller.status().stage != "freezing", 2 * RING_CHECK_S, 0.1)
+    write_ring(tmp_path, replace(ring, term=8))
+    until(lambda: [read_incident(p).outcome for p in incident_files(tmp_path)] == ["another controller leads the job"])
+    assert not read_incident(*incident_files(tmp_path)).accusations
 
 
 def test_a_lost_rank_is_saved_from_its_replica(controller: Controller, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from ttp.core.layout import Layout
 GONE = 0
 """The number of no machine."""
 
-SILENT = {"patience", "timeouts", "_patience", "_timeouts", "_new_id", "_record", "_attempts", "program"}
+SILENT = {"timeouts", "_timeouts", "_new_id", "_record", "_attempts", "program"}
 """Constants, and what has no influence in the worlds that are explored."""
 
 SPARE_MAX = 2000

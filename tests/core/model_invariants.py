@@ -31,7 +31,7 @@ class Invariants:
 
     def _check_decision(self, state: State, place: int, record: Record, path: Any) -> None:
         machine: ControllerMachine = self.machines.look(state.controllers[place])
-        incident = machine.incident or machine.last_incident
+        incident = machine.incident or machine.rescue.last
         if incident is None:
             return
         self.hows.update(record.facts.get("how", {}).values())

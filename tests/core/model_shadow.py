@@ -85,7 +85,7 @@ class ShadowModel(KeepModel):
     def _check_decision(self, state: State, place: int, record: Record, path: Any) -> None:
         super()._check_decision(state, place, record, path)
         machine: ControllerMachine = self.machines.look(state.controllers[place])
-        incident = machine.incident or machine.last_incident
+        incident = machine.incident or machine.rescue.last
         if incident is None or not machine.job.live or incident.saved not in state.held:
             return
         again = record.facts.get("again", False)

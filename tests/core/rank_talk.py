@@ -37,7 +37,7 @@ class Rank1:
 
     def after(self, seconds: float) -> str:
         self.now += seconds
-        return self.event(ev.Observed(self.machine._state.version, m.Phase.IDLE))
+        return self.event(ev.Observed(self.machine.state.version, m.Phase.IDLE))
 
     def freeze(self, incident: str = "a", *, snapshot: bool = False, term: int = 1) -> str:
         return self.order(m.Freeze(ME, term, incident, "why", snapshot))

@@ -99,7 +99,7 @@ class Talk:
     def back(self, rank: int, **more: Any) -> str:
         """Let the rank open another stream."""
         self.streams[rank] += 100
-        known = {"incarnation": self.machine.job.incarnation, "resume": True, "term_seen": self.machine.term}
+        known = {"incarnation": self.machine.job.incarnation, "resume": True, "term_seen": self.machine.job.term}
         return self.hello(rank, **{**known, **more})
 
     def lost(self, rank: int) -> str:
@@ -161,7 +161,7 @@ class Talk:
 
     @property
     def id(self) -> str:
-        incident = self.machine.incident or self.machine.last_incident
+        incident = self.machine.incident or self.machine.rescue.last
         assert incident is not None
         return incident.id
 

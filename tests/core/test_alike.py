@@ -107,7 +107,7 @@ def happen(talk: Talk, what: str, ranks: tuple[int, ...]) -> None:
 
 def known(talk: Talk) -> Any:
     """Return all state that decides what follows, without an incident's reason, which depends on the order of ranks."""
-    for incident in (talk.machine.incident, talk.machine.last_incident):
+    for incident in (talk.machine.incident, talk.machine.rescue.last):
         if incident is not None:
             incident.why = ""
     return CANON(talk.machine)

@@ -116,7 +116,7 @@ def test_a_saver_that_fails_is_not_asked_again() -> None:
 def test_whose_late_word_is_that_it_updates_is_waited_for_like_any_other() -> None:
     talk = Talk(grid(2, 2))
     talk.fault(0)
-    talk.now += talk.machine.patience.answer_s + 1  # the controller was away
+    talk.now += talk.machine.timeouts.answer_s + 1  # the controller was away
     talk.frozen(2, 7, m.Phase.UPDATING)
     talk.frozen(0, 7)
     assert "[retracted]" in talk.frozen(1, 7, m.Phase.UPDATING)
@@ -368,5 +368,5 @@ def test_how_a_rank_died_is_added_to_its_incident_when_its_launcher_knows_it() -
     killed = Accused((Rank(1),), m.FaultKind.EXITED, "killed: out of memory", (0,))
     assert "[evidence]" in talk.event(killed)
     assert next(a.incident for a in talk.said if isinstance(a, Record) and a.kind == "evidence") == "i1"
-    assert talk.machine.last_incident is not None and talk.machine.last_incident.cause.endswith("out of memory")
+    assert talk.machine.rescue.last is not None and talk.machine.rescue.last.cause.endswith("out of memory")
     assert talk.event(killed) == "", "it is repeated until it is accepted"

@@ -184,7 +184,7 @@ def test_a_slow_rank_that_comes_to_the_gate_was_a_false_alarm() -> None:
     talk.frozen_all(30, main_thread_blocked=True)
     talk.write()
     assert talk.frozen(3, 30) == "[retracted] [answer] Thaw:0,1,2,3 [thawed]"
-    assert talk.machine.false_alarms == 1
+    assert talk.machine.rescue.false_alarms == 1
 
 
 def test_what_is_done_on_purpose_is_no_hang() -> None:

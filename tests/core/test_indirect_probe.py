@@ -72,7 +72,7 @@ def test_a_host_that_is_still_reached_gets_more_time() -> None:
     talk.back(3)
     talk.frozen_all(0)
     assert talk.machine.incident is None, "a partition that healed is a false alarm"
-    assert talk.machine.false_alarms == 1
+    assert talk.machine.rescue.false_alarms == 1
 
 
 def test_ranks_whose_streams_end_after_the_answer_get_as_much_time() -> None:

@@ -7,7 +7,7 @@ from ttp.core.rank.failover import HOME, Route
 
 def route(*standbys: str) -> Route:
     made = Route(failover_s=0.5)
-    made.announced(standbys)
+    made.standbys = standbys
     return made
 
 
@@ -48,7 +48,7 @@ def test_a_standby_that_became_the_controller_stays_in_the_ring() -> None:
     made = route("a:1")
     go(made, 1)
     made.connected()
-    made.announced(("c:1",))  # it has others standing by for it
+    made.standbys = ("c:1",)  # it has others standing by for it
     assert [go(made, 1) for _ in range(3)] == [(HOME, True), ("c:1", True), ("a:1", True)]
 
 
@@ -75,5 +75,5 @@ def test_a_standby_of_ones_own_needs_no_announcement() -> None:
     made.knows("me:1")
     made.knows("me:1")
     assert [go(made, 9) for _ in range(2)] == [("me:1", True), (HOME, True)]
-    made.announced(("a:1",))
+    made.standbys = ("a:1",)
     assert made.standbys == ("a:1",)

@@ -114,7 +114,7 @@ def test_when_it_is_heard_again_all_go_on() -> None:
     talk.cut()
     assert "[heard_again]" in (said := talk.beat(2)) and "[thawed]" in said and "Thaw:0,1,2,3,4,5" in said
     assert talk.machine.incident is None and not talk.machine.job.silent
-    assert talk.machine.false_alarms == 1
+    assert talk.machine.rescue.false_alarms == 1
     assert talk.frozen(3, 7) == "Thaw:3", "its answer came late"
 
 
@@ -122,6 +122,46 @@ def test_one_word_is_enough_for_all_ranks_of_the_host() -> None:
     talk = saved_in_doubt()
     talk.beat(3)
     assert talk.machine.incident is None
+
+
+def broken_and_saved_in_doubt() -> Hosts:
+    """Return a job that has to end, and of which the second host comes back after the commit."""
+    talk = in_doubt()
+    talk.fault(0)
+    talk.frozen_at(7, 0, 1, 4, 5)
+    talk.write()
+    talk.cut()
+    assert talk.beat(2) == "[heard_again] [retracted] Freeze:2 [retracted] Freeze:3"
+    return talk
+
+
+def test_pages_that_come_back_after_the_commit_are_saved_before_the_release() -> None:
+    """Its ranks live, but the checkpoint was made while they were cut off: their random streams would begin anew."""
+    talk = broken_and_saved_in_doubt()
+    assert talk.frozen(2, 7) == "[answer]", "rank 3 is still asked"
+    assert talk.frozen(3, 7) == "[answer] [plan] Save:1,2,4"
+    orders = talk.orders(m.Save)
+    assert {order.rank: order.order.pages for order in orders} == {1: (0, 1), 2: (2, 3), 4: (4, 5)}
+    for order in orders:
+        talk.saved(order.rank, order.generation)
+    (commit,) = talk.orders(m.Commit)
+    assert (commit.version, commit.missing_pages) == (7, ())
+    assert "Release(75):0,1,2,3,4,5" in talk.committed(commit.rank, commit.generation)
+
+
+def test_if_they_cannot_be_saved_the_checkpoint_without_them_will_do() -> None:
+    talk = broken_and_saved_in_doubt()
+    talk.frozen_at(7, 2, 3)
+    said = [talk.save_failed(order.rank, order.generation, may_pass=True) for order in talk.orders(m.Save)]
+    assert "Release(75)" in "".join(said)
+
+
+def test_who_comes_back_without_the_version_or_does_not_answer_is_not_waited_for() -> None:
+    talk = broken_and_saved_in_doubt()
+    talk.frozen(2, 6)
+    assert "Release(75)" in talk.frozen(3, 6)
+    talk = broken_and_saved_in_doubt()
+    assert any(isinstance(getattr(said, "order", None), m.Release) for said in talk.passes(PATIENCE.answer_s + 0.1))
 
 
 def test_when_its_streams_end_the_grace_decides() -> None:
@@ -167,6 +207,8 @@ def test_another_fault_is_saved_without_waiting_for_the_silent() -> None:
     talk.beat(2)
     assert talk.machine.stage == "saved", "they are asked for what they have"
     talk.frozen_at(7, 2, 3)
+    assert talk.machine.stage == "saving", "their pages were not at hand before"
+    talk.write()
     assert talk.machine.stage == "released"
 
 

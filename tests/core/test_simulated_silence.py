@@ -59,6 +59,15 @@ def test_a_host_that_falls_silent_is_saved_around_within_the_budget(kind: str, s
     assert max(took) <= BUDGET_S, took
 
 
+def test_a_host_that_is_cut_off_for_a_moment_while_a_rank_dies_keeps_its_rank_local_state() -> None:
+    """Whether the checkpoint is made before the host is in doubt or after it: its ranks live, and may not forget."""
+    for seed in range(6):
+        played = play(seed, Fault("silence", 0.5, Rank(2), lasts_s=4.0), Fault("kill", 0.5 + 0.01 * seed, Rank(4)))
+        assert played.exits[-1] == [0] * 6
+        (released,) = played.when(r"\] released")
+        assert any(4.5 < at < released for at in played.when(r"'pages_[23]_")), f"seed {seed}"
+
+
 def harmless(chance: random.Random) -> Fault:
     """Return a fault that a healthy job has to survive."""
     kind = chance.choice(("silence", "silence", "controller_stop", "stop", "silent"))

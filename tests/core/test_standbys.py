@@ -10,6 +10,7 @@ import pytest
 from tests.core.rank_talk import ME, Rank1
 from tests.core.talk import PATIENCE, Wide
 from ttp.core import messages as m
+from ttp.core.controller.events import LedElsewhere
 from ttp.core.controller.machine import ControllerMachine
 from ttp.core.layout import Rank
 from ttp.core.rank import events as ev
@@ -161,7 +162,7 @@ def test_a_job_that_is_forming_takes_in_who_was_elsewhere() -> None:
     for rank in range(5):
         talk.hello(rank)
     assert talk.hello(5, incarnation=1, resume=True, term_seen=7, takeover=True).startswith("Welcome:5")
-    assert (talk.machine.term, talk.machine.stage) == (8, "training")
+    assert (talk.machine.job.term, talk.machine.stage) == (8, "training")
 
 
 def test_a_frozen_minority_is_not_sent_away() -> None:
@@ -173,7 +174,7 @@ def test_a_frozen_minority_is_not_sent_away() -> None:
 
 def test_two_controllers_with_one_incident_have_drafts_of_their_own() -> None:
     first, second = Successor(), Successor()
-    second.machine._rescue._new_id = lambda n: f"k{n}"  # every process makes its own
+    second.machine.rescue._new_id = lambda n: f"k{n}"  # every process makes its own
     drafts = []
     for talk in (first, second):
         for rank in range(5):
@@ -194,7 +195,31 @@ def test_who_was_passed_over_forgets_what_it_knew() -> None:
     said = talk.hello(0, incarnation=1, resume=True, term_seen=5, takeover=True, version=3)
     assert said.startswith("[abdicated]")
     assert "Welcome:0" in said
-    assert talk.machine.term == 6
+    assert talk.machine.job.term == 6
+
+
+@pytest.mark.parametrize(
+    ("still_here", "run_id", "incarnation", "term", "forgets"),
+    [
+        ((), "job", 1, 2, True),
+        ((), "job", 2, 3, True),
+        ((3,), "job", 1, 2, False),
+        (tuple(range(6)), "job", 1, 2, False),
+        ((), "other", 1, 2, False),
+        ((), "job", 0, 2, False),
+        ((), "job", 1, 1, False),
+    ],
+)
+def test_who_stood_still_and_has_lost_all_ranks_to_another_does_not_call_them_dead(
+    still_here: tuple[int, ...], run_id: str, incarnation: int, term: int, *, forgets: bool
+) -> None:
+    talk = Wide()
+    assert (talk.machine.job.run_id, talk.machine.job.incarnation) == ("job", 1)
+    for rank in {*range(6)} - {*still_here}:
+        talk.lost(rank)
+    said = talk.event(LedElsewhere(run_id, incarnation, term))
+    assert said == ("[retracted] " * 6 + "[abdicated]" if forgets else "")
+    assert "[released]" not in talk.after(100) or not forgets
 
 
 @pytest.mark.parametrize(("cut_off", "stays"), [((5,), True), ((4, 5), True), ((3, 4, 5), False), ((3, 4), False)])

@@ -16,7 +16,7 @@ def test_a_takeover_in_the_steady_state_changes_nothing() -> None:
     talk = Talk(formed=False)
     for rank in range(3):
         talk.hello(rank, incarnation=2, resume=True, term_seen=1, version=7)
-    assert (talk.machine.term, talk.machine.job.incarnation, talk.machine.stage) == (2, 2, "training")
+    assert (talk.machine.job.term, talk.machine.job.incarnation, talk.machine.stage) == (2, 2, "training")
     assert talk.lost(0).startswith("[opened] Freeze:1,2")
 
 

@@ -1,9 +1,10 @@
 """A job of PyTorch Lightning.
 
 ``PROGRAM_KIND``: ``automatic``, ``manual`` (two optimizers), ``by_hand`` (one, and BatchNorm), ``growing`` (larger
-batches from the second epoch on), ``workers`` (a loader that keeps its place), ``fsdp2`` and ``hsdp`` (``fully_shard``
-in ``configure_model``), ``fsdp1`` and ``hsdp1`` (Lightning's strategy). In the first life rank 0 sends itself SIGTERM
-after ``PROGRAM_TERM`` steps, or raises after ``PROGRAM_RAISE``.
+batches from the second epoch on), ``tuned`` (a backbone that trains from the second epoch on), ``workers`` (a loader
+that keeps its place), ``fsdp2`` and ``hsdp`` (``fully_shard`` in ``configure_model``), ``fsdp1`` and ``hsdp1``
+(Lightning's strategy). In the first life rank 0 sends itself SIGTERM after ``PROGRAM_TERM`` steps, or raises after
+``PROGRAM_RAISE``.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
     EarlyStopping,
     GradientAccumulationScheduler,
     ModelCheckpoint,
@@ -28,6 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ttp
@@ -66,6 +69,21 @@ class Plateau(Classifier):
         optimizer = torch.optim.SGD(self.parameters(), lr=1e-2, momentum=0.9)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
         return [optimizer], [{"scheduler": plateau, "interval": "epoch", "monitor": "val"}]
+
+
+class Tuned(Classifier):
+    """A model whose first part trains from the second epoch on, with a rate that grows with the epochs."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(steps)
+        self.backbone = self.layers[0]
+
+    def on_train_start(self) -> None:
+        if self.current_epoch >= 1:  # Lightning leaves it frozen when it resumes
+            BackboneFinetuning.make_trainable(self.backbone)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(filter(lambda each: each.requires_grad, self.parameters()), lr=1e-2)
 
 
 class ByHand(Classifier):
@@ -140,6 +158,16 @@ class Gan(LightningModule):
         return [torch.optim.Adam(each.parameters(), lr=1e-3) for each in (self.judge, self.generator)]
 
 
+class Average(Callback):
+    """Averages the weights; the average is given as ``extra_state``."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.module.update_parameters(pl_module)
+
+
 class Watch(Callback):
     """A callback with state, as users have, that offers its hooks as phases for faults."""
 
@@ -200,6 +228,7 @@ def main(steps: int, save_dir: Path, report: Callable[[int, Any], None]) -> dict
         "manual": Gan,
         "by_hand": ByHand,
         "plateau": Plateau,
+        "tuned": Tuned,
         "fsdp2": Sharded,
         "hsdp": Sharded,
         "fsdp1": Sharded,
@@ -213,6 +242,12 @@ def main(steps: int, save_dir: Path, report: Callable[[int, Any], None]) -> dict
         stopping = EarlyStopping("val", patience=50)
         best = ModelCheckpoint(save_dir.parent / "models", monitor="val", save_top_k=1)
         callbacks += [OnExceptionCheckpoint(save_dir.parent / "raised"), stopping, best]
+    extra: dict[str, Any] = {}
+    if KIND == "plateau":
+        callbacks.append(average := Average(module))
+        extra["extra_state"] = {"average": average.module}
+    if KIND == "tuned":
+        callbacks.append(BackboneFinetuning(1, verbose=False))
     if KIND == "growing":
         callbacks.append(GradientAccumulationScheduler({1: 2}))
     accumulate = 2 if KIND == "automatic" else 1
@@ -225,7 +260,7 @@ def main(steps: int, save_dir: Path, report: Callable[[int, Any], None]) -> dict
         gradient_clip_val=None if KIND in ("manual", "by_hand", "fsdp1", "hsdp1") else 1.0,
         val_check_interval=2 * accumulate,
         limit_val_batches=0 if KIND == "manual" else 2,
-        callbacks=[*callbacks, ttp.lightning.TtpCallback(save_dir, buddy=KIND in ("fsdp1", "fsdp2"))],  # ttp
+        callbacks=[*callbacks, ttp.lightning.TtpCallback(save_dir, buddy=KIND in ("fsdp1", "fsdp2"), **extra)],  # ttp
         plugins=[ttp.lightning.TtpCheckpointIO(save_dir)],  # ttp
         enable_checkpointing=KIND != "manual",
         logger=False,
@@ -251,6 +286,7 @@ def main(steps: int, save_dir: Path, report: Callable[[int, Any], None]) -> dict
     found: dict[str, Any] = {"model": model, "loops": loops, "watch": watch}
     found |= {f"optimizer {number}": each for number, each in enumerate(trainer.optimizers)}
     found |= {f"schedule {number}": each.scheduler for number, each in enumerate(trainer.lr_scheduler_configs)}
+    found |= extra.get("extra_state", {})
     if KIND != "manual":
         found |= {"stopping": stopping, "best": best.best_model_score}
     return found

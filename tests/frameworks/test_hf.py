@@ -176,6 +176,23 @@ def test_a_directory_that_cannot_be_completed_is_said_and_stops_nobody(
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_a_model_that_writes_only_its_own_weights_gets_those_of_the_checkpoint_first(tmp_path: Path) -> None:
+    """sentence-transformers: its ``save_pretrained`` takes no ``state_dict``."""
+    import torch
+
+    from ttp.adapters.frameworks.hf_directory import _write_model
+
+    class Own(torch.nn.Linear):
+        def save_pretrained(self, path: Path) -> None:
+            torch.save(self.state_dict(), path / "own.pt")
+
+    saved = {"weight": torch.full((1, 2), 3.0), "bias": torch.full((1,), 4.0)}
+    _write_model(SimpleNamespace(model=Own(2, 1)), tmp_path, saved)
+    written = torch.load(tmp_path / "own.pt")
+    assert all(torch.equal(written[name], saved[name]) for name in saved)
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_a_checkpoint_in_the_fallback_directory_is_found_without_a_save_dir(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

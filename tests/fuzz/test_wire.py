@@ -178,7 +178,7 @@ def test_what_is_said_on_other_streams_does_not_touch_a_healthy_job(script: list
             continue
         actions = check(subject.on_event(Received(connection, report), 1.0))
         assert not [a for a in actions if isinstance(a, Send) and a.connection in HONEST], report
-        assert (subject.stage, subject.incidents_total) == ("training", 0), report
+        assert (subject.stage, subject.rescue.total) == ("training", 0), report
     for connection in STRANGERS:
         assert not [a for a in check(subject.on_event(StreamEnded(connection), 1.0)) if isinstance(a, Send)]
     rescue(subject)
@@ -353,7 +353,7 @@ PROCESSOR_EVENTS = st.one_of(
 @fuzz(st.lists(PROCESSOR_EVENTS, max_size=25), examples=120)
 def test_no_sequence_of_orders_stops_a_processor(script: list[Any]) -> None:
     subject, now = ProcessorMachine(hello(0, LAYOUT), RankTimeouts(), 0.0, in_parts(LAYOUT)), 0.0
-    subject.program = RankRounds()
+    subject.state.program = RankRounds()
     events: list[ev.Event] = [ev.StreamUp(), ev.OrderReceived(m.Welcome(Rank(0), 1, 1, "1"))]
     for event in [*events, *script]:
         if isinstance(event, float):

@@ -80,6 +80,7 @@ class Stand:
         """Move the module to the device."""
         if self.made_up is not None:
             self.made_up.put(module)
+            return module
         return module.to(self.device)
 
     def host_copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

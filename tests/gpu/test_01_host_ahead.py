@@ -11,7 +11,9 @@ from tests.gpu.conftest import RunCase
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "adam-foreach", "adam-fused", "adam-capturable", "nadam", "sgd"])
+@pytest.mark.parametrize(
+    "optimizer", ["adam", "adam-foreach", "adam-fused", "adam-capturable", "adam-rate-there", "nadam", "sgd"]
+)
 @pytest.mark.parametrize("scaled", [False, True], ids=["", "scaler"])
 def test_bytes_equal_a_reference(run_case: RunCase, optimizer: str, scaled: bool) -> None:
     cases = [

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -27,7 +29,10 @@ ON_THE_HOST = [
     "going_on:abort_behind_a_spin",
 ]
 MADE_UP = [
-    *("ahead:host_ahead" + json.dumps({"optimizer": kind}) for kind in ("adam-foreach", "nadam", "sgd")),
+    *(
+        "ahead:host_ahead" + json.dumps({"optimizer": kind})
+        for kind in ("adam-foreach", "adam-rate-there", "nadam", "sgd")
+    ),
     'ahead:host_ahead{"scaled": true, "lead": 2}',
     'ahead:host_ahead{"optimizer": "adam-fused", "scaled": true, "lead": 1}',
     "copies:every_form",
@@ -54,6 +59,45 @@ MADE_UP = [
 def test_every_case(run_case: RunCase, device: str, cases: list[str]) -> None:
     done = run_case(*cases, device=device)
     assert done.out.count('{"case"') == len(cases)
+
+
+WAITS: dict[str, Callable[[Any], Any]] = {
+    "item": lambda t: t.sum().item(),
+    "bool": lambda t: bool(t.any()),
+    "equal": lambda t: t.equal(t),
+    "allclose": lambda t: t.allclose(t),
+    "tolist": lambda t: t.tolist(),
+    "cpu": lambda t: t.cpu(),
+    "to": lambda t: t.to("cpu", non_blocking=True),  # the memory is not pinned
+    "nonzero": lambda t: t.nonzero(),
+    "unique": lambda t: t.unique(),
+    "masked_select": lambda t: t.masked_select(t > 1),
+    "index": lambda t: t[t > 1],
+    "index_put": lambda t: t.__setitem__(t > 1, 0),
+}
+
+
+@pytest.mark.parametrize("kind", WAITS)
+def test_the_made_up_device_notices_who_waits_for_it(kind: str) -> None:
+    torch = pytest.importorskip("torch")
+    from tests.adapters.torch.fake_device import FakeDevice, Sin, Watching
+
+    device = FakeDevice()
+    tensor = device.put(torch.arange(4.0))
+    with Watching(device), device.no_waiting(), pytest.raises(Sin, match="waits for the device"):
+        WAITS[kind](tensor)
+
+
+def test_the_made_up_device_is_none_of_the_host() -> None:
+    torch = pytest.importorskip("torch")
+    from tests.adapters.torch.fake_device import FakeDevice, Watching
+
+    device = FakeDevice()
+    tensor = device.put(torch.arange(4.0))
+    with Watching(device):
+        assert tensor.device == device.name and tensor.is_cuda and device.has(torch.zeros(2, device=tensor.device))
+        with pytest.raises(TypeError, match="cuda:0 device type tensor"):
+            tensor.numpy()
 
 
 def test_what_is_missing_is_said_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "adam": lambda p: torch.optim.Adam(p, lr=1e-2, foreach=False),
     "adam-foreach": lambda p: torch.optim.Adam(p, lr=1e-2, foreach=True),
     "adam-fused": lambda p: torch.optim.Adam(p, lr=1e-2, fused=True),
+    "adam-rate-there": lambda p: torch.optim.Adam(p, lr=torch.tensor(1e-2, device=p[0].device), fused=True),
     "adam-capturable": lambda p: torch.optim.Adam(p, lr=1e-2, capturable=True),
     "nadam": lambda p: torch.optim.NAdam(p, lr=1e-2),
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
@@ -119,8 +120,10 @@ class Training:
         for parameter, values in self.optimizer.state.items():
             tensors |= {f"optim.state.{names[parameter]}.{key}": torch.as_tensor(v) for key, v in values.items()}
         rates = {
-            f"optim.param_groups.{number}.lr": torch.tensor(group["lr"], dtype=torch.float64)
-            for number, group in enumerate(self.optimizer.param_groups)
+            f"optim.param_groups.{number}.lr": rate
+            if isinstance(rate, Tensor)
+            else torch.tensor(rate, dtype=torch.float64)
+            for number, rate in enumerate(group["lr"] for group in self.optimizer.param_groups)
         }
         return self._stand.host_copy(tensors | rates)
 

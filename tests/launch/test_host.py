@@ -15,8 +15,7 @@ import pytest
 
 from tests.waiting import has_ended, until
 from ttp.config import Config
-from ttp.launch import host as subject
-from ttp.launch import job_verdict, leases, ring
+from ttp.launch import job_verdict, leases, ring, worker_stops
 from ttp.launch.host import Host
 from ttp.launch.preparation import settled
 from ttp.launch.proc_files import is_ending
@@ -31,8 +30,8 @@ StartWorkers = Callable[..., dict[int, Worker]]
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subject, "FIRST_LEASE_S", 0.3)
-    monkeypatch.setattr(subject, "GRACE_S", 1.0)
+    monkeypatch.setattr(worker_stops, "FIRST_LEASE_S", 0.3)
+    monkeypatch.setattr(worker_stops, "GRACE_S", 1.0)
 
 
 @pytest.fixture
@@ -81,7 +80,7 @@ def test_hold_returns_when_the_savers_have_left(host: Host, workers: StartWorker
     group[1].kill()
     (out / "rescue").touch()
     until((out / "saving-0-0").exists)
-    host.hold(group)
+    host.stops.hold(group)
     assert [worker.poll() for worker in group.values()] == [75, -9, 75]
 
 
@@ -89,7 +88,7 @@ def test_armed_ones_without_lease_are_asked_and_waited_for(host: Host, workers: 
     """The launcher waits longer than the grace period: workers with a lease may take TTP_OT."""
     group = workers({"on_sigterm": "save", "save_s": 2}, {}, {"on_sigterm": "save", "save_s": 2})
     group[1].kill()
-    host.hold(group)
+    host.stops.hold(group)
     assert [worker.poll() for worker in group.values()] == [75, -9, 75]
 
 
@@ -97,13 +96,13 @@ def test_armed_ones_that_ignore_it_are_killed_after_the_grace(host: Host, worker
     group = workers({}, {})
     group[0].send_signal(signal.SIGSTOP)
     group[1].kill()
-    host.hold(group)
+    host.stops.hold(group)
     assert group[0].wait(10) == -signal.SIGKILL
 
 
 def test_ctrl_c_that_a_shell_has_them_ignore_is_sigterm(host: Host, workers: StartWorkers) -> None:
     group = workers({"deaf": True, "on_sigterm": "save", "save_s": 0.1}, {"on_sigterm": "save", "save_s": 0.1})
-    host.stop(group, signal.SIGINT, 5.0)
+    host.stops.stop(group, signal.SIGINT, 5.0)
     assert group[0].poll() == 75 and group[1].poll() not in (None, 75), "whoever hears Ctrl-C gets it as it is"
 
 
@@ -112,7 +111,7 @@ def test_a_signal_on_which_ranks_would_just_die_is_sigterm_for_them(
     how: signal.Signals, host: Host, workers: StartWorkers
 ) -> None:
     group = workers({"on_sigterm": "save", "save_s": 0.1})
-    host.stop(group, how, 5.0)
+    host.stops.stop(group, how, 5.0)
     assert group[0].poll() == 75
 
 
@@ -127,7 +126,7 @@ SHELLS = {
 def test_the_rank_of_a_shell_script_saves_before_its_shell_ends(shell: str, host: Host, workers: StartWorkers) -> None:
     plan: dict[str, object] = {"shell": SHELLS[shell], "on_sigterm": "save", "save_s": 0.5}
     group = workers(plan, plan)
-    host.stop(group, signal.SIGTERM, 5.0)
+    host.stops.stop(group, signal.SIGTERM, 5.0)
     assert [worker.wait(10) for worker in group.values()] == [75, 75]  # a shell ends after its rank
 
 
@@ -138,7 +137,7 @@ def test_the_rank_of_a_shell_script_is_waited_for(shell: str, host: Host, worker
     group[1].kill()
     (out / "rescue").touch()
     until((out / "saving-0-0").exists)
-    host.hold(group)
+    host.stops.hold(group)
     assert group[0].poll() == 75
 
 
@@ -149,7 +148,7 @@ def test_a_rank_that_does_not_stop_is_killed_with_its_shell(
     group = workers({"shell": SHELLS[shell]})
     rank = int((out / "pid-0-0").read_text())
     os.kill(rank, signal.SIGSTOP)
-    host.stop(group, signal.SIGTERM, 0.1)
+    host.stops.stop(group, signal.SIGTERM, 0.1)
     until(lambda: has_ended(rank))
     assert group[0].wait(10) < 0
 
@@ -159,7 +158,7 @@ def test_patience_ends(host: Host, workers: StartWorkers, out: Path) -> None:
     group = workers({"save_s": 60}, {})
     group[1].kill()
     (out / "rescue").touch()
-    host.hold(group)
+    host.stops.hold(group)
     assert (out / "saving-0-0").exists()
     assert group[0].poll() is None
 
@@ -171,9 +170,9 @@ def test_one_whose_memory_is_being_freed_is_not_hung(
     group = workers({"save_s": 0.1}, {"dying": True})
     until(lambda: is_ending(group[1].pid))
     (out / "rescue").touch()
-    assert not host.hold(group)
+    assert not host.stops.hold(group)
     assert "hung" not in caplog.text and group[1].poll() is None
-    host.expect_stop(group)
+    host.stops.expect(group)
     assert not host._watch.expects(group[1].pid), "its death is reported"
     (out / "freed").touch()
     assert group[1].wait(30) == -signal.SIGKILL
@@ -182,8 +181,8 @@ def test_one_whose_memory_is_being_freed_is_not_hung(
 def test_unarmed_ones_are_left_to_the_launcher(host: Host, workers: StartWorkers, out: Path) -> None:
     group = workers({"armed": False}, {"armed": False})
     group[1].kill()
-    host.hold(group)
-    host.stop(group, signal.SIGTERM, 1.0)
+    host.stops.hold(group)
+    host.stops.stop(group, signal.SIGTERM, 1.0)
     assert group[0].poll() is None
     (out / "rescue").touch()
     assert group[0].wait(30) == 75

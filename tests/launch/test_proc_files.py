@@ -8,9 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ttp.launch.host import _ignores
 from ttp.launch.leases import worker_of
 from ttp.launch.proc_files import start_of
+from ttp.launch.worker_stops import _ignores
 from ttp.processor.liveness.stacks import take
 
 ROOT = Path(__file__).parents[2]

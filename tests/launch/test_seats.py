@@ -25,7 +25,7 @@ def test_a_signal_that_comes_while_seats_are_filled_is_obeyed(
     ended: list[str] = []
     group = SimpleNamespace(group_world_size=1, spec=SimpleNamespace(max_restarts=1))
     agent: Any = SimpleNamespace(_worker_group=group, _remaining_restarts=1)
-    host: Any = SimpleNamespace(stop_going_on=lambda workers, why: ended.append(why))
+    host: Any = SimpleNamespace(stops=SimpleNamespace(stop_going_on=lambda workers, why: ended.append(why)))
     worker: Any = SimpleNamespace(poll=lambda: None)
     seats = Seats(agent, host, Config(continuity="keep"))
 
@@ -51,7 +51,8 @@ def test_ranks_that_go_on_once_more_before_anybody_looks_are_seen_to(
     failed: list[str] = []
     again = Again(tmp_path)
     leases = SimpleNamespace(sweep=lambda: None)
-    host: Any = SimpleNamespace(again=again, leases=leases, stop_going_on=lambda _, why: failed.append(why))
+    stops = SimpleNamespace(stop_going_on=lambda _, why: failed.append(why))
+    host: Any = SimpleNamespace(again=again, leases=leases, stops=stops)
     workers: Any = {0: SimpleNamespace(poll=lambda: None, pid=os.getpid())}
     seats = Seats(agent, host, Config(continuity="keep"))
     filled: list[int] = []

@@ -201,7 +201,7 @@ def test_the_last_one_of_a_host_leaves_its_page(host: Host, controller: Controll
 def test_whom_the_launcher_stops_is_not_accused(host: Host, controller: Controller, start: Start) -> None:
     stopped, killed = start(0), start(1)
     host.watch({0: stopped.process, 1: killed.process})
-    host.expect_stop({0: stopped.process})
+    host.stops.expect({0: stopped.process})
     stopped.end()
     killed.kill()
     until(lambda: len(controller.faults) == 2)

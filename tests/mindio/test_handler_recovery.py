@@ -52,10 +52,10 @@ def test_stop_and_clean_come_first_where_they_are_wanted_and_may_fail() -> None:
 def test_who_was_stopped_for_a_save_is_not_thawed_although_nothing_is_broken_after_all() -> None:
     """A silent host is heard again, but all have left their loops, and the save hangs."""
     world = HandlerWorld(FOUR, {(Kind.SAVE, rank): "hang" for rank in range(4)}, halt_before_dump=True, save_ms=10**9)
-    world.machine._rescue.unheard(Rank(2), "its host is silent", world.now)
+    world.machine.rescue.unheard(Rank(2), "its host is silent", world.now)
     world.after(PATIENCE.rescue_s / 2)
     assert world.kinds() == ["stop", "clean", "save"]
-    world.machine._rescue.heard_again(Rank(2), world.now)
+    world.machine.rescue.heard_again(Rank(2), world.now)
     world.settle()
     assert world.released == {EXIT_NOT_SAVED}
 
@@ -109,7 +109,7 @@ def test_ranks_that_contradict_each_other_are_named() -> None:
     world.kill(0)
     world.settle()
     assert world.kinds() == [] and world.released == {EXIT_NOT_SAVED}
-    incident = world.machine.last_incident
+    incident = world.machine.rescue.last
     assert incident is not None and "rank 3 says that ranks 2-3 hold 2 copies" in incident.release_text
 
 
@@ -160,7 +160,10 @@ def test_a_checkpoint_on_demand() -> None:
     world.ask_for_save()
     world.settle()
     assert world.kinds() == ["catch_up", "save", "rename"] and world.released == set()
-    assert world.machine.stage == "training" and world.machine.last_commit == (8, "where the save handlers wrote it")
+    assert world.machine.stage == "training" and world.machine.rescue.saving.last_commit == (
+        8,
+        "where the save handlers wrote it",
+    )
     world.ask_for_save()
     world.settle()
     assert world.kinds() == ["catch_up", "save", "rename"]  # it is on disk already
@@ -180,7 +183,7 @@ def test_lost_memory_comes_from_the_next_copy() -> None:
     world = HandlerWorld(FOUR)
     world.ails(1, code="1f")
     world.settle()
-    assert world.kinds() == CURE and world.machine.stage == "training" and world.machine.false_alarms == 0
+    assert world.kinds() == CURE and world.machine.stage == "training" and world.machine.rescue.false_alarms == 0
     assert {r: (a.way, a.rebuild) for r, a in world.acted(Kind.REPAIR).items()} == {
         1: (rm.RepairWay.MEMORY_HIGH, True),
         3: (rm.RepairWay.SEND, False),

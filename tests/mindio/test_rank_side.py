@@ -25,7 +25,7 @@ AILING = rm.Ailing(Rank(1), rm.Ailment.MEMORY, "", "it hurts")
 class Rank1:
     def __init__(self, program: RankProgram | None = None) -> None:
         self.machine = ProcessorMachine(hello(1, LAYOUT), RankTimeouts(), 0.0)
-        self.machine.program = program or RankRounds()
+        self.machine.state.program = program or RankRounds()
         self.welcome(1)
 
     def welcome(self, term: int) -> list[Any]:

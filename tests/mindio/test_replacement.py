@@ -41,7 +41,10 @@ def test_a_new_process_takes_the_seat_of_the_dead() -> None:
     assert {a.purpose for a in this.acts if a.kind is not Kind.SAVE and a.kind is not Kind.RENAME} == {"recover"}
     assert set(this.acted(Kind.STOP)) == set(this.acted(Kind.MAKE_WAY)) == {0, 2, 3}
     assert {one.version for one in this.ranks} == {7} and {one.life for one in this.ranks} == {1}
-    assert this.machine.stage == "training" and this.machine.last_commit == (7, "where the save handlers wrote it")
+    assert this.machine.stage == "training" and this.machine.rescue.saving.last_commit == (
+        7,
+        "where the save handlers wrote it",
+    )
     assert this.machine.job.incarnation == 1 and this.machine.job.live == {0, 1, 2, 3}
 
 
@@ -261,7 +264,7 @@ def test_another_controller_goes_on_with_a_newcomer_that_has_come() -> None:
     this = world({(Kind.REBUILD, 0): "hang"})
     this.dies(1)
     this.start(1)
-    assert this.kinds()[-1] == "rebuild" and this.machine._rescue.program.invalid(Rank(1))
+    assert this.kinds()[-1] == "rebuild" and this.machine.rescue.program.invalid(Rank(1))
     this.taken_over({rank: rm.Ailment.JOINED if rank == 1 else rm.Ailment.STOPPED for rank in range(4)})
     this.settle()
     assert this.kinds() == ["stop", "clean", "rebuild", "repair", "rollback", "resume"], this.story()
@@ -378,7 +381,7 @@ def test_however_it_ends_what_was_saved_first_counts(end: str) -> None:
         this.say(NoticeKind.STRATEGY, strategy="exit")
     this.settle()
     ended_as_without(this)
-    assert this.machine.last_commit == (7, "where the save handlers wrote it")
+    assert this.machine.rescue.saving.last_commit == (7, "where the save handlers wrote it")
 
 
 def test_a_stream_that_breaks_meanwhile_leaves_lost_memory_to_be_repaired() -> None:

@@ -67,7 +67,10 @@ def test_newcomers_take_the_seats_of_ranks_that_live(moving: tuple[int, ...]) ->
     ways = {rank: act.way for rank, act in this.acted(Kind.REPAIR).items()}
     assert {rank for rank, way in ways.items() if way is rm.RepairWay.RECEIVE} == set(moving)
     assert {one.version for one in this.ranks} == {7} and this.machine.job.live == {0, 1, 2, 3}
-    assert this.machine.job.incarnation == 1 and this.machine.last_commit == (7, "where the save handlers wrote it")
+    assert this.machine.job.incarnation == 1 and this.machine.rescue.saving.last_commit == (
+        7,
+        "where the save handlers wrote it",
+    )
     this.report(0, m.Heartbeat(Rank(0), Version(8), m.Phase.IDLE))
     assert this.heard()[1:] == [("result", 0, "migration")]
 
@@ -162,7 +165,7 @@ def test_while_ranks_are_brought_to_a_stand_still_a_pause_is_refused() -> None:
     this.event(StreamEnded(ConnectionId(stream)))
     this.after(PATIENCE.rescue_s)
     stayed(this)
-    program: Any = this.machine._rescue.program
+    program: Any = this.machine.rescue.program
     assert not program._switching.held and not program._state.paused
 
 
@@ -190,7 +193,7 @@ def test_a_manager_that_changes_its_mind_while_all_stand_still(kind: NoticeKind,
     this = world(halt_before_dump=halts)
     this.say(kind, strategy="continue")
     stayed(this)
-    assert this.machine.last_commit is not None and this.machine.false_alarms == 0
+    assert this.machine.rescue.saving.last_commit is not None and this.machine.rescue.false_alarms == 0
 
 
 @pytest.mark.parametrize("silence", ["it leaves", "it says nothing", "it cannot take what it is told"])
@@ -312,7 +315,7 @@ def test_whatever_goes_wrong_meanwhile_nothing_is_lost(cases: list[Any]) -> None
         if this.machine.incident is not None:
             this.say(NoticeKind.STRATEGY, strategy="migration")
         this.event(ManagerLeft())
-        program: Any = this.machine._rescue.program
+        program: Any = this.machine.rescue.program
         while this.machine.incident is not None or program._runner.running:
             due = this.machine.deadline()
             assert due is not None, troubles

@@ -26,7 +26,7 @@ def goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Continu
         monkeypatch.setenv(name, value)
     found = Continuing(Config(run_dir=str(tmp_path)), None, None)
     yield found
-    found.over()
+    found.update_begins()
 
 
 def test_it_is_on_its_way_until_an_update_has_passed_the_gate(goes_on: Continuing, tmp_path: Path) -> None:
@@ -37,21 +37,21 @@ def test_it_is_on_its_way_until_an_update_has_passed_the_gate(goes_on: Continuin
     goes_on.released(of_old, "incident")
     with pytest.raises(Halted):
         Processor.begin_update(of_old)
-    goes_on.over()  # its training thread was about to enter the barrier before the update
-    assert goes_on.runs and os.getpid() in Again(tmp_path).marks()
+    goes_on.update_begins()  # its training thread was about to enter the barrier before the update
+    assert goes_on.clock.runs and os.getpid() in Again(tmp_path).marks()
     goes_on.releasing = False  # it is out of train()
     of_new: Any = SimpleNamespace(goes_on=goes_on, copying=None, gate=new)
     Processor.begin_update(of_new)
-    assert not goes_on.runs and not Again(tmp_path).marks() and new.updating
+    assert not goes_on.clock.runs and not Again(tmp_path).marks() and new.updating
 
 
 def test_a_second_release_before_the_first_update_stops_the_clock_of_the_first(goes_on: Continuing) -> None:
     of_launch: Any = SimpleNamespace(goes_on=goes_on, copying=None, gate=Gate(), source=None)
     goes_on.released(of_launch, "incident")
-    before = goes_on._timer
+    before = goes_on.clock._timer
     goes_on.releasing = False
     goes_on.released(of_launch, "another incident")
-    assert before is not None and before.finished.is_set() and goes_on._timer is not before
+    assert before is not None and before.finished.is_set() and goes_on.clock._timer is not before
     goes_on.releasing = False
 
 
@@ -65,7 +65,7 @@ def test_a_rank_whose_mark_stays_makes_no_update(monkeypatch: pytest.MonkeyPatch
     with monkeypatch.context() as broken:
         broken.setattr(Path, "unlink", refuse)
         with pytest.raises(AssertionError):  # the process would have ended
-            goes_on.over()
+            goes_on.update_begins()
     assert "its mark for the launcher cannot be removed" in left[0]
 
 
@@ -115,7 +115,7 @@ def test_a_newcomer_tries_again_until_the_device_of_the_dead_is_free(
     groups: Any = SimpleNamespace(untouched=lambda: case != "train() has made groups", listen=lambda: None)
     goes_on._groups, goes_on._entered = groups, True
     goes_on._seated, goes_on._on_cuda = case != "a survivor", case != "not switched on"
-    goes_on.runs = True
+    goes_on.clock.runs = True
     monkeypatch.setattr(continuing, "_continuing", goes_on)
     monkeypatch.setattr(continuing, "RETRY_S", 0.0)
 
@@ -129,19 +129,19 @@ def test_a_newcomer_tries_again_until_the_device_of_the_dead_is_free(
         raise problem
     if again:
         goes_on.await_launcher()  # waits for nobody: it is the same rank of the same launch
-    goes_on.runs = False
+    goes_on.clock.runs = False
 
 
 def test_a_forked_child_that_leaves_train_ends_neither_itself_nor_the_clock_of_its_parent(
     monkeypatch: pytest.MonkeyPatch, goes_on: Continuing
 ) -> None:
-    goes_on.runs, goes_on.state.way = True, "kept"
+    goes_on.clock.runs, goes_on.state.way = True, "kept"
     left: list[str] = []
     monkeypatch.setattr(goes_on, "leave", left.append)
     monkeypatch.setattr(continuing, "_continuing", goes_on)
     with watched():
         monkeypatch.setattr(os, "getpid", lambda: 1)  # as after os.fork()
-    assert goes_on.runs
+    assert goes_on.clock.runs
     with pytest.raises(ValueError, match="of the child"), watched():
         monkeypatch.setattr(os, "getpid", lambda: 2)
         raise ValueError("of the child")

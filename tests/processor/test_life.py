@@ -21,8 +21,8 @@ import ttp
 from tests.controller.conftest import Controller
 from tests.processor.fake_source import FakeSource
 from tests.waiting import until
-from ttp import session
-from ttp.config import Config, RankEnv
+from ttp import restoring, session
+from ttp.config import RankEnv
 from ttp.core.layout import Layout
 from ttp.core.rank.machine import RankTimeouts
 from ttp.processor import processor
@@ -94,7 +94,7 @@ def test_a_train_whose_error_nobody_heard_keeps_neither_signals_nor_objects(
 def test_a_rank_that_is_no_number_is_named_without_a_controller_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "")
     with pytest.raises(ttp.ConfigError, match="RANK='' is not valid"):
-        session.Session(Config())._place()
+        restoring.place(None)
 
 
 def test_trainings_of_one_process_that_share_a_directory_are_told(

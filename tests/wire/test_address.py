@@ -53,6 +53,14 @@ def test_a_first_node_that_takes_its_own_name_for_loopback_is_known_to_others_by
     assert own_address(Config(token=token), master) == answer
 
 
+def test_a_host_is_known_by_its_address_of_the_family_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of other hosts could not reach the standby controller here at an IPv6 address that leads nowhere."""
+    ways = [(socket.AF_INET6, ("::1", 1, 0, 0)), (socket.AF_INET, ("127.0.0.1", 1))]
+    monkeypatch.setattr("ttp.launch.standby.resolve", lambda *_: [(family, 0, 0, "", to) for family, to in ways])
+    monkeypatch.setattr("ttp.launch.standby.reachable", lambda address, _: (":" not in address, ""))
+    assert own_address(Config(), "node0") == "127.0.0.1"
+
+
 @pytest.mark.parametrize("name", NO_NAMES)
 def test_a_master_of_such_a_name_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="cannot be resolved"):

@@ -156,6 +156,8 @@ class IncidentLog:
     def outcome(self) -> str:
         """How the incident ended, in a few words."""
         line = self.last("released", "thawed")
+        if line is None and self.last("abdicated") is not None:
+            return "another controller leads the job"
         if line is None:
             return "closed" if self.last("closed") else "not over, or its controller was lost"
         if line.kind == "thawed":

@@ -119,10 +119,13 @@ def _cut(shard: Shard, alike: list[Answer], work: Work) -> tuple[Shard, ...]:
 def _order(alike: list[Answer], work: Work, first: Answer | None) -> list[Answer]:
     """Sort holders: ``first``, then idle ranks, one per host, hosts with least work first; then further ranks."""
     seen: Counter[str] = Counter()
-    places: list[tuple[tuple[bool, bool, int, float, bool, float, int], Answer]] = []
+    place: dict[Rank, int] = {}  # of a rank among those of its host
     for a in sorted(alike, key=lambda a: (a is not first, a.busy, a.main_thread_blocked, work.of_rank[a.rank], a.rank)):
-        place = seen[a.host]
+        place[a.rank] = seen[a.host]
         seen[a.host] += 1
-        key = (a is not first, a.busy, place, work.of_host[a.host], a.main_thread_blocked, work.of_rank[a.rank], a.rank)
-        places.append((key, a))
-    return [a for _, a in sorted(places, key=lambda placed: placed[0])]
+
+    def key(a: Answer) -> tuple[bool, bool, int, float, bool, float, int]:
+        idle = a is not first, a.busy
+        return *idle, place[a.rank], work.of_host[a.host], a.main_thread_blocked, work.of_rank[a.rank], a.rank
+
+    return sorted(alike, key=key)

@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from ttp.errors import EXIT_TRAINED
 from ttp.launch.deaths import ORDERLY_EXITS
-from ttp.launch.host import GRACE_S, Host
+from ttp.launch.host import Host
 from ttp.launch.later import obey
 from ttp.launch.moved_ranks import MovedRanks, job_address, may_move
 from ttp.launch.preparation import EXIT_FAILED, verdict
@@ -30,6 +30,7 @@ from ttp.launch.shared_token import SharedToken
 from ttp.launch.stand_by import Rescheduling, StandBy, is_dynamic, pass_barrier
 from ttp.launch.torch_compat import forgive_replies, name_methods_quickly
 from ttp.launch.warm.torch_workers import forking
+from ttp.launch.worker_stops import GRACE_S
 
 logger = logging.getLogger("ttp.launch")
 
@@ -147,10 +148,10 @@ class TtpAgent(LocalElasticAgent):
         """Wait while the live workers save. Those that do not go on may be stopped when this returns."""
         self._seats.second_fault(workers)
         self._fail_open(lambda: self._seats.start_early(workers))
-        if self._host.hold(workers) or self._seats.others_go_on(workers):
+        if self._host.stops.hold(workers) or self._seats.others_go_on(workers):
             self._seats.fill(workers)
         if any(worker.poll() not in (None, 0) for worker in self._workers().values()):
-            self._fail_open(lambda: self._host.expect_stop(workers))
+            self._fail_open(lambda: self._host.stops.expect(workers))
 
     def _exit_barrier(self) -> None:
         """Wait for the other hosts at the end. If this host's ranks were moved to another host, do not wait."""
@@ -167,7 +168,7 @@ class TtpAgent(LocalElasticAgent):
         """Ask ranks to save if no worker has failed: torch then restarts them because a host wants to join."""
         if worker_group.state is WorkerState.HEALTHY:
             self._fail_open(lambda: self._seats.end(self._workers()))
-            self._fail_open(lambda: self._host.stop(self._workers(), signal.SIGTERM, GRACE_S))
+            self._fail_open(lambda: self._host.stops.stop(self._workers(), signal.SIGTERM, GRACE_S))
         super()._restart_workers(worker_group)
 
     def _say_imports(self) -> None:
@@ -199,10 +200,10 @@ class TtpAgent(LocalElasticAgent):
         if args or "death_sig" in kwargs:
             how = args[0] if args else kwargs["death_sig"]
             grace_s = float(kwargs.get("timeout", GRACE_S))
-            obey(lambda: self._fail_open(lambda: self._host.stop(workers, how, grace_s)), SignalException)
+            obey(lambda: self._fail_open(lambda: self._host.stops.stop(workers, how, grace_s)), SignalException)
         else:
-            self._fail_open(lambda: self._host.hold(workers))
-        self._fail_open(lambda: self._host.expect_stop(workers))
+            self._fail_open(lambda: self._host.stops.hold(workers))
+        self._fail_open(lambda: self._host.stops.expect(workers))
         super()._shutdown(*args, **kwargs)
 
     def _workers(self) -> dict[int, Popen[Any]]:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-import signal
 import socket
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
-from operator import itemgetter
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from subprocess import Popen
 from typing import TYPE_CHECKING, Any
 
 from ttp.config import Config
@@ -21,15 +16,14 @@ from ttp.launch.controller_keeper import ControllerKeeper
 from ttp.launch.dead_pages import DeadPages
 from ttp.launch.early_failures import EarlyFailures
 from ttp.launch.fault_report import FaultReporter
-from ttp.launch.hold import FIRST_LEASE_S, Hold, HoldDecision, WorkersNow
 from ttp.launch.job_verdict import ask_verdict, say_start, settled_code
-from ttp.launch.leases import Leases, worker_of
-from ttp.launch.proc_files import status_of
+from ttp.launch.leases import Leases
 from ttp.launch.ring import forget_ring, job_is_busy, places, reigning, rescue_goes_on
 from ttp.launch.sentinel_watch import SentinelWatch
 from ttp.launch.shadow import Shadows
 from ttp.launch.token_file import forget_token, is_of_another_job, write_token
 from ttp.launch.warm.starter import WarmStarter
+from ttp.launch.worker_stops import LOOK_S, Workers, WorkerStops
 from ttp.launch.worker_watch import WorkerWatch
 from ttp.polling import poll
 from ttp.processor.liveness.sentinel_reader import REASON
@@ -40,18 +34,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ttp.launch")
 
-Workers = Mapping[int, Popen[Any]]
-"""Worker processes by global rank; each leads its own process group."""
-
-LOOK_S = 0.01
-GRACE_S = 30.0
-"""Seconds that torch leaves a worker between SIGTERM and SIGKILL."""
 OTHERS_S = 10.0
 """Seconds for which the first node keeps the controller so that launchers of other hosts can ask it for the verdict."""
 
 
 class Host:
-    """Waits for workers that save, and reports deaths and pages of the dead; on the first node, keeps the controller.
+    """Reports deaths and pages of the dead; on the first node, keeps the controller. Workers end through ``stops``.
 
     Args:
         config: settings; ``config.port`` is set.
@@ -73,6 +61,7 @@ class Host:
         self.warm = WarmStarter(config, run_dir)
         self.again = Again(run_dir)
         self.shadows = Shadows(run_dir)
+        self.stops = WorkerStops(self.leases, self.again, self._watch, config.rescue_patience_s)
         self.seat: Callable[[], str] = lambda: ""
         """Returns whether a dead worker can be started alone; see ``ttp.core.controller.continuing``. Thread safe."""
         self.leases.sweep()
@@ -168,55 +157,6 @@ class Host:
                 text = "rank %d had trained to its end when signal %d killed it: that counts as trained"
                 logger.warning(text, rank, -code)
                 worker.returncode = EXIT_TRAINED
-
-    def hold(self, workers: Workers) -> bool:
-        """Wait, after a worker failed or before a restart, until the survivors may be stopped.
-
-        Survivors that are armed but take no lease get SIGTERM, which a processor understands as "save now".
-
-        Returns:
-            True if the survivors go on in their processes instead, so that only the dead workers have to be started.
-        """
-        verdict = self._wait(workers, Hold(time.monotonic(), self.config.rescue_patience_s, FIRST_LEASE_S))
-        if verdict is HoldDecision.STOP and self._armed(workers):
-            logger.warning("no rank saves, or has begun to within %.0f s: sending SIGTERM to all", FIRST_LEASE_S)
-            self.stop(workers, signal.SIGTERM, GRACE_S)
-        return verdict is HoldDecision.AGAIN
-
-    def stop_going_on(self, workers: Workers, why: str) -> None:
-        """Kill the workers that were released to go on: all workers are started anew.
-
-        Nothing is lost, because these workers have begun no update since the checkpoint.
-
-        Args:
-            workers: worker processes by global rank.
-            why: reason for the log; empty: it was logged before.
-        """
-        if why:
-            logger.warning("ranks do not go on in their processes: %s", why)
-        self._send(self.again.marks(), signal.SIGKILL, workers)
-
-    def stop(self, workers: Workers, how: signal.Signals, grace_s: float) -> None:
-        """Ask the workers to save and wait while they do; kill armed ones that neither save nor leave.
-
-        Does nothing if no worker is armed.
-
-        Args:
-            workers: worker processes by global rank.
-            how: the operator's signal. Programs know SIGINT, ranks save on SIGTERM: they get SIGTERM for any other.
-            grace_s: seconds to wait for a worker that holds no lease.
-        """
-        if not self._armed(workers):
-            return
-        asked = signal.SIGINT if how == signal.SIGINT else signal.SIGTERM
-        self._send(_alive(workers), asked, workers)
-        verdict = self._wait(workers, Hold(time.monotonic(), self.config.rescue_patience_s, grace_s))
-        if verdict in (HoldDecision.STOP, HoldDecision.OUT_OF_PATIENCE):
-            self._send(self._armed(workers), signal.SIGKILL, workers)
-
-    def expect_stop(self, workers: Workers) -> None:
-        """Do not report the deaths of these workers: the launcher stops them now."""
-        self._watch.expect(_alive(workers))
 
     def restart_helps(self, codes: Mapping[int, int], left: int) -> bool:
         """Return whether to start the ranks again. It does not help a wrong program, or a job that makes no progress.
@@ -324,47 +264,6 @@ class Host:
         if self._reporter is not None and not self._watch.expects(pid):
             self._reporter.exited(rank, pid, REASON)
 
-    def _wait(self, workers: Workers, hold: Hold) -> HoldDecision:
-        waiting, patience_s = False, self.config.rescue_patience_s
-        while True:
-            verdict = hold.look(time.monotonic(), self._scene(workers))
-            if verdict is HoldDecision.KILL_HUNG:
-                logger.warning("killing %s: hung while the others saved and left", _names(workers, hold.hung))
-                self._send(hold.hung, signal.SIGKILL, workers)
-            elif verdict is not HoldDecision.WAIT:
-                break
-            elif not waiting:
-                waiting = True
-                logger.info("waiting up to %.0f s for ranks that save", patience_s)
-            time.sleep(LOOK_S)
-        if verdict is HoldDecision.OUT_OF_PATIENCE:
-            logger.error("%s did not finish saving within TTP_OT=%.0f s", _names(workers, _alive(workers)), patience_s)
-        return verdict
-
-    def _scene(self, workers: Workers) -> WorkersNow:
-        exits, leases = {worker.pid: worker.poll() for worker in workers.values()}, self.leases.deadlines()
-        return WorkersNow(
-            alive=frozenset(pid for pid, code in exits.items() if code is None),
-            exits={pid: code for pid, code in exits.items() if code is not None},
-            armed=frozenset(worker_of(pid, exits) for pid in self.leases.armed()),
-            deadlines={worker_of(pid, exits): until for pid, until in sorted(leases.items(), key=itemgetter(1))},
-            again=self.again.marks(),
-        )
-
-    def _armed(self, workers: Workers) -> set[int]:
-        alive = _alive(workers)
-        return alive & {worker_of(pid, alive) for pid in self.leases.armed()}
-
-    def _send(self, pids: Iterable[int], how: signal.Signals, workers: Workers) -> None:
-        self._watch.expect(pids)
-        alive, armed = _alive(workers), self.leases.armed()
-        for pid in alive & set(pids):
-            ranks = [rank for rank in armed - {pid} if worker_of(rank, alive) == pid]
-            if not ranks or how is signal.SIGKILL:
-                _kill(os.killpg, pid, how)
-            for rank in ranks:  # of a shell script, which would end at once, before its rank has saved
-                _kill(os.kill, rank, how)
-
     @property
     def _home(self) -> str:
         assert self.config.port is not None
@@ -373,28 +272,3 @@ class Host:
     def _places(self) -> tuple[str, ...]:
         """Return the places (``host:port``) where the job's controller may be now."""
         return places(self._run_dir, self._home)
-
-
-def _alive(workers: Workers) -> set[int]:
-    return {worker.pid for worker in workers.values() if worker.poll() is None}
-
-
-def _kill(send: Callable[[int, int], None], pid: int, how: signal.Signals) -> None:
-    deaf = how is signal.SIGINT and _ignores(pid, how)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        send(pid, signal.SIGTERM if deaf else how)
-
-
-def _ignores(pid: int, number: int) -> bool:
-    """Return whether a process ignores a signal: shells make their background processes ignore Ctrl-C."""
-    try:
-        ignored = int(status_of(pid).get("SigIgn", "0"), 16)
-    except OSError:
-        return False
-    return bool(ignored >> (number - 1) & 1)
-
-
-def _names(workers: Workers, pids: Iterable[int]) -> str:
-    wanted = set(pids)
-    ranks = sorted(rank for rank, worker in workers.items() if worker.pid in wanted)
-    return ", ".join(f"rank {rank}" for rank in ranks)

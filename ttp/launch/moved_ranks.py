@@ -22,11 +22,12 @@ from torch.distributed.elastic.utils.api import macros
 
 from ttp.config import MINDIO_SWITCH, Config
 from ttp.errors import ConfigError
-from ttp.launch.host import GRACE_S, Host
+from ttp.launch.host import Host
 from ttp.launch.presence import channel_options
 from ttp.launch.rendezvous import serve_store
 from ttp.launch.standby import own_address
 from ttp.launch.warm.torch_workers import forking, start_worker
+from ttp.launch.worker_stops import GRACE_S
 from ttp.wire.address import target
 from ttp.wire.channel import metadata, open_channel
 
@@ -70,7 +71,7 @@ class MovedRanks:
             self._host.watch(workers)
             self._look_after(workers, lambda: self._offer(job, address))
         finally:
-            self._host.expect_stop(workers)
+            self._host.stops.expect(workers)
             for worker in workers.values():
                 if worker.poll() is None:
                     worker.kill()
@@ -124,9 +125,9 @@ class MovedRanks:
         while any(worker.poll() is None for worker in workers.values()):
             self._host.wait_for_a_death(LOOK_S)
             if any(worker.poll() not in (None, 0) for worker in workers.values()):
-                self._host.hold(workers)
-                self._host.expect_stop(workers)
-                self._host.stop(workers, signal.SIGTERM, GRACE_S)
+                self._host.stops.hold(workers)
+                self._host.stops.expect(workers)
+                self._host.stops.stop(workers, signal.SIGTERM, GRACE_S)
                 break
             # The offer may still be needed: this launcher does not know whether the ranks have taken their seats.
             if time.monotonic() > offered + ANSWER_S:

@@ -136,7 +136,7 @@ class Seats:
         if self._hosts is not None:
             self._hosts.starts_anew()
         if self._going(workers):
-            self._host.stop_going_on(workers, "" if self._failed else "all ranks are to be started again")
+            self._host.stops.stop_going_on(workers, "" if self._failed else "all ranks are to be started again")
         self.drop_early()
 
     def drop_early(self) -> None:
@@ -167,7 +167,7 @@ class Seats:
         if self._hosts is not None:
             self._hosts.starts_anew()
         self.drop_early()
-        self._host.stop_going_on(workers, "" if told else why)
+        self._host.stops.stop_going_on(workers, "" if told else why)
 
     def fill(self, workers: Mapping[int, Popen[Any]]) -> None:
         """Start the dead workers alone, because the survivors go on."""

@@ -10,6 +10,7 @@ import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ttp.config import Config
 from ttp.errors import TtpError
@@ -52,7 +53,7 @@ def own_address(config: Config, master_addr: str) -> str:
     if config.bind not in ANY:
         return config.bind
     try:
-        family, _, _, _, where = resolve(master_addr, config.port or 1, socket.SOCK_DGRAM)[0]
+        family, where = _towards(master_addr, config.port or 1)
         with socket.socket(family, socket.SOCK_DGRAM) as probing:
             probing.connect(where)  # sends no packet, only selects the route
             found = str(probing.getsockname()[0])
@@ -60,6 +61,13 @@ def own_address(config: Config, master_addr: str) -> str:
         return ""
     named = master_addr not in (where[0], "localhost") and (config.token or config.insecure)
     return master_addr if named and is_loopback(found) else found  # its name is 127.0.1.1 on Debian: others know better
+
+
+def _towards(master_addr: str, port: int) -> tuple[int, Any]:
+    """Return family and address of the first node. If it has both families, one may lead nowhere: one that answers."""
+    found = [(family, where) for family, _, _, _, where in resolve(master_addr, port, socket.SOCK_DGRAM)]
+    both = len({family for family, _ in found}) > 1
+    return next((way for way in found if both and reachable(way[1][0], port)[0]), found[0])
 
 
 def reachable(address: str, port: int, timeout_s: float = PROBE_S) -> tuple[bool, str]:

@@ -11,16 +11,7 @@ import grpc
 from ttp.controller.driver import Driver
 from ttp.core.controller.events import ProgramAction
 from ttp.mindio.manager_wire import ATTACHED, call_to_wire, notice_from_wire, seconds
-from ttp.mindio.protocol.manager_messages import (
-    AnswerNotice,
-    CallManager,
-    ManagerCall,
-    ManagerCame,
-    ManagerLeft,
-    Noticed,
-    PlaceOffered,
-    TakePlace,
-)
+from ttp.mindio.protocol import manager_messages as mm
 from ttp.wire import limits
 from ttp.wire.limits import WireError
 from ttp.wire.v1 import rounds_pb2 as pb
@@ -38,18 +29,18 @@ class ManagerService(rpc.ManagerServicer):
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._calls: asyncio.Queue[ManagerCall | None] | None = None
+        self._calls: asyncio.Queue[mm.ManagerCall | None] | None = None
         self._problem = ""
         self._taken: tuple[int, ...] = ()
         driver.perform_program, driver.on_close = self._perform, self._close
 
     def _perform(self, action: ProgramAction) -> None:
         match action:
-            case CallManager(call) if self._calls is not None:
+            case mm.CallManager(call) if self._calls is not None:
                 self._calls.put_nowait(call)
-            case AnswerNotice(problem):
+            case mm.AnswerNotice(problem):
                 self._problem = problem
-            case TakePlace(ranks):
+            case mm.TakePlace(ranks):
                 self._taken = ranks
 
     def _close(self) -> None:
@@ -65,16 +56,16 @@ class ManagerService(rpc.ManagerServicer):
         if self._calls is not None or self._driver.closed:
             await context.abort(grpc.StatusCode.ALREADY_EXISTS, "another manager is attached to this controller")
             return
-        queue: asyncio.Queue[ManagerCall | None] = asyncio.Queue()
+        queue: asyncio.Queue[mm.ManagerCall | None] = asyncio.Queue()
         self._calls = queue
-        self._driver.feed(ManagerCame(wait_s))
+        self._driver.feed(mm.ManagerCame(wait_s))
         try:
             await context.send_initial_metadata((ATTACHED,))
             while (call := await queue.get()) is not None:
                 yield call_to_wire(call)
         finally:
             self._calls = None
-            self._driver.feed(ManagerLeft())
+            self._driver.feed(mm.ManagerLeft())
 
     async def Notify(self, request: pb.Notice, context: Any) -> pb.NoticeAnswer:
         """See ``Manager.Notify`` in the proto."""
@@ -83,14 +74,14 @@ class ManagerService(rpc.ManagerServicer):
         except WireError as problem:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(problem))
         self._problem = "this controller ends"
-        self._driver.feed(Noticed(notice))
+        self._driver.feed(mm.Noticed(notice))
         return pb.NoticeAnswer(accepted=not self._problem, text=self._problem)
 
     async def Offer(self, request: pb.PlaceOffered, context: Any) -> pb.PlaceTaken:
         """See ``Manager.Offer`` in the proto."""
         self._taken = ()
         try:
-            self._driver.feed(PlaceOffered(limits.text("host", request.host), limits.text("store", request.store)))
+            self._driver.feed(mm.PlaceOffered(limits.text("host", request.host), limits.text("store", request.store)))
         except WireError as problem:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(problem))
         layout = self._driver.machine.job.layout

@@ -7,7 +7,7 @@ go on leaves the job, and joins it again as a rank of the next launch, in these 
     out           training thread: an error of a collective, or ``Halted``, leaves train() and reaches the decorator
     told          the launcher has said where the ranks meet, and fills the seats of the dead
     regrouped     the process groups are replaced, and train() is called again: it restores what was just committed
-    over          the first update begins: remove the mark
+    update        the first update begins: remove the mark
 
 Until the last stage a clock runs (``TTP_CONTINUE_S``). A rank that does not get there in time leaves with 75, and the
 launcher starts all ranks anew, as it would without all this. So does a rank that meets any other error: ranks go on
@@ -39,6 +39,7 @@ from ttp.processor.faults import describe, is_collective_error, is_out_of_device
 from ttp.processor.gate.gate import Halted
 from ttp.processor.kept_state import KeptState
 from ttp.processor.liveness import asleep
+from ttp.processor.resume_clock import ResumeClock
 from ttp.processor.source import StateSource
 
 if TYPE_CHECKING:
@@ -66,10 +67,12 @@ class Continuing:
     """
 
     def __init__(self, config: Config, groups: Groups | None, next_launch: NextLaunch | None) -> None:
-        self._files, self._within_s = Again(config.resolved_run_dir()), config.continue_s
+        self._files = Again(config.resolved_run_dir())
+        self.clock = ResumeClock(self._files, config.continue_s, self.leave)
+        """Runs until the first update begins after this process was released."""
         self._patience_s = config.rescue_patience_s + config.continue_s
         self._groups, self._next = groups, next_launch
-        self._pid, self._on_cuda = os.getpid(), config.keep_cuda
+        self._on_cuda = config.keep_cuda
         self._refused = self._incident = ""
         self._entered = self._registered = False
         self._trains = 0, 0  # both idents of the thread that calls train()
@@ -77,13 +80,9 @@ class Continuing:
         self._broken = threading.Event()  # set when connections have been broken
         self._met = False  # True once the ranks have agreed whether they leave their loops
         self._alone = False  # takes a seat while the others stay in their loops; joins them in wrap_optimizer()
-        self._timer: threading.Timer | None = None
         self._switch = threading.Lock()
-        self._since = time.monotonic()
         self._old: weakref.ref[Any] | None = None
         self.state = KeptState()
-        self.runs = False
-        """True while the clock runs, i.e. until the first update begins after this process was released."""
         self.releasing = False
         """True from the release of this process until its training thread has left train() or stays in its loop."""
 
@@ -94,7 +93,7 @@ class Continuing:
         try:
             self._enter()
         except Exception as problem:
-            if self._next is not None or self._timer is not None:
+            if self._next is not None or self.clock.runs:
                 self.leave(f"this rank could not go on: {problem!r}")
             self._refused = f"the process groups of this rank are not known: {problem!r}"
 
@@ -112,9 +111,9 @@ class Continuing:
         else:
             groups.listen()
         if self._next is not None and not self._alone:
-            if self._timer is None:  # this rank takes a seat; it may have been started while the others save
+            if not self.clock.runs:  # this rank takes a seat; it may have been started while the others save
                 self._next = self._await(self._next.launch)
-                self._start_clock(self._next.launch)
+                self.clock.start(self._next.launch)
                 self._alone = self._why_left(self._next, staying.SEAT) is None
             elif not self._met:
                 self._why_left(self._next, staying.leave(""))
@@ -124,14 +123,14 @@ class Continuing:
     def _why_left(self, told: NextLaunch, said: str) -> str | None:
         """Meet all ranks, and return why loops are left; None: all stay in theirs (see ``ttp.core.rank.staying``)."""
         assert self._groups is not None
-        return staying.why_left(self._groups.meet(told.address, told.port, self._within_s, said))
+        return staying.why_left(self._groups.meet(told.address, told.port, self.clock.within_s, said))
 
     def _renew(self, where: str, *, all_of_them: bool = False) -> None:
         assert self._groups is not None and self._next is not None
-        at_s = time.monotonic() - self._since
+        at_s = self.clock.elapsed_s()
         self._groups.renew(self._next.launch, all_of_them=all_of_them)
         self._next, self._met, self._alone = None, False, False
-        done_s = time.monotonic() - self._since
+        done_s = self.clock.elapsed_s()
         log.info("%s after %.3f s, the process groups are exchanged after %.3f s", where, at_s, done_s)
 
     def wraps(self) -> None:
@@ -213,7 +212,7 @@ class Continuing:
         """End what belongs to the old launch, and keep the state."""
         self._broken.wait()  # on the processor's thread; the clock runs
         source: Any = processor.source
-        if source.on_device and (reason := source.why_not_at_rest(self._within_s / 2)):
+        if source.on_device and (reason := source.why_not_at_rest(self.clock.within_s / 2)):
             self.leave(reason)
         self.state.keep(adapter, self._incident)
         if (detach := getattr(adapter, "detach", None)) is not None:
@@ -243,7 +242,7 @@ class Continuing:
         The launcher kills processes that it does not want in that launch.
         """
         while (told := self._files.next()) is None or told.launch != launch or not told.released:
-            if time.monotonic() > self._since + self._patience_s:
+            if self.clock.elapsed_s() > self._patience_s:
                 self.leave("the launcher has not announced the next launch")
             time.sleep(LOOK_S)
         os.environ.update(told.as_environment())
@@ -260,8 +259,8 @@ class Continuing:
         """
         self._broken.clear()
         with self._switch:
-            self.releasing = True  # before ``runs``: a collective may fail meanwhile, see ``watched``
-            self._start_clock(RankEnv.from_env().launch + 1)
+            self.releasing = True  # before the clock runs: a collective may fail meanwhile, see ``watched``
+            self.clock.start(RankEnv.from_env().launch + 1)
             self._incident = incident
         processor.gate.halt()
         self._let_go(processor.source)
@@ -273,7 +272,7 @@ class Continuing:
         if groups is None:
             return
         try:
-            reason = source.why_not_abort(self._within_s / 2) if groups.aborts else ""
+            reason = source.why_not_abort(self.clock.within_s / 2) if groups.aborts else ""
             if not reason:
                 groups.let_go()
         except Exception as problem:
@@ -281,20 +280,12 @@ class Continuing:
         if reason:
             self.leave(f"the connections of this rank cannot be broken: {reason}")
 
-    def over(self) -> None:
-        """Stop the clock and remove the mark, because an update begins for which every rank has its gradient."""
-        with self._switch:
-            if not self.releasing:
-                self._stop_clock()
-
-    def _stop_clock(self) -> None:
-        self.runs = False
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-            if not self._files.unmark(self._pid):  # the launcher would kill it when its time is over
-                self.leave("its mark for the launcher cannot be removed")
-            log.info("training goes on in this process, %.3f s after the checkpoint", time.monotonic() - self._since)
+    def update_begins(self) -> None:
+        """Stop the clock, if it runs, because an update begins for which every rank has its gradient."""
+        if self.clock.runs:
+            with self._switch:
+                if not self.releasing:
+                    self.clock.stop()
 
     def leave(self, why: str) -> NoReturn:
         """End the process with exit code 75. The job is saved, and the launcher starts all ranks anew."""
@@ -311,15 +302,6 @@ class Continuing:
         time.sleep(RETRY_S)
         self._retries = True
         return True
-
-    def _start_clock(self, launch: int) -> None:
-        self._since = time.monotonic()
-        self._files.mark(self._pid, self._since + self._within_s, launch)
-        if self._timer is not None:
-            self._timer.cancel()  # another rank died before the first update: this clock replaces that one
-        self._timer = threading.Timer(self._within_s, self.leave, (f"it did not go on within {self._within_s:g} s",))
-        self._timer.daemon = self.runs = True
-        self._timer.start()
 
 
 _continuing: Continuing | None = None
@@ -380,16 +362,16 @@ def watched() -> Iterator[None]:
         raise
     except BaseException as problem:
         left = os.getpid() != pid or (isinstance(problem, SystemExit) and problem.code in (None, 0))
-        if goes_on is not None and goes_on.runs and not (goes_on.releasing or left):
+        if goes_on is not None and goes_on.clock.runs and not (goes_on.releasing or left):
             if goes_on.tries_again(problem):
                 raise TrainAgain from None
             log.error("train() was called again, and raised", exc_info=True)
             goes_on.leave(f"train() was called again, and raised {describe(problem)}")
         raise
-    if goes_on is not None and goes_on.runs and not goes_on.releasing and os.getpid() == pid:
+    if goes_on is not None and goes_on.clock.runs and not goes_on.releasing and os.getpid() == pid:
         if not goes_on.state.way:
             goes_on.leave("train() was called again, and has ended without restoring anything")
-        goes_on.over()  # no update was left to make
+        goes_on.update_begins()  # no update was left to make
 
 
 def _groups(*, seat: bool, with_nccl: bool) -> Groups | None:

@@ -18,7 +18,7 @@ class KeptState:
         """How this rank got its state, in words; empty: it has not been restored."""
 
     def keep(self, adapter: Any, incident: str) -> None:
-        """Get the state from the adapter, whose training thread has left its loop. Never raises.
+        """Get the state from the source of the adapter, whose training thread has left its loop. Never raises.
 
         Args:
             adapter: the adapter of the old launch.
@@ -26,7 +26,7 @@ class KeptState:
         """
         self.way = ""
         try:
-            self._kept, self._why = adapter.keep(incident), ""
+            self._kept, self._why = adapter.source.keep(incident), ""
         except Exception as problem:
             self._kept, self._why = None, str(problem) or repr(problem)
 

@@ -153,8 +153,8 @@ class Processor:
         if self.copying is not None:
             self.copying.hold()
         self.gate.begin_update(again)
-        if self.goes_on is not None and self.goes_on.runs:  # behind the gate, which is halted for a rank that goes on
-            self.goes_on.over()
+        if self.goes_on is not None:
+            self.goes_on.update_begins()  # behind the gate, which is halted for a rank that goes on
 
     def leave_update(self) -> None:
         """See ``UpdateReporter.leave_update``."""
@@ -211,7 +211,7 @@ class Processor:
 
     def speak_for(self, program: RankProgram, perform: Callable[[act.ProgramAction], None]) -> None:
         """Set the machine of a program that saves and repairs itself. Before ``start``; ``perform`` must not block."""
-        self._machine.program, self._perform_program = program, perform
+        self._machine.state.program, self._perform_program = program, perform
 
     def tell(self, event: ev.ProgramEvent) -> None:
         """Pass an event to the program's own recovery. May be called from any thread."""

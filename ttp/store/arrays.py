@@ -192,11 +192,16 @@ def set_home(device: Any) -> None:
     _home[device.type] = device
 
 
+def home(kind: str) -> Any:
+    """Return the home device of this type; None: there is none."""
+    return _home.get(kind)
+
+
 def _elsewhere(device: Any) -> list[str]:
     """Return the name of a device in a list, without its number if it is the process's home; CPU: []."""
     if device.type == "cpu":
         return []
-    return [device.type if device == _home.get(device.type) else str(device)]
+    return [device.type if device == home(device.type) else str(device)]
 
 
 def _here(name: Any) -> Any:
@@ -215,7 +220,7 @@ def _here(name: Any) -> Any:
     if not getattr(library, "is_initialized", lambda: False)():
         return None
     if device.index is None:
-        return _home.get(device.type, device)
+        return home(device.type) or device
     return device if device.index < library.device_count() else None
 
 

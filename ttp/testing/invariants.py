@@ -106,7 +106,7 @@ class Judge:
         meanwhile = machine.stand_in.rescue
         aside = record.incident.endswith(MEANWHILE)
         job = machine.stand_in.job if aside else machine.job
-        incident = meanwhile.incident or meanwhile.last if aside else machine.incident or machine.last_incident
+        incident = meanwhile.incident or meanwhile.last if aside else machine.incident or machine.rescue.last
         if incident is None:
             return
         match record.kind:
@@ -162,7 +162,7 @@ class Judge:
 
     def goes_on(self, rank: SimRank) -> None:
         """Check that a rank that continues in its process has not raised (I8)."""
-        broken = rank.machine._state.broken
+        broken = rank.machine.state.broken
         if broken is not None and broken.kind is not m.FaultKind.COLLECTIVE:
             raise InvariantBroken(f"I8: rank {rank.rank} continues although it raised: {broken.text}")
 

@@ -6,25 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ttp.core import messages as m
-from ttp.core.controller.events import (
-    Accused,
-    Action,
-    ConnectionId,
-    ControllerTimeouts,
-    Event,
-    LookAt,
-    LookedAt,
-    Received,
-    ReceivedAlike,
-    Record,
-    Remembered,
-    SaveRequested,
-    Send,
-    SendAlike,
-    Stop,
-    StreamEnded,
-    Tick,
-)
+from ttp.core.controller import events as ce
 from ttp.core.controller.machine import ControllerMachine
 from ttp.core.layout import Rank
 from ttp.testing.clock import Alarm, Process
@@ -46,25 +28,25 @@ class SimController(Process):
 
     Args:
         world: the simulation.
-        patience: the machine's timeouts.
+        timeouts: the machine's timeouts.
         host: name of the host where the process runs.
         name: name in the trace and in the ids of its incidents.
     """
 
-    def __init__(self, world: Simulation, patience: ControllerTimeouts, host: str, name: str) -> None:
+    def __init__(self, world: Simulation, timeouts: ce.ControllerTimeouts, host: str, name: str) -> None:
         super().__init__(world, name)
         self.host = host
         self.restarts = 0
         """How often a dead controller is restarted at once; the successor gets this number less one."""
-        self.machine = ControllerMachine(patience, lambda n: f"{name}-i{n}", world.now, host)
+        self.machine = ControllerMachine(timeouts, lambda n: f"{name}-i{n}", world.now, host)
         self._world = world
-        self._streams: dict[ConnectionId, Stream | Line] = {}
+        self._streams: dict[ce.ConnectionId, Stream | Line] = {}
         self._events_left: int | None = None
         self._actions_left = 0
-        self._alarm = Alarm(self, self.machine.deadline, lambda: self.on_event(Tick()))
+        self._alarm = Alarm(self, self.machine.deadline, lambda: self.on_event(ce.Tick()))
         self._alarm.plan()
 
-    def accept(self, rank: RankEnd, connection: ConnectionId) -> Stream:
+    def accept(self, rank: RankEnd, connection: ce.ConnectionId) -> Stream:
         """Accept a stream of a rank."""
         stream = self._world.stream(rank, self, connection)
         self._streams[connection] = stream
@@ -109,7 +91,7 @@ class SimController(Process):
         """Kill the process at its ``events``-th event from now, after ``actions`` of that event's actions."""
         self._events_left, self._actions_left = events, actions
 
-    def on_event(self, event: Event, *, more: bool = False) -> None:
+    def on_event(self, event: ce.Event, *, more: bool = False) -> None:
         """Give an event to the machine; see ``ControllerEnd``. The event may be the repeat of a report.
 
         Args:
@@ -118,8 +100,8 @@ class SimController(Process):
         """
         self.run(self._take, event, more)
 
-    def _take(self, event: Event, more: bool) -> None:
-        if isinstance(event, StreamEnded):
+    def _take(self, event: ce.Event, more: bool) -> None:
+        if isinstance(event, ce.StreamEnded):
             self._streams.pop(event.connection, None)
         actions = self.machine.on_event(event, self._world.now, more=more)
         self._world.trace(self.name, _describe(event))
@@ -132,13 +114,13 @@ class SimController(Process):
     def _settle(self) -> None:
         self._act(self.machine.settle(self._world.now))
 
-    def _act(self, actions: list[Action]) -> None:
+    def _act(self, actions: list[ce.Action]) -> None:
         if actions:
             self._world.judge.controller_acted(self.machine, actions)
         self._perform(actions)
         self._alarm.plan()
 
-    def _perform(self, actions: list[Action]) -> None:
+    def _perform(self, actions: list[ce.Action]) -> None:
         dies = False
         if self._events_left is not None:
             self._events_left -= 1
@@ -150,20 +132,20 @@ class SimController(Process):
         if dies:
             self.kill()
 
-    def _do(self, action: Action) -> None:
+    def _do(self, action: ce.Action) -> None:
         match action:
-            case Send(connection, order):
+            case ce.Send(connection, order):
                 self._send(connection, order.rank, order)
-            case SendAlike(who, order):
+            case ce.SendAlike(who, order):
                 for connection, rank in who:
                     self._send(connection, rank, order)
-            case Record(kind, incident, facts):
+            case ce.Record(kind, incident, facts):
                 self._world.trace(self.name, f"[{incident}] {kind} {facts}")
                 self._note(kind, facts)
-            case LookAt(host):
-                looked = LookedAt(host, self._world.roads.silent_s(self, host))
+            case ce.LookAt(host):
+                looked = ce.LookedAt(host, self._world.roads.silent_s(self, host))
                 self._world.after(0.0, self.on_event, looked)
-            case Stop():
+            case ce.Stop():
                 self.end()
                 for stream in list(self._streams.values()):
                     stream.end()
@@ -175,10 +157,10 @@ class SimController(Process):
             history[incarnation] = facts["version"], facts["path"]
         elif kind == "incarnation" and facts["resumed"]:
             saved = history.get(facts["incarnation"])
-            read = Remembered(0, saved is not None, saved)
+            read = ce.Remembered(0, saved is not None, saved)
             self._world.after(self._world.rng.random() * READ_S, self.on_event, read)
 
-    def _send(self, connection: ConnectionId, rank: Rank, order: m.Order) -> None:
+    def _send(self, connection: ce.ConnectionId, rank: Rank, order: m.Order) -> None:
         self._world.trace(self.name, f"> {type(order).__name__} {rank}")
         stream = self._streams.get(connection)
         if stream is not None:
@@ -187,29 +169,29 @@ class SimController(Process):
                 stream.end()
 
 
-def _apart(actions: list[Action]) -> Iterator[Action]:
+def _apart(actions: list[ce.Action]) -> Iterator[ce.Action]:
     """Split orders for several ranks, because the controller may die when only some ranks have received theirs."""
     for action in actions:
-        if isinstance(action, SendAlike):
-            yield from (SendAlike((one,), action.order) for one in action.who)
+        if isinstance(action, ce.SendAlike):
+            yield from (ce.SendAlike((one,), action.order) for one in action.who)
         else:
             yield action
 
 
-def _describe(event: Event) -> str:  # noqa: PLR0911 - one line for each event
+def _describe(event: ce.Event) -> str:  # noqa: PLR0911 - one line for each event
     match event:
-        case Received(connection, report):
+        case ce.Received(connection, report):
             return f"< {type(report).__name__} {report.rank} on {connection}"
-        case ReceivedAlike(who, report):
+        case ce.ReceivedAlike(who, report):
             return f"< {type(report).__name__} {', '.join(f'{rank} on {connection}' for connection, rank in who)}"
-        case StreamEnded(connection):
+        case ce.StreamEnded(connection):
             return f"< stream {connection} ended"
-        case Accused(ranks):
+        case ce.Accused(ranks):
             return f"< accused {ranks}"
-        case LookedAt(host, silent_s):
+        case ce.LookedAt(host, silent_s):
             return f"< looked at {host}: {silent_s}"
-        case SaveRequested():
+        case ce.SaveRequested():
             return "< save requested"
-        case Remembered(_, _, saved):
+        case ce.Remembered(_, _, saved):
             return f"< remembered {saved}"
     return "tick"

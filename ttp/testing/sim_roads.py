@@ -53,11 +53,11 @@ class Roads:
 
     Args:
         world: the simulation.
-        patience: the timeouts of every controller.
+        timeouts: the timeouts of every controller.
     """
 
-    def __init__(self, world: Simulation, patience: ControllerTimeouts) -> None:
-        self._world, self._patience = world, patience
+    def __init__(self, world: Simulation, timeouts: ControllerTimeouts) -> None:
+        self._world, self._timeouts = world, timeouts
         self._home = world.scenario.hosts[0]
         self._at: dict[str, SimController] = {}
         self._relays: dict[str, SimRelay] = {}
@@ -108,7 +108,7 @@ class Roads:
 
     def _start(self, host: str, address: str) -> SimController:
         self._controllers += 1
-        controller = SimController(self._world, self._patience, host, f"controller {self._controllers}")
+        controller = SimController(self._world, self._timeouts, host, f"controller {self._controllers}")
         self._at[address] = controller
         self._world.trace(controller.name, f"starts on {host}")
         return controller

@@ -36,7 +36,7 @@ _NUMBERS, _NUMBER_BYTES = 512, 16
 sends some dozens per update."""
 _SAMPLED = 64
 """Number of elements in a sample of a tensor."""
-_NUMBER_S = 5.0
+NUMBER_S = 5.0
 """Seconds to wait for a single number from a device."""
 
 
@@ -150,13 +150,13 @@ class Number:
     def value(self) -> float | int:
         """Return the number as it was at the point of the training's stream at which it was queued.
 
-        May wait for ``_NUMBER_S`` seconds, so not for the training thread.
+        May wait for ``NUMBER_S`` seconds, so not for the training thread.
 
         Raises:
             CheckpointError: the number did not arrive in time, or its memory was used again.
         """
-        if not poll(self._event.query, _NUMBER_S):
-            raise CheckpointError(f"a number such as the loss scale did not leave the device within {_NUMBER_S:g} s")
+        if not poll(self._event.query, NUMBER_S):
+            raise CheckpointError(f"a number such as the loss scale did not leave the device within {NUMBER_S:g} s")
         found = self._slot.item()
         if self._numbers.turn - self._turn >= _NUMBERS:
             raise CheckpointError("a number from the device was overwritten: the host is too far ahead of the device")

@@ -50,11 +50,13 @@ class ExtraState:
         """The objects that are modules, by name: replicated state, whose tensors are saved with the shard."""
         others = {n: o for n, o in named.items() if n not in self.modules}
         loaders = {n: o for n, o in others.items() if type(o).__module__.startswith("torchdata.")}
-        self._late = [n for n, o in loaders.items() if hasattr(getattr(o, "sampler", None), "set_epoch")]
+        self._late = [name for name, loader in loaders.items() if _late_epoch(loader, [*named.values()])]
         if loaders:
             require("torchdata", "wrap_optimizer", TORCHDATA, extra="torchdata")
         self._constant = {n: o for n, o in others.items() if getattr(o, "ttp_constant", False) is True}
         self._changing = {n: o for n, o in others.items() if n not in self._constant}
+        self.completed = {n for n, o in others.items() if getattr(o, "ttp_completes_itself", False) is True}
+        """Names of the objects of ttp's callbacks that take from other ranks what a rank that died lacks."""
         for name, value in {**self._changing, **self._constant}.items():
             _encoded(name, value, on_host=name in self._constant)
         self._encoders = {name: RepeatedEncoder(_path(name)) for name in self._changing}
@@ -182,6 +184,14 @@ def _refuse_devices(name: str, state: Any) -> None:
                 f"{_path(name)} holds a tensor on {leaf.device}. The state of an object with ttp_constant is read when "
                 "a checkpoint is written, and the device may hang then: keep it on the CPU"
             )
+
+
+def _late_epoch(loader: Any, restored: Sequence[Any]) -> bool:
+    """Return whether a loader's sampler has to know its epoch, and no object that is restored before it has it."""
+    before = itertools.takewhile(lambda each: each is not loader, restored)
+    sampler = getattr(loader, "sampler", None)
+    held = (value for each in before if hasattr(each, "__dict__") for value in vars(each).values())
+    return hasattr(sampler, "set_epoch") and not any(value is sampler for value in held)
 
 
 def _encoded(name: str, value: Any, *, on_host: bool = False) -> bytes:

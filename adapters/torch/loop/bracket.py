@@ -46,6 +46,9 @@ _NOT_EVALUATED = (
     "to an optimizer that does not call it"
 )
 
+_VERSIONS_LOOKED_AT = 5
+"""Number of first versions in which optimizers are watched for communication in their steps."""
+
 
 class Capture(Protocol):
     """The methods of ``LocalCapture`` that the hooks use."""
@@ -214,6 +217,8 @@ class Bracket:
                 warn_of_unheard(optimizer)
             self._open(redoable=True)
             self._stepping.entered()
+            if self._ended < _VERSIONS_LOOKED_AT and (check := self._turns.communication) is not None:
+                check.step_begins(type(optimizer).__name__)
             return None
         self._again = False  # the closure makes a new gradient
         kind: Any = type(optimizer)
@@ -312,6 +317,8 @@ class Bracket:
             self._open(redoable=False)
         if depth:
             return
+        if self._ended < _VERSIONS_LOOKED_AT and (check := self._turns.communication) is not None:
+            check.step_ended(type(optimizer).__name__)
         if self._untouched is not None and not self._untouched.stepped():
             self._untouched = None
         if self._turns.simple or self._turns.ended(self._number):

@@ -143,6 +143,7 @@ class Followers:
         for handle in self._handles:
             handle.remove()
         self._handles, self._mark, self._written = [], None, None
+        self._named, self.small = {}, []
 
     def _uses_buffers(self, module: nn.Module, _args: Any) -> None:
         """Compare the buffers at the first forward pass after an update, unless it is that of an evaluation."""
@@ -158,7 +159,7 @@ class Followers:
             log.warning(_WRITTEN, ", ".join(changed[:_LISTED_MAX]) + (", ..." if len(changed) > _LISTED_MAX else ""))
 
     def _forward(self, module: nn.Module, _args: Any) -> None:
-        if torch.compiler.is_compiling() or self._mark is None:
+        if torch.compiler.is_compiling() or self._mark is None or capturing():
             return
         if module.training and torch.is_grad_enabled():
             self._entered = True
@@ -174,6 +175,13 @@ class Followers:
         return [name for name in self._named if now[name][0] != before[name][0]]
 
     def _look_at_buffers(self) -> dict[str, _State]:
+        try:
+            return self._states_of_buffers()
+        except Exception:  # a device may have no memory left for the samples
+            log.debug("the buffers of the model are not compared", exc_info=True)
+            return {}
+
+    def _states_of_buffers(self) -> dict[str, _State]:
         found = {name: each for name, each in self._model.named_buffers() if each.numel() and _is_readable(each)}
         small = [n for n, each in found.items() if self._on_host(each) and each.nbytes <= _COPIED_BYTES_MAX]
         return {n: (copied_bytes(each), None) if n in small else _moving(each) for n, each in found.items()}

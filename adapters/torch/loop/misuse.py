@@ -214,8 +214,13 @@ def warn_of_unheard(optimizer: Optimizer) -> None:
         )
 
 
+_STEPS_THAT_COMMUNICATE = 3
+"""Steps of an optimizer in a row that show that it communicates, and not another thread (a checkpoint that is written).
+"""
+
+
 class CommunicationCheck:
-    """Warns, on rank 0 of several, of a loop that communicates between its last step and ``step_done()``.
+    """Warns, on rank 0 of several, of a loop that communicates in a step, or from its last step to ``step_done()``.
 
     torch counts the collectives of each process group. They are compared in the first versions only.
     """
@@ -223,6 +228,26 @@ class CommunicationCheck:
     def __init__(self) -> None:
         self._versions_left = 5
         self._counts: list[int] = []
+        self._before_step: list[int] = []
+        self._steps: dict[str, int] = {}
+
+    def step_begins(self, kind: str) -> None:
+        """Note that an optimizer of this class begins a step without a closure."""
+        looks = 0 <= self._steps.get(kind, 0) < _STEPS_THAT_COMMUNICATE and _is_first_of_several()
+        self._before_step = _collectives() if looks else []
+
+    def step_ended(self, kind: str) -> None:
+        """Warn once if the first steps of an optimizer have communicated."""
+        counts, self._before_step = self._before_step, []
+        if counts:
+            self._steps[kind] = seen = -1 if counts == _collectives() else self._steps.get(kind, 0) + 1
+            if seen == _STEPS_THAT_COMMUNICATE:
+                log.warning(
+                    "%s.step() communicates with other ranks: if a rank is lost, those that wait for it there are in "
+                    "mid-update and cannot save the last version. Reduce the gradients before the step, or give "
+                    'wrap_optimizer() undo="preimage"',
+                    kind,
+                )
 
     def stepped(self, can_go_back: bool) -> None:
         """Note that a step has ended, and whether training can go back from there to the last version."""

@@ -29,9 +29,20 @@ from dataclasses import replace
 from operator import is_
 from typing import Any, NamedTuple
 
+from torch import Tensor
 from torch.optim import Optimizer
 
-from ttp.adapters.torch.device.accelerator import AHEAD_MAX, Numbers, Runtime, number
+from ttp.adapters.torch.device.accelerator import (
+    AHEAD_MAX,
+    NUMBER_S,
+    AllEvents,
+    Event,
+    Numbers,
+    Runtime,
+    holder,
+    number,
+    poll,
+)
 from ttp.adapters.torch.local_state.hyperparameters import (
     Hyperparameters,
     ParamGroups,
@@ -64,6 +75,7 @@ class _Snapshot(NamedTuple):
         updated: whether ``scaler.update()`` was called after the update to this version.
         skipping: the flags by which the scaler has told fused optimizers to skip the step.
         usual: the hyperparameters of the forward pass before the update, or after it if that was seen; None: of none.
+        copied: the mark behind the copies of hyperparameters that are tensors on a device; None: none are.
     """
 
     version: int
@@ -74,6 +86,7 @@ class _Snapshot(NamedTuple):
     updated: bool = False
     skipping: tuple[Any, ...] = ()
     usual: Hyperparameters | None = None
+    copied: Event | None = None
 
 
 class PostStepState:
@@ -86,7 +99,7 @@ class PostStepState:
         scheduler: an LR scheduler (anything with ``step`` and ``state_dict``), or a list of them; None: none.
         scaler: a ``GradScaler``, or None.
         averages: whether averages of the weights (EMA) are part of the post-step.
-        runtimes: the devices on which a scaler may have its numbers.
+        runtimes: the devices on which a scaler may have its numbers, or an optimizer its learning rate.
 
     Raises:
         UsageError: the scheduler's state cannot be stored.
@@ -101,7 +114,7 @@ class PostStepState:
         averages: bool = False,
         runtimes: Sequence[Runtime] = (),
     ) -> None:
-        self._numbers = Numbers(runtimes)
+        self._runtimes, self._numbers = runtimes, Numbers(runtimes)
         self._optimizers = tuple(optimizers)
         self._habits = tuple(map(Habit, listed(scheduler)))
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
@@ -134,6 +147,8 @@ class PostStepState:
 
     def forward_entered(self, training: bool) -> None:
         """Note that a forward pass begins. An evaluation may precede the scheduler's step: it ends no post-step."""
+        if self._snapshot.copied is not None and any(runtime.capturing() for runtime in self._runtimes):
+            return  # what is copied on a device now would become part of the CUDA graph: the gate is early enough
         if training and self._looked is not None and self._looked != self._snapshot.version:
             self._look_at_settings()
         if self._open and training:
@@ -217,11 +232,14 @@ class PostStepState:
     def job_state(self, version: int) -> JobState:
         """Return the states of scheduler and scaler that belong to ``version``, with the calls that are still due.
 
+        Tensors in them may be on a device.
+
         Raises:
             CheckpointError: the state of that version is not kept, or numbers did not arrive from the device.
         """
         entered = self._entered  # read before the snapshot, which may be replaced meanwhile
         found, due = self._read(version)
+        _wait_for(found)
         open_ended = found.version == self._snapshot.version and not entered
         pending = open_ended and not self._scaler_done(found.updated)
         if self._scales_elsewhere and found.version == self._snapshot.version and not found.updated:
@@ -245,6 +263,7 @@ class PostStepState:
         return self._groups(self._read(version)[0])
 
     def _groups(self, found: _Snapshot) -> list[ParamGroups]:
+        _wait_for(found)
         groups = [each.groups() for each in found.groups]
         return groups if found.usual is None else with_values(groups, found.usual, self._put_back)
 
@@ -272,6 +291,7 @@ class PostStepState:
         pairs = list(zip(self._habits, last.schedules, strict=True))
         began = [habit.began(before) for habit, before in pairs]
         half = any(habit.began(before) and not habit.through(before) for habit, before in pairs)
+        half = half or (last.copied is not None and any(began))  # a thread that saves does not read rates on a device
         missing = [not entered and not b and h.learned(self._ended) for h, b in zip(self._habits, began, strict=True)]
         if not half and not any(missing):
             return [False] * len(pairs)
@@ -302,13 +322,13 @@ class PostStepState:
         else:
             schedules = tuple(map(Habit.look, self._habits, last.schedules))
             groups = hyperparameters_of(self._optimizers, self._usual or last.groups)
-        usual = self._usual
+        usual, mark = self._usual, self._mark(groups) if self._runtimes else None
         if self._scaler is None:
-            return _Snapshot(version, schedules, None, groups, usual=usual)
+            return _Snapshot(version, schedules, None, groups, usual=usual, copied=mark)
         told = (getattr(each, "found_inf", None) for each in self._optimizers)
         skipping = tuple(self._numbers.bring(flag) for flag in told if flag is not None)
         scaling, scaler = getattr(self._scaler, _SCALING, None), self._brought(_scaler_numbers(self._scaler))
-        return _Snapshot(version, schedules, scaler, groups, scaling, skipping=skipping, usual=usual)
+        return _Snapshot(version, schedules, scaler, groups, scaling, skipping=skipping, usual=usual, copied=mark)
 
     def _after(self, last: _Snapshot, *, schedules: bool = True, training: bool = False) -> _Snapshot:
         """Return ``last`` brought up to now: with the scaler's update and the schedulers' steps that followed it.
@@ -329,7 +349,13 @@ class PostStepState:
         if all(map(is_, now, last.schedules)):
             return last
         groups = hyperparameters_of(self._optimizers, last.groups)
-        return last._replace(schedules=now, groups=groups)
+        return last._replace(schedules=now, groups=groups, copied=self._mark(groups) if self._runtimes else None)
+
+    def _mark(self, groups: Hyperparameters) -> Event | None:
+        """Return a mark behind the copies, made by this thread, of hyperparameters on devices; None: there are none."""
+        copies = (v for each in groups for group in each.copies or () for v in group.values() if isinstance(v, Tensor))
+        found = {id(runtime): runtime for v in copies if (runtime := holder(self._runtimes, v)) is not None}
+        return AllEvents([runtime.mark(side=False) for runtime in found.values()]) if found else None
 
     def _is_updated(self, last: _Snapshot) -> bool:
         return last.updated or (last.scaling is not None and getattr(self._scaler, _SCALING, None) is not last.scaling)
@@ -345,6 +371,11 @@ class PostStepState:
         for habit in self._habits:
             with ToldAs(UsageError, "the state of the scheduler cannot be stored", EncodingError):
                 encode(habit.look().state, "scheduler.state_dict()")
+
+
+def _wait_for(found: _Snapshot) -> None:
+    if found.copied is not None and not poll(found.copied.query, NUMBER_S):
+        raise CheckpointError(f"a learning rate that is a tensor on a device was not set there within {NUMBER_S:g} s")
 
 
 def _scaler_numbers(scaler: Any) -> dict[str, Any]:

@@ -78,8 +78,8 @@ class Restoring(abc.ABC):
     _schedulers: list[Any]
     _scaler: Any
     _extra: ExtraState
-    _capture: LocalCapture
-    _source: TorchSource
+    capture: LocalCapture
+    source: TorchSource
     _post_step: PostStepState | None
     _resumed: bool
     start: Repeating | None = None
@@ -176,7 +176,7 @@ class Restoring(abc.ABC):
         committed = Origin(manifest.version, manifest.incident)
         if kept is not None and (why := self._why_not(kept, committed, manifest, rank, world_size)):
             kept = None
-        several = connected(world_size) and not self._source.on_device  # state on devices is not sent yet
+        several = connected(world_size) and not self.source.on_device  # state on devices is not sent yet
         if several and (manifest.size >= TRANSFER_BYTES or several_hosts(world_size)):
             said = gather_bytes(b"1" if kept is not None else b"0")
             holders = [Rank(other) for other, word in enumerate(said) if word == b"1"]
@@ -241,12 +241,12 @@ class Restoring(abc.ABC):
             log.warning("restored version %s, but %s", version, note)
         if self._post_step is not None:
             self._post_step.restored(version)
-        for fence in (self._source.begun, self._source.finished):
+        for fence in (self.source.begun, self.source.finished):
             fence.record(version)
-        self._source.base = version
-        self._source.forget()
+        self.source.base = version
+        self.source.forget()
         if protected:
-            self._capture.capture(version, final=True)
+            self.capture.capture(version, final=True)
         return version
 
     def _load_modules(self, checkpoint: Path, manifest: Manifest) -> None:
@@ -269,7 +269,7 @@ class Restoring(abc.ABC):
     def _load_local(self, checkpoint: Path, manifest: Manifest, job: JobState, rank: int, world_size: int) -> list[str]:
         """Load the rank-local state and return notes. In another layout it is derived anew: see docs/concepts.md."""
         if self.start is not None:
-            self.start.put_back(self._capture)
+            self.start.put_back(self.capture)
             return []
         constant = job.extra.get("constant", {})
         same_world = self._same_places(manifest, world_size)
@@ -286,11 +286,12 @@ class Restoring(abc.ABC):
                 + "".join(f", and extra_state[{name!r}] is that of the replicas that saved theirs" for name in peers),
             ]
         died = is_provisional(manifest.pieces, owner)
-        behind = [n for n in sorted(local.extra.keys() - peers) if died and may_be_behind(manifest.pieces, n)]
+        own = sorted(local.extra.keys() - peers - self._extra.completed)
+        behind = [n for n in own if died and may_be_behind(manifest.pieces, n)]
         notes = [_BEHIND.format(owner, job.version, ", ".join(map(repr, behind)))] if behind else []
         extra = {**constant, **local.extra, **peers}
         if same_world:
-            return notes + self._capture.restore(replace(local, extra=extra))
+            return notes + self.capture.restore(replace(local, extra=extra))
         reseed(job.version, self._number(rank, world_size))
         return [
             *notes,

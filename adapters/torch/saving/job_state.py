@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from ttp.adapters.torch.saving.flatten_state import ToHost
 from ttp.core.messages import Piece
 from ttp.errors import CheckpointError, ToldAs, strerror_of
 from ttp.store.encoding import EncodingError, decode, encode
@@ -104,13 +109,17 @@ class JobState:
         pairs = zip(groups, kept, strict=True)
         return [group | {key: value for key, value in own.items() if key in group} for group, own in pairs]
 
-    def encode(self) -> bytes:
+    def encode(self, to_host: ToHost = Tensor.cpu) -> bytes:
         """Return the bytes of the file ``job_{generation}.msgpack``.
+
+        Args:
+            to_host: brings a tensor from a device.
 
         Raises:
             EncodingError: a value has no form on disk; the text says which one.
         """
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        brought = partial(tree_map_only, Tensor, lambda t: t if t.device.type == "cpu" else to_host(t))
+        values = {f.name: brought(getattr(self, f.name)) for f in fields(self)}
         if self.several is None:
             del values["several"]  # the format with one schedule is older than this field
         return encode(values, "job")

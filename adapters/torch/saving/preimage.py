@@ -99,7 +99,8 @@ class PreImage:
         self._images: deque[Image] = deque(maxlen=AHEAD_MAX if runtimes else 1)
         self._memory: dict[_Place, Tensor] = {}
         self._used: set[_Place] = set()
-        self._broken = False
+        self.broken = False
+        """True after a copy has failed; no more copies are made then."""
         self._serial = -1
         if reserve:
             for number, member in enumerate(self._members):
@@ -117,12 +118,12 @@ class PreImage:
                 of ``version`` are kept.
             modules: True to copy the averages too.
         """
-        if self._broken:
+        if self.broken:
             return
         try:
             self._take(version, only, modules)
         except Exception as problem:
-            self._broken = True
+            self.broken = True
             self.forget()
             self._memory.clear()
             log.warning("training goes on, but updates cannot be undone: the state could not be copied (%s)", problem)
@@ -209,11 +210,6 @@ class PreImage:
         """The version of the copy; None if there is no copy, or it is being made."""
         image = self._kept()
         return None if image is None else image.version
-
-    @property
-    def broken(self) -> bool:
-        """True after a copy has failed; no more copies are made then."""
-        return self._broken
 
     @property
     def whole(self) -> bool:

@@ -73,8 +73,9 @@ def try_before_training(state: State, model: nn.Module, names: ModelNames, no_me
     """
     if why := refusal(state, model):
         raise ConfigError(why)
-    lost = [f"the buffer {name}" for name in no_memory if names.canonical(name) not in names.buffers]
-    for what in (*left_out(state), *lost):
+    lost = [name for name in no_memory if names.canonical(name) not in names.buffers]
+    more = f" (and {len(lost) - 1} more like it)" if len(lost) > 1 else ""  # each layer may have one
+    for what in (*left_out(state), *(f"the buffer {name}{more}" for name in lost[:1])):
         _log.warning(_NOT_SAVED, what)
 
 

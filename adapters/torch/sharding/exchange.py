@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ttp.core.layout import Rank, ranks_text
 from ttp.errors import ConfigError, DirectoryInUseError, UsageError
+from ttp.store.arrays import home
 
 log = logging.getLogger("ttp.adapters.torch")
 
@@ -120,8 +121,14 @@ def _bytes(content: torch.Tensor) -> bytes:
     return content.cpu().numpy().tobytes()
 
 
-def _device() -> str:
-    """Return the device type for messages: the host, unless the default group cannot send from it (NCCL)."""
+def _device() -> torch.device:
+    """Return the device for messages: the host, unless the default group cannot send from it (NCCL).
+
+    Then it is the device of the group, or that of the model. The current device may be that of another rank: a program
+    that names its devices need not choose one.
+    """
     world: dist.ProcessGroup | None = dist.group.WORLD
     kinds = [device.type for device in getattr(world, "_device_types", ())]
-    return "cpu" if "cpu" in kinds or not kinds else kinds[0]
+    if "cpu" in kinds or not kinds:
+        return torch.device("cpu")
+    return getattr(world, "bound_device_id", None) or home(kinds[0]) or torch.device(kinds[0])

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +45,8 @@ class ModelNames:
         self.parameters: dict[str, Tensor] = {}
         """The parameter of every name. A tied weight is in it under each of its names."""
         self._buffer_owners: dict[str, tuple[nn.Module, str]] = {}
-        self._extra_owners: dict[str, nn.Module] = {}
+        self.extra_states: dict[str, nn.Module] = {}
+        """The modules that define ``get_extra_state`` and ``set_extra_state``, by the name of their extra state."""
         self._canonical: dict[str, str] = {}
         self._by_identity: dict[int, str] = {}
         self._record()
@@ -79,11 +80,6 @@ class ModelNames:
     def device(self) -> torch.device:
         """The device of the first parameter."""
         return next((parameter.device for parameter in self.parameters.values()), torch.device("cpu"))
-
-    @property
-    def extra_states(self) -> Mapping[str, nn.Module]:
-        """The modules that define ``get_extra_state`` and ``set_extra_state``, by the name of their extra state."""
-        return self._extra_owners
 
     def canonical(self, name: str) -> str:
         """Return the name in a checkpoint for a name in ``model.named_parameters()`` or ``model.named_buffers()``."""
@@ -131,7 +127,7 @@ class ModelNames:
                     self._buffer_owners[name + key] = (owner, key)
             if type(owner).get_extra_state is not nn.Module.get_extra_state:
                 self._canonical[raw + EXTRA_STATE] = name + EXTRA_STATE
-                self._extra_owners[name + EXTRA_STATE] = owner
+                self.extra_states[name + EXTRA_STATE] = owner
 
     def _check(self, optimizer: Optimizer) -> None:
         unknown = [
@@ -145,7 +141,9 @@ class ModelNames:
             raise ConfigError(
                 f"the optimizer holds {len(unknown)} parameters that model= does not contain ({listed}): without names "
                 "they cannot be saved. Pass the module that owns all of them, for example "
-                "nn.ModuleDict({'model': model, 'loss': loss})"
+                "nn.ModuleDict({'model': model, 'loss': loss}). If a trainer passes its model (ttp.hf), they are not "
+                "in its DistributedDataParallel either, and each rank trains its own: use a loss without weights, or "
+                "let the model's forward() compute the loss"
             )
 
 

@@ -7,7 +7,8 @@ DistributedDataParallel): after a failure all of their ranks would get the weigh
 weights are compared once, after the first updates.
 
 An optimizer may divide the parameters among the ranks, update a share on each and exchange the weights. Its ranks are
-no copies either, however equal their weights are: so ranks also compare for which parameters they have state.
+no copies either, however equal their weights are: so ranks also compare for which parameters they have state, and the
+state that has the size of a rank's share.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import xxhash
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ttp.adapters.torch.device.accelerator import copied_bytes
 from ttp.adapters.torch.sharding.names import ModelNames
@@ -38,9 +40,9 @@ _DIFFERENT = (
 )
 
 _SPREAD = (
-    "the optimizer keeps its state spread over the ranks: rank {rank} has state for {names}, and rank {other} for "
-    "others. One of them writes a checkpoint, which would lack the rest. Use a class that updates every parameter "
-    "on each rank (SingleDeviceMuon, not Muon), or spread such a class with ttp.adapters.torch.ReplicatedOptimizer"
+    "the optimizer keeps its state spread over the ranks: {found}. One of them writes a checkpoint, which would lack "
+    "the rest. Use a class that updates every parameter on each rank (SingleDeviceMuon, not Muon), or spread such a "
+    "class with ttp.adapters.torch.ReplicatedOptimizer"
 )
 
 _SAME_WEIGHTS = (
@@ -57,16 +59,42 @@ _numbers = itertools.count()
 """Numbers the trainings of this process, which may use one store."""
 
 
-def state_by_parameter(state: Mapping[Any, Any]) -> dict[Tensor, Mapping[str, Any]]:
-    """Return for which parameters an optimizer has state now, which the loop may empty or add to at any time."""
-    held = ((each, kept) for each, kept in state.items() if isinstance(each, Tensor) and isinstance(kept, Mapping))
-    return {each: dict(kept) for each, kept in held if kept}
+class Held(NamedTuple):
+    """The state of an optimizer after an update."""
+
+    by_parameter: Mapping[Tensor, Mapping[str, Any]]
+    """The parameters that have state, and this state."""
+    shares: Sequence[tuple[Tensor, Tensor]]
+    """State that is one of as many parts as there are ranks: of a parameter, or of a group of which this is the first
+    one."""
+
+
+def held_state(optimizer: Optimizer, ranks: int) -> Held:
+    """Return the state that an optimizer has now, which the loop may empty or add to at any time."""
+    every = ((each, kept) for each, kept in optimizer.state.items() if isinstance(each, Tensor))
+    state = {each: dict(kept) for each, kept in every if isinstance(kept, Mapping) and kept}
+    shares: list[tuple[Tensor, Tensor]] = []
+    for each, kept in state.items():
+        tensors = _tensors(kept)
+        if all(_is_share(tensor.shape, each.shape, ranks) for tensor in tensors):
+            shares += [(each, tensor) for tensor in tensors]
+    for group in optimizer.param_groups:
+        for first in group["params"][:1]:
+            whole = len(group["params"]), *first.shape
+            shares += [(first, tensor) for tensor in _tensors(group) if _is_share(tensor.shape, whole, ranks)]
+    return Held(state, shares)
+
+
+def _is_share(shape: Sequence[int], whole: Sequence[int], ranks: int) -> bool:
+    """Return whether a tensor has as many rows as a rank's share of a whole that is divided by its rows."""
+    rows = whole[0] if whole else 0
+    return (*shape[1:],) == (*whole[1:],) and rows > shape[0] and shape[0] in (rows // ranks, -(-rows // ranks))
 
 
 def different_weights(
     noted: Sequence[tuple[Tensor, bytes]],
     names: ModelNames,
-    state: Mapping[Tensor, Mapping[str, Any]],
+    state: Held,
     reduced: Collection[int],
     env: RankEnv,
     version: Version,
@@ -79,44 +107,55 @@ def different_weights(
     Args:
         noted: parameters, and bytes of them after each of the first updates.
         names: names of the model.
-        state: what ``state_by_parameter`` returned after the update that made ``version``.
+        state: what ``held_state`` returned after the update that made ``version``.
         reduced: identities of the parameters whose weights need no comparison.
         env: the place of this rank.
         version: number of finished updates; only ranks that come here with the same one are compared.
     """
     compared = {parameter: data for parameter, data in noted if id(parameter) not in reduced}
-    holds = sorted(map(names.of, state))
+    holds = sorted(map(names.of, state.by_parameter))
     mine = xxhash.xxh3_128_hexdigest(b"".join(compared.values()))
-    own_state = xxhash.xxh3_128_hexdigest(b"".join(part for each in compared for part in _some(state.get(each, {}))))
+    own = (_tensors(state.by_parameter.get(each, {})) for each in compared)
+    own_state = xxhash.xxh3_128_hexdigest(b"".join(part for tensors in own for part in _some(tensors)))
     held = xxhash.xxh3_128_hexdigest(str(holds).encode())
+    parts = [tensor for _, tensor in state.shares]
+    shares = xxhash.xxh3_128_hexdigest(b"".join((str([part.shape for part in parts]).encode(), *_some(parts))))
     library: Any = dist
     store = library.PrefixStore("ttp/weights", library.distributed_c10d._get_default_store())
     key = f"{env.run_id}/{env.launch}/{next(_numbers)}/{version}"
     try:
-        first = store.compare_set(key, "", f"{env.rank} {mine} {own_state} {held}").decode()
+        first = store.compare_set(key, "", f"{env.rank} {mine} {own_state} {held} {shares}").decode()
     except RuntimeError as problem:  # the process that keeps the store has died, and the job is being saved
         log.debug("the ranks were not compared: %s", problem)
         return ""
-    other, theirs, their_state, held_there = first.split()
+    other, theirs, their_state, held_there, their_shares = first.split()
     told = ", ".join(map(names.of, compared))
     where = {"rank": env.rank, "other": other, "world_size": env.world_size}
     if theirs != mine:
         return _DIFFERENT.format(**where, names=told)
     if held_there != held:
-        some = ", ".join(holds[:_NAMED]) + (", ..." if len(holds) > _NAMED else "")
-        return _SPREAD.format(
-            **where, names=f"{len(holds)} parameter{'s' * (len(holds) > 1)} ({some})" if holds else "no parameter"
-        )
+        some = f"{len(holds)} parameter{'s' * (len(holds) > 1)} ({_listed(holds)})" if holds else "no parameter"
+        return _SPREAD.format(found=f"rank {env.rank} has state for {some}, and rank {other} for others")
+    if their_shares != shares:
+        some = _listed(dict.fromkeys(names.of(each) for each, _ in state.shares)) or "some parameters"
+        return _SPREAD.format(found=f"rank {env.rank} and rank {other} have different shares of that for {some}")
     if their_state != own_state:
         log.warning(_SAME_WEIGHTS, told, other)
     return ""
 
 
-def _some(state: Mapping[str, Any]) -> Iterator[bytes]:
-    """Yield some bytes of each tensor of a parameter's state on the host.
+def _listed(names: Collection[str]) -> str:
+    return ", ".join([*names][:_NAMED]) + (", ..." if len(names) > _NAMED else "")
 
-    Those on a device may be behind the weights, and numbers, such as counts of steps, ahead of a device.
-    """
-    for _, value in sorted(state.items(), key=lambda item: str(item[0])):
-        if type(value) is Tensor and value.dim() and value.device.type == "cpu" and value.layout is torch.strided:
+
+def _tensors(state: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors of a state. Numbers, such as counts of steps, may be ahead of a device."""
+    every = (value for _, value in sorted(state.items(), key=lambda item: str(item[0])))
+    return [value for value in every if type(value) is Tensor and value.dim()]
+
+
+def _some(tensors: Sequence[Tensor]) -> Iterator[bytes]:
+    """Yield some bytes of each tensor on the host. Those on a device may be behind the weights."""
+    for value in tensors:
+        if value.device.type == "cpu" and value.layout is torch.strided:
             yield copied_bytes(value.flatten()[:_SOME])

@@ -6,7 +6,8 @@ while others go on. The target of a copy to the host is garbage until the copy h
 garbage until the operation has run. A torch operation on device memory is work of the stream that is current in its
 thread, whichever module calls it: ``contiguous()`` and ``clone()`` allocate, ``item()`` and ``equal()`` wait. A single
 number that it takes from the host is read when the operation is queued. The tensors that it writes to are memory of the
-device, whichever code made them: torch makes counters and found infinities there by itself.
+device, whichever code made them: torch makes counters and found infinities there by itself. ``fake_python`` does what
+Python calls do that are no operations, such as ``cpu()``.
 
 A *sin* is an action that a real device would not forgive. It is raised as an exception, and kept in ``FakeDevice.sins``
 in case the exception is swallowed:
@@ -34,12 +35,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from tests.adapters.torch.fake_python import Saying
+
 POISON = 0xEE
 TRAINING, SIDE = "training first", "side first"
 
 _copy: Any = torch.ops.aten.copy_.default
 _item: Any = torch.ops.aten._local_scalar_dense.default
 _foreach_copy: Any = torch.ops.aten._foreach_copy_.default
+_indexing: Any = torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default
+_unknown_shape: Any = torch.Tag.dynamic_output_shape
 
 
 class Sin(AssertionError):  # noqa: N818 - not an error of the stand-in, but of what it watches
@@ -89,7 +94,7 @@ class FakeDevice:
     """A device with memory and streams. ``order`` is the stream that runs first; ``beside`` is a second device."""
 
     def __init__(self, order: str = TRAINING, beside: FakeDevice | None = None) -> None:
-        self.order = order
+        self.order, self.name = order, torch.device("cuda", 0 if beside is None else 1)
         self.moving = threading.Event()
         self.moving.set()
         self.broken = False
@@ -225,6 +230,20 @@ class FakeDevice:
         with self._lock:
             (stream or self.current).queue.append(task)
 
+    def left(self, tensor: Any, what: object) -> Any:
+        """Wait for the device, and return a copy of the tensor on the host."""
+        self._wait(what)
+        with _disable_current_modes():
+            return tensor.detach().clone()
+
+    def made(self, tensor: Any) -> Any:
+        """Note that the program has set memory aside, and return a tensor that is on the device."""
+        if not self.has(tensor):
+            if self._sealed:
+                self.sin(f"{tensor.nbytes} bytes are set aside on the device after the start")
+            self.allocated += 1
+        return self.put(tensor)
+
     # -------------------------------------------------------------------------------------------- operations of torch
 
     def operate(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -236,6 +255,8 @@ class FakeDevice:
         self._load(func, args)
         if func in (_copy, _foreach_copy):
             return self._copied(func, args, kwargs)
+        if _depends_on_values(func, args):
+            self._wait(func)
         written = [leaf for leaf in tree_leaves(_written(func, args, kwargs)) if isinstance(leaf, Tensor)]
         for leaf in written:
             self.put(leaf)
@@ -332,12 +353,27 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
     return [value for a, value in named if a.alias_info is not None and a.alias_info.is_write]
 
 
+def _depends_on_values(func: Any, args: Any) -> bool:
+    """Return whether the host has to know values on the device to tell the shape of the result, or what to write."""
+    if func in _indexing:
+        return any(isinstance(leaf, Tensor) and leaf.dtype is torch.bool for leaf in tree_leaves(args[1]))
+    return _unknown_shape in func.tags
+
+
 class Watching(TorchDispatchMode):
     """While it is active, the devices run what this thread does with their memory."""
 
     def __init__(self, *devices: FakeDevice) -> None:
         super().__init__()
-        self._devices = devices
+        self._devices, self._saying = devices, Saying(devices)
+
+    def __enter__(self) -> Any:
+        self._saying.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *problem: Any) -> None:
+        super().__exit__(*problem)
+        self._saying.__exit__(*problem)
 
     def dispatch(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         flat, form = tree_flatten((args, kwargs or {}))

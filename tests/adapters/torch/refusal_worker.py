@@ -89,6 +89,10 @@ def everything(directory: Path, rank: int) -> dict[str, Any]:
         "state of their own": reduced_by_hand(directory / "state", rank, every=1, error=rank),
         "counts of their own": reduced_by_hand(directory / "counts", rank, every=1, error=rank, shape=()),
         "state on one rank": spread(directory / "spread", rank),
+        "rows of a parameter": spread(directory / "rows", rank, OwnRows),
+        "parameters of a group": spread(directory / "group", rank, OwnOfGroup),
+        "one parameter of a group": spread(directory / "one", rank, OwnOfGroup, bias=False),
+        "as small as a share": spread(directory / "small", rank, SmallState),
         "state made anew": made_anew(directory / "anew", rank),
         "declared": reduced_by_hand(directory / "declared", rank, every=4, layout=Layout.data_parallel(WORLD)),
     }
@@ -134,10 +138,43 @@ class OwnShare(torch.optim.Optimizer):
                 parameter.sub_(momentum.add_(parameter.grad), alpha=0.1)
 
 
-def spread(directory: Path, rank: int) -> list[str]:
+class OwnRows(OwnShare):
+    """Each rank updates a part of the rows of each parameter, as modded-nanogpt's DistAdam."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            rows = slice(dist.get_rank(), dist.get_rank() + 1)
+            momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter[rows]))
+            parameter[rows].sub_(momentum.add_(parameter.grad[rows] + dist.get_rank()), alpha=0.1)
+
+
+class OwnOfGroup(OwnShare):
+    """Each rank updates a part of the parameters, with state in the param group, as modded-nanogpt's NorMuon."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        (group,) = self.param_groups
+        for parameter in group["params"][dist.get_rank() : dist.get_rank() + 1]:
+            parameter.sub_(parameter.grad, alpha=0.1)
+            group["momentum"] = parameter.grad.expand(1, *parameter.shape).clone()
+        group.setdefault("momentum", torch.zeros(0, *group["params"][0].shape))
+
+
+class SmallState(OwnShare):
+    """Each rank updates all parameters, with a state that has half of the rows."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter[:1]))
+            parameter.sub_(momentum.add_(parameter.grad[:1]).sum(), alpha=0.1)
+
+
+def spread(directory: Path, rank: int, kind: type[OwnShare] = OwnShare, bias: bool = True) -> list[str]:
     """The gradients are reduced by a DistributedDataParallel, and the optimizer has its state on one rank each."""
     torch.manual_seed(3)
-    model = Ddp(nn.Linear(2, 2))
+    model = Ddp(nn.Linear(2, 2, bias=bias))
 
     def iterate(_step: int, update: Callable[[], None]) -> None:
         for number, parameter in enumerate(model.parameters()):  # not after the update, which only one rank refuses
@@ -146,7 +183,7 @@ def spread(directory: Path, rank: int) -> list[str]:
         model(torch.full((1, 2), 1.0 - 2 * rank)).sum().backward()
         update()
 
-    return trained(registered(model, OwnShare(model.parameters())), directory, rank, iterate)
+    return trained(registered(model, kind(model.parameters())), directory, rank, iterate)
 
 
 def made_anew(directory: Path, rank: int) -> list[str]:

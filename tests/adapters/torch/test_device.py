@@ -57,7 +57,7 @@ def on_device(device: Any, given: list[Any]) -> list[Any]:
 def test_bytes_of_one_element_of_a_row() -> None:
     """Its stride is that of the row, which no view as bytes allows."""
     one = torch.full((1, 5), 2.0)[:, 0]
-    read = [sample_of(one).numpy().tobytes(), *unconnected._some({"exp_avg": one})]
+    read = [sample_of(one).numpy().tobytes(), *unconnected._some([one])]
     assert one.stride() == (5,) and read == [copied_bytes(torch.tensor(2.0))] * 2
 
 

@@ -125,7 +125,7 @@ def test_they_are_gone_back_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for _ in range(7):
         job.step(job.model.follow)
         states.append({name: value.clone() for name, value in job.model.state_dict().items()})
-        settled = small or job.adapter._followers is None
+        settled = small or job.adapter._around.followers is None
         assert source.has_preimage is settled, "a copy may lack those that are not known yet"
     saved = job.save(6, How.UNDO)
     other = made()
@@ -221,7 +221,7 @@ def test_of_a_container_the_parts_are_called(tmp_path: Path, container: Any) -> 
 def test_frozen_ones_are_waited_for_by_nobody(tmp_path: Path) -> None:
     job = taught(tmp_path, in_place, inside=False)
     assert [job.step() for _ in range(9)] == [False] * 9
-    assert job.adapter._followers is None, "looked at in the first updates only"
+    assert job.adapter._around.followers is None, "looked at in the first updates only"
 
 
 def test_a_loop_that_evaluates_before_it_moves_them(tmp_path: Path) -> None:
@@ -359,3 +359,26 @@ def test_other_ranks_do_not_tell_what_is_broadcast_to_them(tmp_path: Path, caplo
     for _ in range(3):
         plainly(model, job.optimizer, after=model.balance)(0)
     assert "between an update" not in caplog.text
+
+
+def test_nothing_is_queued_while_a_graph_is_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph would do it in each of its replays."""
+    model = Teacher(in_place, inside=False)
+    job = Job(tmp_path, model, model.student)
+    job.step(model.follow)
+    monkeypatch.setattr(followers, "capturing", lambda: True)
+    monkeypatch.setattr(followers.Followers, "_look", lambda _self: pytest.fail("it looks"))
+    model(data())
+
+
+def test_without_memory_for_samples_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_tensor: Tensor) -> bytes:
+        raise torch.OutOfMemoryError
+
+    model = Balanced()
+    job = Job(tmp_path, model, model)
+    job.step(model.balance)
+    monkeypatch.setattr(followers, "copied_bytes", full)
+    for _ in range(2):
+        job.step(model.balance)
+    assert job.gate.version == 3

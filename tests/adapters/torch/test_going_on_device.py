@@ -47,7 +47,7 @@ class Rank:
         self.processor = stub
         self.goes_on = Continuing(Config(run_dir=str(directory), keep_cuda=True), None, None)
         groups: Any = SimpleNamespace(aborts=True, let_go=lambda: transport.Nccl().let_go([self.backend]))
-        self.goes_on._groups, self.goes_on._within_s = groups, PATIENCE_S
+        self.goes_on._groups, self.goes_on.clock.within_s = groups, PATIENCE_S
         self.processor.goes_on, self.processor.source = self.goes_on, self.adapter.source
         self.adapter.attach(self.processor)
         for _ in range(updates):
@@ -105,7 +105,7 @@ def rank(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_pa
         yield make
         for each in made:
             each.goes_on.releasing = False
-            each.goes_on.over()
+            each.goes_on.update_begins()
 
 
 Make = Callable[..., Rank]
@@ -128,7 +128,7 @@ def test_no_update_is_queued_behind_a_collective_that_hangs(rank: Make) -> None:
     gradient = next(iter(one.model.parameters())).grad
     assert gradient is not None and one.made_up.copy(gradient).eq(GARBAGE).all(), "it was as unkind as it may be"
     assert one.state() == before
-    assert one.adapter.keep("incident").origin.version == 3
+    assert one.adapter.source.keep("incident").origin.version == 3
 
 
 def test_an_update_that_runs_is_waited_for(rank: Make) -> None:
@@ -168,9 +168,9 @@ def test_what_may_not_be_aborted_is_started_anew(
     rank: Make, monkeypatch: pytest.MonkeyPatch, what: str, why: str
 ) -> None:
     one = rank(1 if what == "the first steps" else 3)
-    monkeypatch.setattr(Continuing, "_start_clock", lambda _self, _launch: None)
+    monkeypatch.setattr(one.goes_on.clock, "start", lambda _launch: None)
     monkeypatch.setattr(transport, "ABORT_S", 0.1)
-    one.goes_on._within_s = 0.1
+    one.goes_on.clock.within_s = 0.1
     gate = one.processor.gate
     if what == "an update":
         gate.begin_update()
@@ -200,7 +200,7 @@ def test_a_device_that_does_not_come_to_rest_is_started_anew(rank: Make) -> None
     one = rank()
     one.processor.gate.close()
     one.goes_on.released(one.processor, "incident")
-    one.goes_on._within_s = 0.1
+    one.goes_on.clock.within_s = 0.1
     one.device.hang()
     with pytest.raises(LeftError, match="does not finish its queued work"):
         one.goes_on.out(Halted(), one.processor, one.adapter)

@@ -259,7 +259,7 @@ class TestSource:
         adapter = registered(replica.model, replica.optimizer)
         processor: Any = StubProcessor(tmp_path, layout=layout, **settings)
         attachment: Any = None
-        adapter._source.connect(processor, attachment, Halves(adapter, processor.layout))
+        adapter.source.connect(processor, attachment, Halves(adapter, processor.layout))
         return adapter
 
     def test_one_digest_for_the_shard(self, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import astuple
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -106,7 +107,7 @@ def go_on(job: Job) -> None:
 
 def test_what_nobody_has_touched_is_kept(make: Callable[..., Job]) -> None:
     job = make()
-    kept = job.adapter.keep("incident")
+    kept = job.adapter.source.keep("incident")
     assert kept.origin == ORIGIN
     assert kept.parameters["0.weight"].data_ptr() == job.weight.data_ptr()
     assert kept.size == sum(3 * p.nbytes + 4 for p in job.model.parameters())
@@ -130,7 +131,7 @@ def test_a_state_that_has_changed_since_all_stopped_is_not_kept(
     job = make()
     change(job)
     with pytest.raises(UnlikeError, match=why):
-        job.adapter.keep("incident")
+        job.adapter.source.keep("incident")
 
 
 def tied_by_memory() -> nn.Module:
@@ -171,7 +172,7 @@ def test_an_optimizer_with_lists_is_refused() -> None:
 
 def test_new_objects_take_the_state_of_the_old_ones(make: Callable[..., Job]) -> None:
     job = make()
-    kept, expected = job.adapter.keep("incident"), digest(job.optimizer.state_dict())
+    kept, expected = job.adapter.source.keep("incident"), digest(job.optimizer.state_dict())
     model = net()
     optimizer, looked_at = torch.optim.AdamW(model.parameters()), model.state_dict()
     hand_over(kept, ModelNames(model, optimizer), optimizer, job.saved())
@@ -185,7 +186,7 @@ def test_new_objects_take_the_state_of_the_old_ones(make: Callable[..., Job]) ->
 def test_the_same_objects_are_left_as_they_are(make: Callable[..., Job]) -> None:
     job = make()
     before = [(p.data_ptr(), p._version) for p in job.model.parameters()]
-    hand_over(job.adapter.keep("i"), ModelNames(job.model, job.optimizer), job.optimizer, job.saved())
+    hand_over(job.adapter.source.keep("i"), ModelNames(job.model, job.optimizer), job.optimizer, job.saved())
     assert [(p.data_ptr(), p._version) for p in job.model.parameters()] == before
 
 
@@ -216,14 +217,14 @@ def test_other_objects_get_nothing(make: Callable[..., Job], model: Any, kind: A
     optimizer = kind(other.parameters())
     before = digest(other.state_dict())
     with pytest.raises(UnlikeError, match=why):
-        hand_over(job.adapter.keep("i"), ModelNames(other, optimizer), optimizer, job.saved())
+        hand_over(job.adapter.source.keep("i"), ModelNames(other, optimizer), optimizer, job.saved())
     assert digest(other.state_dict()) == before and not optimizer.state
 
 
 def test_another_table_of_the_checkpoint_is_a_reason(make: Callable[..., Job]) -> None:
     job = make()
     with pytest.raises(UnlikeError, match="other entries than the checkpoint"):
-        hand_over(job.adapter.keep("i"), ModelNames(job.model, job.optimizer), job.optimizer, job.saved()[1:])
+        hand_over(job.adapter.source.keep("i"), ModelNames(job.model, job.optimizer), job.optimizer, job.saved()[1:])
 
 
 @pytest.mark.parametrize("unlike", ["another incident", "another model"])
@@ -373,10 +374,7 @@ def test_a_model_that_outlives_train_begins_in_its_first_mode_again(
 ) -> None:
     """A rank dies while the others evaluate, and train() is called again with the same model."""
 
-    class GoesOn:
-        runs = False
-
-    goes_on = GoesOn()
+    goes_on: Any = SimpleNamespace(clock=SimpleNamespace(runs=False))
     monkeypatch.setattr(adapter, "current", lambda: goes_on)
     model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(), nn.BatchNorm1d(3).eval())
 
@@ -387,8 +385,8 @@ def test_a_model_that_outlives_train_begins_in_its_first_mode_again(
     first = registered()
     assert first == [True, True, True, False]
     model.eval()
-    goes_on.runs = True
+    goes_on.clock.runs = True
     assert registered() == first
     model.eval()
-    goes_on.runs = False
+    goes_on.clock.runs = False
     assert registered() == [False] * 4, "the program's own registration of the same model"

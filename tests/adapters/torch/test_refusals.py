@@ -17,10 +17,11 @@ from ttp.adapters.torch.sharding import exchange
 from ttp.adapters.torch.sharding.discovery import refuse_left_alone
 from ttp.adapters.torch.sharding.names import ModelNames
 from ttp.adapters.torch.sharding.shard_discovery import RankShards, StatedShards
-from ttp.adapters.torch.sharding.unconnected import different_weights
+from ttp.adapters.torch.sharding.unconnected import Held, different_weights
 from ttp.config import RankEnv
 from ttp.core.layout import Version
 from ttp.errors import ConfigError, DirectoryInUseError, UsageError
+from ttp.store import arrays
 
 pytestmark = pytest.mark.xdist_group("refusals")  # they share a world
 
@@ -88,6 +89,20 @@ def test_a_state_of_the_optimizer_that_only_one_rank_has_is_refused(told: dict[s
     assert "has state for 1 parameter (weight)" in second or "has state for 1 parameter (bias)" in second
 
 
+@pytest.mark.supports("state spread by the optimizer itself")
+@pytest.mark.parametrize("case", ["rows of a parameter", "parameters of a group", "one parameter of a group"])
+def test_shares_of_a_state_are_refused(told: dict[str, Any], case: str) -> None:
+    """Of the rows of each parameter, as with modded-nanogpt's DistAdam, or of the parameters of a group (NorMuon)."""
+    first, second = sorted(told[case])
+    assert first == "" and second.startswith("UsageError: the optimizer keeps its state spread over the ranks: rank ")
+    assert " have different shares of that for " in second and "ReplicatedOptimizer" in second
+
+
+def test_a_state_as_small_as_a_share_that_is_equal_is_not(told: dict[str, Any]) -> None:
+    """An optimizer may keep less than its parameters have, as those that project gradients (APOLLO)."""
+    assert told["as small as a share"] == ["", ""]
+
+
 def test_a_state_that_all_ranks_make_anew_is_not(told: dict[str, Any]) -> None:
     """It is compared as it was after the same update on all ranks, however late another thread comes to it."""
     assert told["state made anew"] == ["", ""]
@@ -103,7 +118,7 @@ def test_ranks_are_not_compared_if_the_keeper_of_the_store_has_died(
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: client)
     del kept
     names = ModelNames(model := nn.Linear(2, 2), torch.optim.SGD(model.parameters()))
-    assert different_weights([], names, {}, (), RankEnv(0, 2, 0, "127.0.0.1", "none", 0), Version(5)) == ""
+    assert different_weights([], names, Held({}, []), (), RankEnv(0, 2, 0, "127.0.0.1", "none", 0), Version(5)) == ""
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
@@ -158,9 +173,23 @@ class TestExchange:
         dist.destroy_process_group()
 
     @pytest.mark.parametrize(("group", "device"), [("gloo", "cpu"), ("cuda:gloo", "cuda")], indirect=["group"])
-    def test_goes_where_the_group_has_a_backend(self, group: None, device: str) -> None:
+    def test_goes_where_the_group_has_a_backend(
+        self, group: None, device: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """With NCCL alone that is the device. Here gloo stands for NCCL with CUDA tensors."""
-        assert exchange._device() == device
+        monkeypatch.setattr(arrays, "_home", {})
+        assert exchange._device() == torch.device(device)
+
+    @pytest.mark.parametrize("group", ["cuda:gloo"], indirect=True)
+    def test_goes_by_the_device_of_this_rank_whichever_is_current(
+        self, group: None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Else NCCL would make a second communicator, on another rank's device, and wait for ranks that make none."""
+        monkeypatch.setattr(arrays, "_home", {"cuda": torch.device("cuda", 3)})
+        assert exchange._device() == torch.device("cuda", 3)
+        whole: Any = dist.group.WORLD
+        whole.bound_device_id = torch.device("cuda", 2)
+        assert exchange._device() == torch.device("cuda", 2)
 
     @pytest.mark.parametrize("group", ["gloo"], indirect=True)
     @pytest.mark.parametrize("kind", [ConfigError, DirectoryInUseError, UsageError])

@@ -25,7 +25,8 @@ class Rounds(Loop):
     def __init__(self, directory: Path, **settings: Any) -> None:
         torch.manual_seed(7)
         model = network(4, 2)
-        super().__init__(directory, model, torch.optim.Adam(model.parameters(), lr=0.1), **settings)
+        kind = settings.pop("kind", torch.optim.Adam)
+        super().__init__(directory, model, kind(model.parameters(), lr=0.1), **settings)
 
     def facts(self) -> Any:
         return digest(self.model.state_dict(), self.optimizer), torch.get_rng_state().sum().item()
@@ -81,7 +82,25 @@ def test_step_done_that_comes_late_and_counts_as_before_is_fine(rounds: Rounds) 
     assert rounds.processor.gate.version == 6
 
 
-class TestCommunicationBeforeStepDone:
+class Exchanging(torch.optim.SGD):
+    """Communicates in so many of its first steps."""
+
+    often = 9
+
+    def step(self, closure: Any = None) -> Any:
+        self.often -= 1
+        if self.often >= 0:
+            dist.barrier()
+        return super().step(closure)
+
+
+class OnceExchanging(Exchanging):
+    """As it looks if another thread writes a checkpoint meanwhile."""
+
+    often = 2
+
+
+class TestCommunicationInUpdates:
     """Ranks that wait for a lost one there hold no version, so that nothing could be saved."""
 
     @pytest.fixture(autouse=True)
@@ -103,6 +122,21 @@ class TestCommunicationBeforeStepDone:
                 dist.barrier()
                 rounds.adapter.step_done()
         assert caplog.text.count("communicates with other ranks between optimizer.step() and") == (undo is None)
+
+    @pytest.mark.supports("optimizers that communicate")
+    @pytest.mark.parametrize(
+        ("kind", "undo", "told"),
+        [(Exchanging, None, 1), (Exchanging, "preimage", 0), (OnceExchanging, None, 0), (torch.optim.SGD, None, 0)],
+    )
+    def test_in_a_step_it_is_told_once_if_they_cannot_go_back(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: Any, undo: str | None, told: int
+    ) -> None:
+        with starting(Rounds, tmp_path) as started:
+            rounds = started(undo=undo, kind=kind)
+            for _ in range(7):
+                rounds.step()
+                dist.barrier()
+        assert caplog.text.count(".step() communicates with other ranks: if a rank is lost") == told
 
     def test_communication_elsewhere_is_not(self, rounds: Rounds, caplog: pytest.LogCaptureFixture) -> None:
         rounds.adapter.step_done()

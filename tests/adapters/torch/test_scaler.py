@@ -1,5 +1,5 @@
 """The state of a gradient scaler belongs to the version, whenever it is saved and on whichever device its
-numbers are.
+numbers are. So does a learning rate that is a tensor on a device.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from tests.adapters.torch.fake_runtime import FakeRuntime
 from tests.adapters.torch.hooked import exponential
 from tests.adapters.torch.loops import Loop
 from ttp.adapters.torch.device import accelerator
+from ttp.adapters.torch.device.to_host import HostCopier
+from ttp.adapters.torch.loop import post_step_state
 from ttp.adapters.torch.loop.post_step_state import PostStepState
 from ttp.adapters.torch.restoring import schedules
 from ttp.adapters.torch.saving.job_state import JobState
@@ -186,7 +188,7 @@ class TestScaleOnADevice:
             assert not loop.state(5).scaler_pending
 
     def test_behind_a_hang_too(self, loop: Loop, runtime: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(accelerator, "_NUMBER_S", 0.01)
+        monkeypatch.setattr(accelerator, "NUMBER_S", 0.01)
         self.iteration(loop)
         loop.post_step.forward_entered(True)
         runtime.device.run()
@@ -222,3 +224,62 @@ class TestScaleOnADevice:
         assert loop.state(4).scaler["scale"] == 1024.0 * 2**3
         with pytest.raises(CheckpointError, match="too far ahead"):
             loop.state(1)
+
+
+class TestRateOnADevice:
+    """It is a tensor, as compiled optimizers want it. A schedule has tensors in its state then, too."""
+
+    @pytest.fixture
+    def runtime(self) -> Iterator[Any]:
+        runtime: Any = FakeRuntime()
+        with Watching(runtime.device):
+            yield runtime
+        assert not runtime.device.sins
+
+    @pytest.fixture
+    def loop(self, runtime: Any) -> Loop:
+        loop = Loop()
+        rate = runtime.device.put(torch.tensor(0.5))
+        loop.optimizer = torch.optim.Adam(loop.model.parameters(), lr=rate, fused=True)
+        loop.scheduler = exponential(loop.optimizer)
+        loop.post_step = PostStepState([loop.optimizer], scheduler=loop.scheduler, runtimes=[runtime])
+        return loop
+
+    def test_what_is_written_waits_for_no_stream_that_hangs(self, loop: Loop, runtime: Any) -> None:
+        copier = HostCopier([runtime], buffer_bytes=64)
+        loop.to_update(2)
+        runtime.device.run()
+        runtime.device.hang()
+        runtime.device.seal()
+        saved = JobState.decode(loop.state().encode(lambda tensor: next(copier.copy_to_host([tensor]))))
+        assert saved.scheduler is not None and saved.scheduler["_last_lr"] == [0.5**3]
+        assert saved.scheduler_pending
+
+    def test_a_step_is_due_until_the_training_thread_has_copied_what_it_sets(self, loop: Loop, runtime: Any) -> None:
+        loop.to_update(2)
+        loop.step()
+        allocated = runtime.device.allocated
+        assert loop.post_step.done() and loop.state().scheduler_pending
+        assert runtime.device.allocated == allocated
+        loop.forward()
+        assert not loop.state().scheduler_pending and loop.rate == 0.5**4
+
+    def test_a_copy_behind_a_hang_is_not_read(self, loop: Loop, runtime: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(post_step_state, "NUMBER_S", 0.01)
+        loop.to_update(2)
+        runtime.device.run()
+        runtime.device.hang()
+        loop.step()
+        loop.forward()
+        with pytest.raises(CheckpointError, match="was not set there"):
+            loop.state()
+
+    def test_while_a_graph_is_captured_nothing_is_copied(self, loop: Loop, runtime: Any) -> None:
+        loop.to_update(2)
+        loop.step()
+        runtime.device.capturing = True
+        loop.post_step.forward_entered(True)
+        runtime.device.capturing = False
+        assert loop.state().scheduler_pending
+        loop.post_step.at_gate()
+        assert not loop.state().scheduler_pending and loop.rate == 0.5**4

@@ -141,6 +141,7 @@ class OnDevice:
         source.runtimes = [runtime]
         source.begun, source.finished, source.reduced = (Fence([runtime]) for _ in range(3))
         self.put()
+        job.adapter._trial._devices = frozenset({str(device.device.name)})  # as if it had been there from the start
         source.swapped = Swapped([job.optimizer], {}, [runtime])
         source._copier = HostCopier([runtime], buffer_bytes=256)
         attachment: Any = job.adapter._attachment

@@ -124,6 +124,19 @@ def test_it_stays_behind_where_others_disagree(tmp_path: Path, caplog: pytest.Lo
     assert "rank 1 died in the update to version 0" in caplog.text and "one update behind" in caplog.text
 
 
+def test_an_object_that_takes_what_it_lacks_from_others_itself_is_not_behind(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the Trainer's and Lightning's callbacks: the warning would be of a state that the user never gave."""
+    job = Job(tmp_path)
+    job.rank(1, 2)
+    job.rank(1, None)
+    job.rank(1, 3)
+    path = job.save()
+    monkeypatch.setattr(Stateful, "ttp_completes_itself", True, raising=False)
+    assert restored(path, 1) == 1 and "behind" not in caplog.text
+
+
 def test_a_state_that_the_update_did_not_change_is_not_behind(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     job = Job(tmp_path, world_size=2)
     job.rank(1, 1)

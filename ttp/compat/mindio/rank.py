@@ -13,16 +13,8 @@ from dataclasses import replace
 from typing import Any
 
 from ttp.compat.mindio import tls_info as tls_settings
+from ttp.compat.mindio import values
 from ttp.compat.mindio.handlers import Handler, Handlers
-from ttp.compat.mindio.values import (
-    AILMENTS,
-    ERROR_CODE_MAX,
-    PORT_MIN,
-    STEP_MAX,
-    WORLD_MAX,
-    ReportState,
-    for_mindspore,
-)
 from ttp.config import Config, RankEnv
 from ttp.core.layout import Rank
 from ttp.errors import ConfigError, UsageError
@@ -85,11 +77,11 @@ class ThisRank:
             config,
             action_s=seconds("TTP_NORMAL_ACTION_TIME_LIMIT", ACTION_S, 30.0, 1800.0),
             retry=self.enable_uce,
-            load_repair=not for_mindspore(),
+            load_repair=not values.for_mindspore(),
             recover=self.enable_arf,
             elastic=self.enable_zit and config.elastic,
             halt_before_dump=os.environ.get("TTP_STOP_CLEAN_BEFORE_DUMP") == "1",
-            raise_when_halted=not for_mindspore(),
+            raise_when_halted=not values.for_mindspore(),
         )
         for kind in self.handlers.kinds():
             participant.register(kind, self.handlers.call)
@@ -148,7 +140,7 @@ class ThisRank:
             ConfigError: ``step`` is not a number from 1.
         """
         step = check_step("tft_end_updating_os", step, lowest=1)
-        if not self._updating and for_mindspore():
+        if not self._updating and values.for_mindspore():
             self.start_updating()  # MindSpore's kernel would mark the start through a library of the original
         if self._updating:
             self._updating = False
@@ -176,13 +168,13 @@ class ThisRank:
             UsageError: the state is one that is not used here.
         """
         try:
-            ailment = AILMENTS[ReportState(state)]
+            ailment = values.AILMENTS[values.ReportState(state)]
         except ValueError:
             raise ConfigError(f"tft_report_error({state!r}): give the value of a ReportState") from None
         except KeyError:
-            raise UsageError(f"{ReportState(state).name} has no meaning here: remove the call") from None
-        if not isinstance(code, str) or len(code) > ERROR_CODE_MAX:
-            raise ConfigError(f"error_code {code!r} is not text of at most {ERROR_CODE_MAX} characters")
+            raise UsageError(f"{values.ReportState(state).name} has no meaning here: remove the call") from None
+        if not isinstance(code, str) or len(code) > values.ERROR_CODE_MAX:
+            raise ConfigError(f"error_code {code!r} is not text of at most {values.ERROR_CODE_MAX} characters")
         self._updating = False
         self.joined.report_error(ailment, code, text)
 
@@ -238,7 +230,7 @@ def check_rank(rank: int, world_size: int, lowest: int) -> tuple[int, int]:
     Raises:
         ConfigError: ``world_size`` is not valid, or ``rank`` is not from ``lowest`` to ``world_size - 1``.
     """
-    world_size = _whole("world_size", world_size, 1, WORLD_MAX)
+    world_size = _whole("world_size", world_size, 1, values.WORLD_MAX)
     return _whole("rank", rank, lowest, world_size - 1), world_size
 
 
@@ -263,7 +255,7 @@ def job_port(port: int) -> int:
     Raises:
         ConfigError: ``port`` is out of range.
     """
-    port = _whole("port", port, PORT_MIN, 65535)
+    port = _whole("port", port, values.PORT_MIN, 65535)
     told = Config.from_env().port
     if told not in (None, port):
         log.info("the program passes port %s, but TTP_PORT=%s is used", port, told)
@@ -276,7 +268,7 @@ def check_step(call: str, step: int, *, lowest: int = 0) -> int:
     Raises:
         ConfigError: it is not a whole number from ``lowest``.
     """
-    return _whole(f"{call}: step", step, lowest, STEP_MAX)
+    return _whole(f"{call}: step", step, lowest, values.STEP_MAX)
 
 
 def resolve(address: str) -> str:

@@ -7,7 +7,7 @@ unless the rank asks this controller to take over. After a takeover ``gathering`
 from __future__ import annotations
 
 from ttp.core import messages as m
-from ttp.core.controller.events import ConnectionId
+from ttp.core.controller.events import ConnectionId, LedElsewhere
 from ttp.core.controller.gathering import Gathering
 from ttp.core.controller.incident import Stage
 from ttp.core.controller.job_end import JobEnd
@@ -103,6 +103,19 @@ class Admission:
         self._rescue.joined(hello, now)
         if hello.broken:  # its own report, which follows, says of what kind; the cause may be a rank that does not come
             self._rescue.fault(hello.rank, m.FaultKind.COLLECTIVE, hello.broken, now)
+
+    def led_elsewhere(self, event: LedElsewhere, now: float) -> None:
+        """Forget the job if all ranks have gone to another controller, as they do while this one stands still.
+
+        Otherwise it would take all of them for dead, and record that the job was lost.
+        """
+        job, incident = self._job, self._rescue.incident
+        same = event.run_id == job.run_id and event.incarnation >= job.incarnation
+        if job.live or not job.suspects or not same or event.term <= job.term:
+            return
+        if incident is not None:
+            incident.evidence.withdraw_all(m.FaultKind.LOST)
+        self._abdicate(now)
 
     def _busy(self, hello: m.Hello) -> Refusal | None:
         incident = self._rescue.incident

@@ -173,6 +173,15 @@ class Remembered(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class LedElsewhere(Event):
+    """Ranks of this host have written down that a controller of this term leads their job."""
+
+    run_id: str
+    incarnation: int
+    term: int
+
+
+@dataclass(frozen=True, slots=True)
 class ProgramEvent(Event):
     """Base of events that only ``program_recovery`` understands."""
 

@@ -26,7 +26,7 @@ class Gathering:
     Args:
         job: the ranks.
         rescue: takes evidence against missing ranks.
-        patience: see ``ControllerTimeouts``.
+        timeouts: see ``ControllerTimeouts``.
         abdicate: forgets the job and sends its ranks to another controller; takes the time.
         now: the time at which the controller starts.
     """
@@ -35,15 +35,15 @@ class Gathering:
         self,
         job: Membership,
         rescue: Rescue,
-        patience: ControllerTimeouts,
+        timeouts: ControllerTimeouts,
         abdicate: Callable[[float], None],
         now: float,
     ) -> None:
-        self._job, self._rescue, self._patience, self._abdicate = job, rescue, patience, abdicate
+        self._job, self._rescue, self._timeouts, self._abdicate = job, rescue, timeouts, abdicate
         self._sent_on = self._counted = False
         self._since = now
         self._sent_version = Version(0)
-        self._late_s = patience.gather_s / 6
+        self._late_s = timeouts.gather_s / 6
 
     def joined(self, hello: m.Hello, *, new: bool, now: float) -> None:
         """Note a rank's hello.
@@ -59,10 +59,10 @@ class Gathering:
         if job.complete:
             job.gather_until, self._sent_on = None, False
         elif new and job.gather_until is not None:
-            job.gather_until, self._counted = now + self._patience.gather_s, self._sent_on
+            job.gather_until, self._counted = now + self._timeouts.gather_s, self._sent_on
         elif new and hello.resume:
-            job.gather_until = now + self._patience.gather_s
-            self._sent_on &= now < self._since + 2 * self._patience.forming_s  # later ranks are of another launch
+            job.gather_until = now + self._timeouts.gather_s
+            self._sent_on &= now < self._since + 2 * self._timeouts.forming_s  # later ranks are of another launch
             self._since = self._since if self._sent_on else now
             self._counted = self._sent_on
 
@@ -70,7 +70,7 @@ class Gathering:
         """End the wait when it is time; ``now`` in seconds."""
         for due in self.deadlines():
             if now >= due + self._late_s:  # this controller is late: hellos may be waiting unread
-                self._job.gather_until = now + self._patience.gather_s
+                self._job.gather_until = now + self._timeouts.gather_s
         if self._job.gather_until is not None and not self._counted and now >= self._mostly_over:
             self._count_ranks(now)
         if self._job.gather_until is not None and now >= self._job.gather_until:
@@ -90,9 +90,9 @@ class Gathering:
         """
         job = self._job
         assert job.layout is not None
-        patient = now < self._since + self._patience.forming_s
+        patient = now < self._since + self._timeouts.forming_s
         if self._rescue.incident is None and self._untrained and job.live and patient:
-            job.gather_until, self._counted = now + self._patience.gather_s, False
+            job.gather_until, self._counted = now + self._timeouts.gather_s, False
             return
         job.gather_until, self._sent_on = None, False
         for rank in range(job.layout.world_size):
@@ -110,7 +110,7 @@ class Gathering:
     def _mostly_over(self) -> float:
         """Time at which a minority is sent to another controller: not all ranks notice a lost controller at once."""
         assert self._job.gather_until is not None
-        return self._job.gather_until - self._patience.gather_s / 3
+        return self._job.gather_until - self._timeouts.gather_s / 3
 
     def _count_ranks(self, now: float) -> None:
         """Send the ranks to another controller if no incident is open and most ranks are missing.

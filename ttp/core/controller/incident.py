@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import enum
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from ttp.core import messages as m
 from ttp.core import stripes
+from ttp.core.controller.copy_counts import CopyCounts
 from ttp.core.controller.evidence import EvidenceBook
 from ttp.core.decide import Assignment, How, Plan, lost_story
 from ttp.core.layout import Layout, Rank, Shard, Version
@@ -30,14 +31,7 @@ class Stage(enum.Enum):
 
 
 _EDGES = {
-    Stage.FREEZING: {
-        Stage.FREEZING,
-        Stage.SAVING,
-        Stage.COMMITTING,
-        Stage.PROGRAM,
-        Stage.SAVED,
-        Stage.RELEASED,
-    },
+    Stage.FREEZING: set(Stage),
     Stage.SAVING: {Stage.FREEZING, Stage.COMMITTING, Stage.RELEASED},
     Stage.PROGRAM: {Stage.SAVED, Stage.RELEASED},
     Stage.COMMITTING: {Stage.FREEZING, Stage.SAVING, Stage.SAVED, Stage.RELEASED},
@@ -61,6 +55,16 @@ class Task:
             parts = {p.shard for p in self.pieces if stripes.parse(Shard(p.shard)).count > 1}
             stale = parts.difference(self.order.shards)
             self.pieces = tuple(p for p in self.pieces if p.shard not in stale)
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What is durable in one directory: the plan, its durable tasks, and how they have cut the shards."""
+
+    directory: str
+    plan: Plan | None = None
+    tasks: list[Task] = field(default_factory=list)
+    cuts: dict[Shard, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -149,12 +153,12 @@ class Incident:
     released_at: float | None = None
     outcome: str = ""
     requests: list[int] = field(default_factory=list)
-    _written_in: dict[str, tuple[Plan | None, list[Task], dict[Shard, str]]] = field(default_factory=dict)
-    _aside: dict[Version, tuple[str, Plan, list[Task], dict[Shard, str]]] = field(default_factory=dict)
-    _counted: dict[Rank, Version] = field(default_factory=dict)
-    _ranks_at: Counter[Version] = field(default_factory=Counter)
-    _copies_at: Counter[tuple[Version, Shard]] = field(default_factory=Counter)
-    _shards_at: Counter[Version] = field(default_factory=Counter)
+    _written_in: dict[str, Written] = field(default_factory=dict)
+    _aside: dict[Version, Written] = field(default_factory=dict)
+    _counts: CopyCounts = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._counts = CopyCounts(self.layout)
 
     @property
     def cause(self) -> str:
@@ -241,52 +245,57 @@ class Incident:
             return
         self.waiting.difference_update(ranks)
         if not torn:
-            self._count([rank for rank in ranks if rank not in self.failures], answer.version)
+            self._counts.count([rank for rank in ranks if rank not in self.failures], answer.version)
 
     def forget(self, rank: Rank) -> None:
         """Drop the answer of a rank that is lost or is asked again."""
         self.answers.pop(rank, None)
         self.redoing.pop(rank, None)
-        self._discount(rank)
+        self._counts.discount(rank)
 
     def fail(self, rank: Rank, text: str, may_pass: bool = False) -> None:
         """Note that a rank could not save or commit, so that another rank does. ``may_pass``: a retry may succeed."""
         self.failures[rank] = text
         if may_pass:
             self.passing.add(rank)
-        self._discount(rank)
+        self._counts.discount(rank)
 
     def forgive(self, directory: str, failed: Iterable[Rank]) -> None:
         """Let these ranks try again, in ``directory``: of the pieces written so far only those there count."""
         failed = set(failed)
         self.forgiven.update((rank, self.failures.pop(rank)) for rank in sorted(failed))
         self.passing -= failed
-        self._written_in[self.directory] = self.plan, self._durable_tasks(), self.cuts
-        self.plan, self.tasks, self.cuts = self._written_in.get(directory, (None, [], {}))
-        self.directory, self.pending, self.dropped, self.committer = directory, {}, [], None
+        self._written_in[self.directory] = self._written()
+        self._go_back_to(self._written_in.get(directory, Written(directory)))
         self.progress = OrderedDict()
         for rank in failed:
             answer = self.answers.get(rank)
             if answer is not None and answer.final and answer.phase is not m.Phase.TORN:
-                self._count((rank,), answer.version)
+                self._counts.count((rank,), answer.version)
 
     def set_aside(self) -> None:
         """Begin without pieces, for a plan of another version; those that are durable are kept, see ``takes_back``."""
-        if self.plan is not None and (durable := self._durable_tasks()):
-            self._aside[self.plan.version] = self.directory, self.plan, durable, self.cuts
+        written = self._written()
+        if self.plan is not None and written.tasks:
+            self._aside[self.plan.version] = written
         self.tasks, self.pending, self.cuts = [], {}, {}
 
-    def _durable_tasks(self) -> list[Task]:
-        return [task for task in self.tasks if task.pieces is not None]
+    def _written(self) -> Written:
+        durable = [task for task in self.tasks if task.pieces is not None]
+        return Written(self.directory, self.plan, durable, self.cuts)
+
+    def _go_back_to(self, before: Written) -> None:
+        self.directory, self.plan, self.tasks, self.cuts = before.directory, before.plan, before.tasks, before.cuts
+        self.pending, self.dropped, self.committer = {}, [], None
 
     def takes_back(self) -> bool:
         """Plan with pieces that were set aside, as this version is lost. Return whether there are any to save."""
         while self._aside:
-            before = self._aside.pop(version := max(self._aside))
-            if version <= self.saved or (before[0] != self.directory and self.hold):  # memory may be emptied
+            version = max(self._aside)
+            before = self._aside.pop(version)
+            if version <= self.saved or (before.directory != self.directory and self.hold):  # memory may be emptied
                 continue
-            self.directory, self.plan, self.tasks, self.cuts = before
-            self.pending, self.dropped, self.committer = {}, [], None
+            self._go_back_to(before)
             self.enter(Stage.FREEZING, f"no other version can be saved, and pieces of version {version} are durable")
             return True
         return False
@@ -299,12 +308,8 @@ class Incident:
 
     def use(self, layout: Layout) -> None:
         """Replace the layout by a more accurate one."""
-        counted = dict(self._counted)
-        for rank in counted:
-            self._discount(rank)
         self.layout = layout
-        for rank, version in counted.items():
-            self._count((rank,), version)
+        self._counts.use(layout)
 
     def answered(self, rank: Rank) -> bool:
         """Return whether the rank has given its final answer."""
@@ -329,15 +334,7 @@ class Incident:
 
         Ranks differ by at most one version (Statement 2): once two versions are known, no answer can have a newer one.
         """
-        if len(self._ranks_at) < 2:
-            return False
-        newest = max(self._ranks_at)
-        if self._shards_at[newest] == len(self.layout.groups):
-            return True
-        written = stripes.covered(self.written())
-        return bool(written) and all(
-            self._copies_at[newest, shard] or written.get(shard) == newest for shard in self.layout.groups
-        )
+        return self._counts.newest_is_whole(lambda: stripes.covered(self.written()))
 
     def written(self) -> dict[Shard, Version]:
         """Return the shards and parts whose pieces are durable or are being written, with the planned version."""
@@ -378,23 +375,3 @@ class Incident:
             if task.pieces is None and not (order.shards or order.kept or order.pages or order.job_state):
                 self.tasks.remove(task)
                 del self.pending[order.rank]
-
-    def _count(self, ranks: Collection[Rank], version: Version) -> None:
-        if not ranks:
-            return
-        self._counted.update(dict.fromkeys(ranks, version))
-        self._ranks_at[version] += len(ranks)
-        for shard, copies in Counter(shard for rank in ranks for shard in self.layout.shards_of(rank)).items():
-            self._shards_at[version] += not self._copies_at[version, shard]
-            self._copies_at[version, shard] += copies
-
-    def _discount(self, rank: Rank) -> None:
-        version = self._counted.pop(rank, None)
-        if version is None:
-            return
-        self._ranks_at[version] -= 1
-        if not self._ranks_at[version]:
-            del self._ranks_at[version]
-        for shard in self.layout.shards_of(rank):
-            self._copies_at[version, shard] -= 1
-            self._shards_at[version] -= self._copies_at[version, shard] == 0

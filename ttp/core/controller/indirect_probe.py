@@ -20,12 +20,12 @@ class IndirectProbe:
     Args:
         job: the ranks.
         outbox: takes the questions.
-        patience: see ``ControllerTimeouts``.
+        timeouts: see ``ControllerTimeouts``.
         host: the host of this controller; its ranks share the controller's view of the network.
     """
 
-    def __init__(self, job: Membership, outbox: Outbox, patience: ControllerTimeouts, host: str) -> None:
-        self._job, self._outbox, self._patience, self._host = job, outbox, patience, host
+    def __init__(self, job: Membership, outbox: Outbox, timeouts: ControllerTimeouts, host: str) -> None:
+        self._job, self._outbox, self._timeouts, self._host = job, outbox, timeouts, host
 
     def ask(self, subject: Rank) -> None:
         """Ask a rank on a third host about the host of ``subject``, if there is such a rank."""
@@ -49,6 +49,6 @@ class IndirectProbe:
         )
         if not answer.reachable:
             return
-        longer = now + self._patience.partition_s - self._patience.grace_s
+        longer = now + self._timeouts.partition_s - self._timeouts.grace_s
         for rank in [r for r in self._job.suspects if self._job.members[r].hello.host == host]:
             self._job.wait_longer(rank, longer)

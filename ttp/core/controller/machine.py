@@ -41,27 +41,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from ttp.core import messages as m
+from ttp.core.controller import events as ev
 from ttp.core.controller.admission import Admission
-from ttp.core.controller.events import (
-    Accused,
-    Action,
-    ConnectionId,
-    ControllerTimeouts,
-    Event,
-    HostsDrained,
-    LauncherSaid,
-    LookedAt,
-    ProgramEvent,
-    RankWasWrong,
-    Received,
-    ReceivedAlike,
-    Remembered,
-    SaveRequested,
-    StreamEnded,
-    Tick,
-    Who,
-    in_queue,
-)
 from ttp.core.controller.fault_reports import FaultReports
 from ttp.core.controller.incident import Incident
 from ttp.core.controller.job_end import JobEnd
@@ -80,7 +61,7 @@ class ControllerMachine:
     """The controller's machine: ``on_event`` takes every event; ``deadline`` tells when the next ``Tick`` is due.
 
     Args:
-        patience: see ``ControllerTimeouts``.
+        timeouts: see ``ControllerTimeouts``.
         new_id: makes an incident's id from its number; injected, so that runs can be repeated.
         now: the time at which the machine starts, in seconds of the clock that ``on_event`` is given.
         host: the host it runs on, named as ranks name their hosts.
@@ -90,27 +71,27 @@ class ControllerMachine:
 
     def __init__(
         self,
-        patience: ControllerTimeouts,
+        timeouts: ev.ControllerTimeouts,
         new_id: Callable[[int], str],
         now: float,
         host: str = "",
         port: int = 0,
         program: MakeRecovery = no_recovery,
     ) -> None:
-        parts = self._parts = ControllerParts(patience, new_id, host, port, program)
-        self.patience, self.job = patience, parts.job
-        self._outbox, self._rescue = parts.outbox, parts.rescue
-        self._end = JobEnd(parts.job, parts.outbox, parts.rescue, patience, now)
+        parts = self._parts = ControllerParts(timeouts, new_id, host, port, program)
+        self.timeouts, self.job = timeouts, parts.job
+        self._outbox, self.rescue = parts.outbox, parts.rescue
+        self._end = JobEnd(parts.job, parts.outbox, parts.rescue, timeouts, now)
         self._admission = Admission(parts, self._end, now)
         self._faults = FaultReports(parts, self._end)
-        self.stand_in = StandIn(patience, new_id, parts.rescue.meanwhile)
+        self.stand_in = StandIn(timeouts, new_id, parts.rescue.meanwhile)
         """Saves for ranks whose own controller is silent, independently of the job that this controller leads."""
         self._suspected = 0  # the most suspects at one time since there last were none
         self._unsettled = False
 
     # ----------------------------------------------------------------------------------------------------------- events
 
-    def on_event(self, event: Event, now: float, *, more: bool = False) -> list[Action]:
+    def on_event(self, event: ev.Event, now: float, *, more: bool = False) -> list[ev.Action]:
         """Take one event; return the actions to be done, in order. Late and duplicate events change nothing.
 
         Args:
@@ -124,56 +105,58 @@ class ControllerMachine:
             actions = self.stand_in.on_event(meanwhile, now)
             others = self.on_event(rest, now, more=more) if rest is not None else []
             return [*others, *(self._settle(now) if waits else ()), *actions]  # a freeze is sent before a thaw
-        self._rescue.program.at(now)
+        self.rescue.program.at(now)
         match event:
-            case Received(connection, m.Hello() as hello):
+            case ev.Received(connection, m.Hello() as hello):
                 self._admission.hello(connection, hello, now)
-            case Received(connection, LayoutPart() as part):
+            case ev.Received(connection, LayoutPart() as part):
                 for waited_on, hello in self._parts.layouts.told(connection, part, now):
                     self._admission.hello(waited_on, hello, now)
-            case Received(connection, m.Heartbeat() | m.Frozen() as report):
-                return self.on_event(ReceivedAlike(((connection, report.rank),), report), now, more=more)
-            case ReceivedAlike(who, m.Heartbeat() as beat):
+            case ev.Received(connection, m.Heartbeat() | m.Frozen() as report):
+                return self.on_event(ev.ReceivedAlike(((connection, report.rank),), report), now, more=more)
+            case ev.ReceivedAlike(who, m.Heartbeat() as beat):
                 if not self._heartbeats(who, beat, now):
                     return self._outbox.take()  # nothing else can change
-            case ReceivedAlike(who, m.Frozen() as answer):
+            case ev.ReceivedAlike(who, m.Frozen() as answer):
                 self._answered(who, answer, now)
                 if more:
                     self._unsettled = True
                     return self._outbox.take()
-            case Received(connection, report):
+            case ev.Received(connection, report):
                 self._report(connection, report, now)
-            case StreamEnded(connection):
+            case ev.StreamEnded(connection):
                 self._faults.stream_ended(connection, now)
-            case Accused():
+            case ev.Accused():
                 self._faults.accused(event, now)
-            case SaveRequested():
-                self._rescue.request(event, now)
-            case LauncherSaid() | HostsDrained() | RankWasWrong() | Remembered():
+            case ev.SaveRequested():
+                self.rescue.request(event, now)
+            case ev.LauncherSaid() | ev.HostsDrained() | ev.RankWasWrong() | ev.Remembered():
                 self._end.told(event)
-            case ProgramEvent():
-                self._rescue.program.happened(event, incident=self.incident is not None)
-            case LookedAt():
+            case ev.ProgramEvent():
+                self.rescue.program.happened(event, incident=self.incident is not None)
+            case ev.LookedAt():
                 self._parts.silence.looked(event, now)
-            case Tick():
+            case ev.LedElsewhere():
+                self._admission.led_elsewhere(event, now)
+            case ev.Tick():
                 if self.stage == "training":
                     self._faults.look_for_hangs(now)
         return self._settle(now)
 
-    def settle(self, now: float) -> list[Action]:
+    def settle(self, now: float) -> list[ev.Action]:
         """Return the actions that follow from the events that came with ``more``."""
         return self._settle(now) if self._unsettled else []
 
-    def _settle(self, now: float) -> list[Action]:
+    def _settle(self, now: float) -> list[ev.Action]:
         self._unsettled = False
-        meanwhile = self.stand_in.on_event(Tick(), now)
+        meanwhile = self.stand_in.on_event(ev.Tick(), now)
         frozen = self.incident is not None
         self._expire(now)
-        self._rescue.advance(now)
+        self.rescue.advance(now)
         if self.job.guests and self._admission.seat_guests(now):
-            self._rescue.advance(now)
+            self.rescue.advance(now)
         if self.incident is None:
-            self._rescue.program.advance()
+            self.rescue.program.advance()
         if frozen and self.incident is None:
             self._parts.hangs.restart(now)  # ranks were frozen until now, which was no hang
         self._end.advance(now, incident=self.incident is not None)
@@ -196,37 +179,17 @@ class ControllerMachine:
             if due is not None:
                 yield due
         yield from self._parts.layouts.deadlines()
-        yield from self._rescue.deadlines()
+        yield from self.rescue.deadlines()
         if self.incident is None:
-            yield from self._rescue.program.deadlines()
+            yield from self.rescue.program.deadlines()
         yield from self.stand_in.deadlines()
 
     # ------------------------------------------------------------------------------------------------------------ state
 
     @property
-    def term(self) -> int:
-        """The term of this controller; orders of an older term are ignored."""
-        return self.job.term
-
-    @property
     def incident(self) -> Incident | None:
         """The open incident."""
-        return self._rescue.incident
-
-    @property
-    def last_incident(self) -> Incident | None:
-        """The incident that was closed last."""
-        return self._rescue.last
-
-    @property
-    def incidents_total(self) -> int:
-        """Incidents since this controller started."""
-        return self._rescue.total
-
-    @property
-    def false_alarms(self) -> int:
-        """Number of incidents that ended with a thaw, as nothing was broken."""
-        return self._rescue.false_alarms
+        return self.rescue.incident
 
     @property
     def standbys(self) -> tuple[str, ...]:
@@ -239,35 +202,20 @@ class ControllerMachine:
         return self._parts.buddies.whole if self._parts.buddies.named else None
 
     @property
-    def base_version(self) -> Version:
-        """The version that this incarnation started from, which is on disk."""
-        return self._rescue.base_version
-
-    @property
-    def last_commit(self) -> tuple[Version, str] | None:
-        """The last checkpoint of this incarnation: version and path."""
-        return self._rescue.saving.last_commit
-
-    @property
     def verdict(self) -> Verdict:
         """The exit code of the whole job, as far as it is known."""
-        return self._rescue.verdict.now
+        return self.rescue.verdict.now
 
     @property
     def drained_hosts(self) -> list[str]:
         """Hosts whose launchers must not start ranks again."""
-        return sorted(self._rescue.verdict.drained)
+        return sorted(self.rescue.verdict.drained)
 
     @property
     def unheard_hosts(self) -> list[str]:
         """Hosts whose ranks have left in good order but whose launcher has not asked for the verdict."""
         left = {mb.hello.host for mb in self.job.members.values() if mb.left}
-        return sorted(left - self._rescue.verdict.asked)
-
-    @property
-    def save_dir(self) -> str:
-        """The directory that the job saves to, from its ranks' hellos."""
-        return self.job.save_dir
+        return sorted(left - self.rescue.verdict.asked)
 
     @property
     def stage(self) -> str:
@@ -282,7 +230,7 @@ class ControllerMachine:
 
     # -------------------------------------------------------------------------------------------------------- reports
 
-    def _heartbeats(self, who: Who, beat: m.Heartbeat, now: float) -> bool:
+    def _heartbeats(self, who: ev.Who, beat: m.Heartbeat, now: float) -> bool:
         """Take heartbeats. Return whether anything may follow from them."""
         speaking = self._speaking(who)
         for member in speaking.values():
@@ -293,21 +241,21 @@ class ControllerMachine:
         if not speaking:
             return False
         self._parts.hangs.observed(speaking, beat.version, beat.mark, beat.phase, beat.activity, now)
-        self._rescue.program.moved(beat.version)
+        self.rescue.program.moved(beat.version)
         if self.incident is not None:
             for rank in speaking:
-                self._rescue.saving.written(self.incident, rank, beat.written, now)
+                self.rescue.saving.written(self.incident, rank, beat.written, now)
         return self._heard(speaking, now)
 
-    def _answered(self, who: Who, answer: m.Frozen, now: float) -> None:
+    def _answered(self, who: ev.Who, answer: m.Frozen, now: float) -> None:
         speaking = self._speaking(who)
         self._heard(speaking, now)
         for member in speaking.values():
             member.last_seen, member.version, member.phase = now, answer.version, answer.phase
         if speaking:
-            self._rescue.answered(list(speaking), answer, now)
+            self.rescue.answered(list(speaking), answer, now)
 
-    def _speaking(self, who: Who) -> dict[Rank, Member]:
+    def _speaking(self, who: ev.Who) -> dict[Rank, Member]:
         """Return the ranks of ``who`` whose stream is their current one."""
         members = self.job.members
         return {
@@ -329,7 +277,7 @@ class ControllerMachine:
         The first change of a version may be an unreported restore; the next one is an update.
         """
         job = self.job
-        if not version > known > self.base_version or job.layout is None:
+        if not version > known > self.rescue.base_version or job.layout is None:
             return
         job.formed = True
         missing = compact_ranks(Rank(rank) for rank in range(job.layout.world_size) if rank not in job.members)
@@ -337,7 +285,7 @@ class ControllerMachine:
             "formed", world_size=job.layout.world_size, incarnation=job.incarnation, unprotected_ranks=missing
         )
 
-    def _report(self, connection: ConnectionId, report: m.Report, now: float) -> None:
+    def _report(self, connection: ev.ConnectionId, report: m.Report, now: float) -> None:
         member = self._speaking(((connection, report.rank),)).get(report.rank)
         if member is None:  # sent before hello, by a replaced process, or by a guest
             self._admission.guest_said(connection, report)
@@ -362,20 +310,20 @@ class ControllerMachine:
             case Copied():
                 self._parts.buddies.copied(report)
             case m.ProgramReport():
-                self._rescue.program.reported(report)
+                self.rescue.program.reported(report)
             case _ if self.incident is not None:
-                self._rescue.saving.reported(self.incident, report, now)
+                self.rescue.saving.reported(self.incident, report, now)
 
     def _viewed(self, view: RestoreView) -> None:
         self._parts.restoring.viewed(view)
         if self._parts.restoring.decision is not None and not self._parts.restoring.decision.error:
-            self._rescue.base_version = max(self._rescue.base_version, self._parts.restoring.decision.version)
+            self.rescue.base_version = max(self.rescue.base_version, self._parts.restoring.decision.version)
 
     def _goodbye(self, member: Member, report: m.Goodbye) -> None:
         member.version = report.version
-        self._rescue.program.moved(report.version)
+        self.rescue.program.moved(report.version)
         member.left |= report.reason is not m.GoodbyeReason.DONE
-        self._rescue.verdict.leaves(report)
+        self.rescue.verdict.leaves(report)
         if report.reason is not m.GoodbyeReason.RELEASED:
             self.job.mark_done(report.rank)
             self._outbox.record(report.reason.value, rank=report.rank, version=report.version)
@@ -385,10 +333,10 @@ class ControllerMachine:
     @property
     def _grace_s(self) -> float:
         """Return the seconds that a rank whose stream has ended may take to open another; more if no rank was left."""
-        grace_s = self.patience.grace_s
+        grace_s = self.timeouts.grace_s
         if not self.job.live or self._suspected == len(self.job.members):
-            grace_s = max(grace_s, self.patience.partition_s)
-        return in_queue(grace_s, self._suspected)
+            grace_s = max(grace_s, self.timeouts.partition_s)
+        return ev.in_queue(grace_s, self._suspected)
 
     def _expire(self, now: float) -> None:
         self._parts.layouts.expire(now)
@@ -397,4 +345,4 @@ class ControllerMachine:
             self.job.fence(next(iter(self.job.suspects)), f"its stream did not come back within {self._grace_s:g} s")
         self._admission.gathering.expire(now)
         self._parts.silence.check(now)
-        self._rescue.expire(now)
+        self.rescue.expire(now)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
-from ttp.core.controller.incident import Incident
+from ttp.core.controller.incident import Incident, Stage
 from ttp.core.controller.membership import Membership
 from ttp.core.controller.mirrors import Mirrors
-from ttp.core.layout import Rank
+from ttp.core.layout import Rank, ranks_text
 
 PAGES_S = 1.0
 """Seconds that a commit waits for hosts of which no rank has answered, because only they have their pages."""
@@ -75,6 +75,24 @@ class PageCollectors:
         hosts = {self._job.members[rank].hello.host for rank in awaited}
         able = {self._job.members[rank].hello.host for rank in incident.answers if incident.able(rank)}
         return not hosts <= able
+
+    def saves_again(self, incident: Incident) -> bool:
+        """Begin the save of the committed version anew if ranks whose pages it lacks have come back.
+
+        Their host was cut off, and the checkpoint was made without it. Also True while such a rank is being asked.
+        """
+        collected = incident.collected
+        wanted = self._job.live - collected if collected and not incident.hold else set()
+        if not wanted or incident.committer is None:
+            return False  # nothing is missing, it was made from one in memory, or that was tried before
+        if wanted & incident.waiting:
+            return True
+        if not any(incident.able(rank) and incident.answers[rank].version == incident.saved for rank in wanted):
+            return False
+        incident.plan = incident.committer = None
+        incident.set_aside()
+        incident.enter(Stage.FREEZING, f"the checkpoint lacks the pages of ranks that came back: {ranks_text(wanted)}")
+        return True
 
     def _unknown(self) -> tuple[Rank, ...]:
         if self._job.complete or self._job.layout is None:

@@ -36,7 +36,7 @@ class Rescue:
     Args:
         job: the ranks.
         outbox: takes orders and records.
-        patience: see ``ControllerTimeouts``.
+        timeouts: see ``ControllerTimeouts``.
         new_id: makes an incident's id from its number.
         mirrors: tells which ranks keep the pages of lost hosts.
         make_program: makes the part that leads jobs that save and repair themselves.
@@ -46,24 +46,23 @@ class Rescue:
         self,
         job: Membership,
         outbox: Outbox,
-        patience: ControllerTimeouts,
+        timeouts: ControllerTimeouts,
         new_id: Callable[[int], str],
         mirrors: Mirrors,
         make_program: MakeRecovery,
     ) -> None:
         self.incident: Incident | None = None
         self.last: Incident | None = None
-        self.total = 0
-        self.false_alarms = 0
+        self.total = self.false_alarms = 0
         self.base_version = Version(0)
         self.saving = Saving(job, outbox, mirrors)
         self.meanwhile = Meanwhile()
         self.verdict = JobVerdict()
-        self._job, self._outbox, self._patience, self._new_id = job, outbox, patience, new_id
-        self._freezing = Freezing(job, outbox, patience, self.meanwhile)
+        self._job, self._outbox, self._timeouts, self._new_id = job, outbox, timeouts, new_id
+        self._freezing = Freezing(job, outbox, timeouts, self.meanwhile)
         self._retries = Retries(job, outbox)
         self._shadow = Shadow(job, outbox, self.saving, self.verdict)
-        self._planner = Planner(job, patience)
+        self._planner = Planner(job, timeouts)
 
         def blame(subject: Rank, kind: m.FaultKind, text: str, now: float) -> None:
             self.fault(subject, kind, text, now, witness=OUTSIDER)
@@ -71,7 +70,7 @@ class Rescue:
         def drain(hosts: frozenset[str]) -> None:
             self.verdict.drained |= hosts
 
-        told = RescueContext(job, outbox, self._planner.decide, self.on_disk, blame, patience.rescue_s, drain)
+        told = RescueContext(job, outbox, self._planner.decide, self.on_disk, blame, timeouts.rescue_s, drain)
         self.program = self._planner.program = make_program(told)
 
     # ------------------------------------------------------------------------------------------------------- evidence
@@ -191,7 +190,7 @@ class Rescue:
 
     def deadlines(self) -> Iterator[float]:
         """Yield the times at which ``expire`` has something to do."""
-        incident, p = self.incident, self._patience
+        incident, p = self.incident, self._timeouts
         if incident is None:
             return
         if incident.stage is Stage.RELEASED:
@@ -211,7 +210,7 @@ class Rescue:
 
     def expire(self, now: float) -> None:
         """Give up saves, commits, answers and incidents that take too long."""
-        incident, p = self.incident, self._patience
+        incident, p = self.incident, self._timeouts
         if incident is None or incident.stage is Stage.RELEASED:
             return
         self._freezing.expire(incident, now)
@@ -259,7 +258,9 @@ class Rescue:
                 self.program.begin(incident)
             case Go(verdict) if self._shadow.awaits(incident, verdict, now):
                 return
-            case Go(Plan() as plan) if plan.version > self.on_disk():
+            case Go(Plan(version) as plan) if version > self.on_disk() or (
+                version == incident.saved and incident.size and not incident.plan
+            ):
                 self._shadow.choose(incident, plan, self.base_version)
                 self.saving.begin(incident, plan, now)
             case Go(NoPlan(reason)) if not self._planner.none_newer(incident, self.on_disk()):
@@ -319,7 +320,7 @@ class Rescue:
         if not (incident.faulty or self._job.broken):
             if self._shadow.is_durable(incident, now):
                 self._thaw(incident, "nothing is broken after all")
-        elif self._shadow.may_end(incident, self.base_version, now):
+        elif self._shadow.may_end(incident, self.base_version, now) and not self.saving.pages.saves_again(incident):
             then = f"goes on with step {incident.saved + 1}" if incident.saved else "begins where this launch did"
             self._release(incident, EXIT_SAVED, f"{incident.outcome}; a restart {then}", now)
 
@@ -382,7 +383,7 @@ class Rescue:
 
     def _maybe_close(self, incident: Incident, now: float) -> None:
         assert incident.released_at is not None
-        if not self._job.live or now >= incident.released_at + self._patience.exit_s:
+        if not self._job.live or now >= incident.released_at + self._timeouts.exit_s:
             self._outbox.record("closed", left_behind=sorted(self._job.live))
             self.close()
 

@@ -48,7 +48,7 @@ class Saving:
         self.last_commit: tuple[Version, str] | None = None
         self.held: tuple[Version, str] | None = None
         """Version and path of the held checkpoint; None: none is held, or a later commit went to the storage."""
-        self._pages = PageCollectors(job, mirrors)
+        self.pages = PageCollectors(job, mirrors)
         self._job = job
         self._outbox = outbox
 
@@ -113,7 +113,7 @@ class Saving:
                 shards.setdefault(assignment.rank, []).append(assignment.shard)
                 hows[assignment.rank] = assignment.how
         savers = {*shards, *kept}
-        pages = self._pages.collectors(incident, savers)
+        pages = self.pages.collectors(incident, savers)
         whole = {r for r in savers if incident.answers[r].post_step_done or not self._job.members[r].broken}
         first = None if any(t.order.job_state for t in incident.tasks) else min(whole or savers, default=None)
         orders = []
@@ -132,7 +132,7 @@ class Saving:
 
     def _collects_late(self, incident: Incident, now: float) -> bool:
         """Order pages that only ranks which answered after the plan have. Return whether to wait for pages."""
-        pages = self._pages.collectors(incident, ())
+        pages = self.pages.collectors(incident, ())
         incident.generation += bool(pages)
         for rank, wanted in sorted(pages.items()):
             task = Task(m.SaverOrder(rank, (), How.AS_IS, wanted, False), incident.generation)
@@ -140,7 +140,7 @@ class Saving:
             incident.pending[rank] = task
             incident.wrote(rank, -1, now)
             self._send_save(incident, rank)
-        return bool(pages) or (self._pages.lack_a_host(incident) and incident.waits("pages", PAGES_S, now))
+        return bool(pages) or (self.pages.lack_a_host(incident) and incident.waits("pages", PAGES_S, now))
 
     def _send_save(self, incident: Incident, rank: Rank) -> None:
         task, plan = incident.pending[rank], incident.plan

@@ -40,14 +40,14 @@ class Silence:
         job: the ranks.
         outbox: takes ``LookAt`` actions and records.
         rescue: takes the ranks of hosts in doubt.
-        patience: see ``ControllerTimeouts``.
+        timeouts: see ``ControllerTimeouts``.
         host: the controller's own host, which is not watched.
     """
 
     def __init__(
-        self, job: Membership, outbox: Outbox, rescue: Rescue, patience: ControllerTimeouts, host: str
+        self, job: Membership, outbox: Outbox, rescue: Rescue, timeouts: ControllerTimeouts, host: str
     ) -> None:
-        self._job, self._outbox, self._rescue, self._patience = job, outbox, rescue, patience
+        self._job, self._outbox, self._rescue, self._timeouts = job, outbox, rescue, timeouts
         self._host = host
         self.reset()
 
@@ -69,7 +69,7 @@ class Silence:
 
     def heard(self, host: str, now: float) -> bool:
         """Note a report of a rank of this host. Return whether that ends a doubt about the host."""
-        if host == self._host or self._patience.quiet_s is None:
+        if host == self._host or self._timeouts.quiet_s is None:
             return False
         self._looks.pop(host, None)
         self._asked.discard(host)
@@ -104,14 +104,14 @@ class Silence:
         self._asked.discard(host)
         if event.silent_s is None:
             return  # unknown: the streams of a dead host end after gRPC's keepalive timeout
-        if event.silent_s >= self._patience.doubt_s and self._matters:
+        if event.silent_s >= self._timeouts.doubt_s and self._matters:
             self._doubt(host, event.silent_s, now)
         else:
             self._looks[host] = now + LOOK_S
 
     def _doubt(self, host: str, silent_s: float, now: float) -> None:
         ranks = sorted(self._ranks[host])
-        self._doubted[host] = now + self._patience.doubt_max_s
+        self._doubted[host] = now + self._timeouts.doubt_max_s
         self._job.silent.update(ranks)
         for rank in ranks:
             text = f"{self._job.members[rank].name}: nothing has come from its host for {silent_s:.1f} s"
@@ -137,7 +137,7 @@ class Silence:
     @property
     def _quiet_at(self) -> float:
         """Time at which to look at the host with the oldest report."""
-        quiet_s = self._patience.quiet_s
+        quiet_s = self._timeouts.quiet_s
         return next(iter(self._heard.values())) + quiet_s if self._heard and quiet_s is not None else NEVER
 
     def check(self, now: float) -> None:

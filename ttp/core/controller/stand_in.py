@@ -17,16 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from ttp.core import messages as m
-from ttp.core.controller.events import (
-    Action,
-    ConnectionId,
-    ControllerTimeouts,
-    Event,
-    Received,
-    ReceivedAlike,
-    Record,
-    StreamEnded,
-)
+from ttp.core.controller import events as ev
 from ttp.core.controller.layout_exchange import Layouts
 from ttp.core.controller.meanwhile import Meanwhile
 from ttp.core.controller.membership import Membership
@@ -46,14 +37,14 @@ class StandIn:
     """Saves for ranks whose controller is silent.
 
     Args:
-        patience: see ``ControllerTimeouts``.
+        timeouts: see ``ControllerTimeouts``.
         new_id: makes an incident's id from its number.
         meanwhile: takes note of the checkpoints made here.
     """
 
-    def __init__(self, patience: ControllerTimeouts, new_id: Callable[[int], str], meanwhile: Meanwhile) -> None:
-        self._patience, self._new_id, self._meanwhile = patience, new_id, meanwhile
-        self._streams: set[ConnectionId] = set()
+    def __init__(self, timeouts: ev.ControllerTimeouts, new_id: Callable[[int], str], meanwhile: Meanwhile) -> None:
+        self._timeouts, self._new_id, self._meanwhile = timeouts, new_id, meanwhile
+        self._streams: set[ev.ConnectionId] = set()
         self._incidents = 0
         self._begin()
 
@@ -63,42 +54,43 @@ class StandIn:
         self._outbox = Outbox(self.job)
         self._layouts = Layouts(self.job, self._outbox)
         mirrors = Mirrors(self.job, self._outbox)
-        self.rescue = Rescue(self.job, self._outbox, self._patience, self._id_of, mirrors, no_recovery)
+        self.rescue = Rescue(self.job, self._outbox, self._timeouts, self._id_of, mirrors, no_recovery)
 
     def _id_of(self, number: int) -> str:
         """Return an id that differs from all ids of the incidents that this controller leads."""
         self._incidents += 1  # ``number`` begins again after each ``_begin``
         return f"{self._new_id(self._incidents)}{MEANWHILE}"
 
-    def part(self, event: Event) -> tuple[Event | None, Event | None]:
+    def part(self, event: ev.Event) -> tuple[ev.Event | None, ev.Event | None]:
         """Split an event into the part from ``meanwhile`` streams, and the rest; None: there is no such part."""
         match event:
-            case Received(connection, m.Hello(meanwhile=True)):
+            case ev.Received(connection, m.Hello(meanwhile=True)):
                 self._streams.add(connection)
-            case Received(connection) | StreamEnded(connection) if connection in self._streams:
+            case ev.Received(connection) | ev.StreamEnded(connection) if connection in self._streams:
                 pass
-            case ReceivedAlike(who, report) if self._streams:
+            case ev.ReceivedAlike(who, report) if self._streams:
                 here = tuple(each for each in who if each[0] in self._streams)
                 rest = tuple(each for each in who if each[0] not in self._streams)
-                return (ReceivedAlike(here, report) if here else None), (ReceivedAlike(rest, report) if rest else None)
+                meanwhile = ev.ReceivedAlike(here, report) if here else None
+                return meanwhile, ev.ReceivedAlike(rest, report) if rest else None
             case _:
                 return None, event
         return event, None
 
-    def on_event(self, event: Event, now: float) -> list[Action]:
+    def on_event(self, event: ev.Event, now: float) -> list[ev.Action]:
         """Take an event of a ``meanwhile`` stream, or a ``Tick``. Return the actions to be done."""
         match event:
-            case Received(connection, m.Hello() as hello):
+            case ev.Received(connection, m.Hello() as hello):
                 self._hello(connection, hello, now)
-            case Received(connection, LayoutPart() as part):
+            case ev.Received(connection, LayoutPart() as part):
                 for waited_on, hello in self._layouts.told(connection, part, now):
                     self._hello(waited_on, hello, now)
-            case Received(connection, report):
+            case ev.Received(connection, report):
                 self._said(connection, report, now)
-            case ReceivedAlike(who, report):
+            case ev.ReceivedAlike(who, report):
                 for connection, rank in who:
                     self._said(connection, replace(report, rank=rank), now)
-            case StreamEnded(connection):
+            case ev.StreamEnded(connection):
                 self._ended(connection, now)
         if not self._streams:
             self._meanwhile.note(self.job, None, self.rescue.last)
@@ -122,11 +114,11 @@ class StandIn:
             yield from self._layouts.deadlines()
             yield from self.rescue.deadlines()
 
-    def _actions(self) -> list[Action]:
+    def _actions(self) -> list[ev.Action]:
         """Return the actions but drop records outside an incident, which would suggest that this controller leads."""
-        return [a for a in self._outbox.take() if not isinstance(a, Record) or a.incident]
+        return [a for a in self._outbox.take() if not isinstance(a, ev.Record) or a.incident]
 
-    def _hello(self, connection: ConnectionId, hello: m.Hello, now: float) -> None:
+    def _hello(self, connection: ev.ConnectionId, hello: m.Hello, now: float) -> None:
         job = self.job
         if job.layout is not None and (hello.run_id, hello.incarnation) != (job.run_id, job.incarnation):
             self._outbox.refuse(connection, hello, m.RefusalCode.BUSY, "this controller stands in for another job")
@@ -139,7 +131,7 @@ class StandIn:
         else:
             self._join(connection, hello, now)
 
-    def _join(self, connection: ConnectionId, hello: m.Hello, now: float) -> None:
+    def _join(self, connection: ev.ConnectionId, hello: m.Hello, now: float) -> None:
         job, rescue = self.job, self.rescue
         known = job.members.get(hello.rank)
         if known is not None and known.connection is not None and connection < known.connection:
@@ -151,13 +143,13 @@ class StandIn:
         job.term = NO_TERM
         self._outbox.send(connection, m.Welcome(hello.rank, job.term, job.incarnation, hello.ttp_version))
         if rescue.incident is not None:
-            job.gather_until = now + self._patience.meanwhile_s
+            job.gather_until = now + self._timeouts.meanwhile_s
             rescue.joined(hello, now)
         elif hello.version > rescue.on_disk():
-            job.gather_until = now + self._patience.meanwhile_s
+            job.gather_until = now + self._timeouts.meanwhile_s
             rescue.snapshot(f"nothing has come from the controller of rank {hello.rank} for seconds", now)
 
-    def _said(self, connection: ConnectionId, report: m.Report, now: float) -> None:
+    def _said(self, connection: ev.ConnectionId, report: m.Report, now: float) -> None:
         member, incident = self.job.members.get(report.rank), self.rescue.incident
         if member is None or member.connection != connection:
             return
@@ -172,7 +164,7 @@ class StandIn:
             case _ if incident is not None:
                 saving.reported(incident, report, now)
 
-    def _ended(self, connection: ConnectionId, now: float) -> None:
+    def _ended(self, connection: ev.ConnectionId, now: float) -> None:
         """Forget the ranks of a stream that ended; whatever the reason, it is no fault here."""
         self._streams.discard(connection)
         self._layouts.ended(connection, now)

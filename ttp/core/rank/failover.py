@@ -20,25 +20,22 @@ class Route:
 
     def __init__(self, failover_s: float) -> None:
         self.standbys: tuple[str, ...] = ()
+        """The standby controllers, as the controller has announced them last."""
         self.address = HOME
         """The address of the next attempt, or of the present stream."""
         self.takeover = False
         """Whether the next attempt asks that controller to take over."""
         self._failover_s = failover_s
-        self._current = HOME
+        self.current = HOME
+        """The address of the controller that has welcomed this rank last."""
         self._walked = 0
         self._moved = False
-
-    @property
-    def current(self) -> str:
-        """The address of the controller that has welcomed this rank last."""
-        return self._current
 
     @property
     def others(self) -> list[str]:
         """The other standby controllers, in the order in which they would be asked to take over; without the home."""
         ring = self._ring()
-        at = ring.index(self._current)
+        at = ring.index(self.current)
         return [address for address in (*ring[at + 1 :], *ring[:at]) if address != HOME]
 
     @property
@@ -51,10 +48,6 @@ class Route:
         """How often the whole ring was tried in vain; at most 4, because it is used as an exponent."""
         return min(self._walked // len(self._ring()), 4)
 
-    def announced(self, addresses: tuple[str, ...]) -> None:
-        """Take the controller's list of standby controllers."""
-        self.standbys = addresses
-
     def knows(self, address: str) -> None:
         """Add a standby controller at ``address``, unless it is known; an empty address is ignored."""
         if address and address not in self.standbys:
@@ -62,7 +55,7 @@ class Route:
 
     def connected(self) -> None:
         """Note that the controller at ``address`` has welcomed this rank."""
-        self._current, self.takeover, self._walked, self._moved = self.address, False, 0, False
+        self.current, self.takeover, self._walked, self._moved = self.address, False, 0, False
 
     def moved(self) -> None:
         """Note that the controller at ``address`` says that another one leads: walk along the ring from its start."""
@@ -76,12 +69,12 @@ class Route:
         """
         ring = self._ring()
         if len(ring) < 2 or (for_s < self._failover_s and not self._moved and not self.takeover):
-            self.address, self.takeover = self._current, False
+            self.address, self.takeover = self.current, False
             return
-        at = ring.index(self._current)
+        at = ring.index(self.current)
         self.address = ring[(at + 1 + self._walked) % len(ring)]
         self.takeover = True
         self._walked += 1
 
     def _ring(self) -> list[str]:
-        return list(dict.fromkeys((HOME, *self.standbys, self._current)))
+        return list(dict.fromkeys((HOME, *self.standbys, self.current)))

@@ -75,8 +75,8 @@ class ProcessorMachine:
         self.incarnation = 0
         self.gone = self._guest = False
         self._outbox = RankOutbox()
-        self._state = RankState(hello, hello.version, hello.phase, RankProgram())
-        self._rescue = RankRescue(self._state, self._outbox, timeouts.rescue_s, timeouts.redo_s)
+        self.state = RankState(hello, hello.version, hello.phase, RankProgram())
+        self._rescue = RankRescue(self.state, self._outbox, timeouts.rescue_s, timeouts.redo_s)
         self._copies = CopyTurns(hello.rank, self._outbox)
         self._layout = layout
         self._attempts = 0
@@ -90,7 +90,7 @@ class ProcessorMachine:
         self._observed = ev.Observed(hello.version, hello.phase)
         self._route = Route(timeouts.failover_s)
         self._aside = StandInStream(
-            self._state, self._outbox, self._rescue, self._route,
+            self.state, self._outbox, self._rescue, self._route,
             heartbeat_s=timeouts.heartbeat_s, doubt_s=timeouts.doubt_s, connect_s=timeouts.connect_s,
             greeting=self._greeting, tell_layout=self._tell_layout,
         )  # fmt: skip
@@ -100,15 +100,6 @@ class ProcessorMachine:
     def incident(self) -> str:
         """The incident that this rank is frozen for; empty if it is not frozen."""
         return self._rescue.incident
-
-    @property
-    def program(self) -> RankProgram:
-        """The part that represents a program that saves and repairs itself."""
-        return self._state.program
-
-    @program.setter
-    def program(self, program: RankProgram) -> None:
-        self._state.program = program
 
     # ----------------------------------------------------------------------------------------------------------- events
 
@@ -134,12 +125,12 @@ class ProcessorMachine:
             case ev.Returned():
                 self._left(event)
             case ev.RestoreWanted(candidates, skipped, readings):
-                self._view, self._undecided = RestoreView(self._state.rank, candidates, skipped, readings), True
+                self._view, self._undecided = RestoreView(self.state.rank, candidates, skipped, readings), True
                 self._outbox.report(self._view)
             case ev.Based(version, size):
-                self._state.hello, self._state.version = replace(self._state.hello, base_version=version), version
+                self.state.hello, self.state.version = replace(self.state.hello, base_version=version), version
                 if version:  # at version 0 nothing was read
-                    self._restored = Restored(self._state.rank, version, size)
+                    self._restored = Restored(self.state.rank, version, size)
                     self._outbox.report(self._restored)
             case ev.Observed():
                 self._observe(event, now)
@@ -147,14 +138,14 @@ class ProcessorMachine:
                 self._outbox.report(report)
             case ev.StandbyStarted(address):
                 self._note_ring(address)  # the controller's announcement may be lost
-                self._standby = m.StandbyUp(self._state.rank, address)
+                self._standby = m.StandbyUp(self.state.rank, address)
                 self._outbox.report(self._standby)
             case ev.CopyMade() | ev.CopySkipped():
                 self._copies.happened(event)
             case ev.AsideEvent():
                 self._aside.happened(event, now)
             case ev.ProgramEvent():
-                for said in self.program.happened(event):
+                for said in self.state.program.happened(event):
                     self._outbox.report(said)
         if not self.gone:
             self._on_time(now)
@@ -181,7 +172,7 @@ class ProcessorMachine:
             self._outbox.do(act.Connect(start and self._route.went_round, self._route.address, self._within_s(now)))
         if (self._outbox.welcomed or self._aside.welcomed) and now >= self._beat_at:
             self._beat_at = now + self.timeouts.heartbeat_s
-            o, state = self._observed, self._state
+            o, state = self._observed, self.state
             beat = m.Heartbeat(state.rank, state.version, state.phase, o.mark, o.activity, o.written)
             self._outbox.report(beat)
             self._aside.say(beat)
@@ -196,7 +187,7 @@ class ProcessorMachine:
     @property
     def _waits(self) -> bool:
         """Whether the training thread has left its loop and waits for the controller."""
-        return bool(self._state.broken or self._state.returned or self.program.waits)
+        return bool(self.state.broken or self.state.returned or self.state.program.waits)
 
     def _within_s(self, now: float) -> float | None:
         """Return the seconds that an attempt to connect may take; None: no limit, as there is no other controller.
@@ -215,20 +206,20 @@ class ProcessorMachine:
     # --------------------------------------------------------------------------------------------------------- stream
 
     def _observe(self, observed: ev.Observed, now: float) -> None:
-        self._state.version, self._state.phase, self._observed = observed.version, observed.phase, observed
+        self.state.version, self.state.phase, self._observed = observed.version, observed.phase, observed
         if observed.urgent:
             self._beat_at = now
 
     def _greeting(self) -> m.Hello:
         return replace(
-            self._state.hello,
+            self.state.hello,
             incarnation=self.incarnation,
-            version=self._state.version,
-            phase=m.Phase.DONE if self._state.returned else self._state.phase,
+            version=self.state.version,
+            phase=m.Phase.DONE if self.state.returned else self.state.phase,
             term_seen=self.term,
             incident="" if self._outbox.answers_aside else self.incident,  # without an incident of a stand-in
             resume=self.incarnation > 0,
-            broken=self._state.broken.text if self._state.broken else "",
+            broken=self.state.broken.text if self.state.broken else "",
             standbys=self._route.standbys,
             takeover=self._route.takeover,
         )
@@ -280,7 +271,7 @@ class ProcessorMachine:
             case m.TakeStack() | m.Probe() | m.StandBy() | Keep() | CopyTo() | MirrorTo():
                 self._outbox.do(act.Serve(order))
             case m.Standbys(_, _, addresses):
-                self._route.announced(addresses)
+                self._route.standbys = addresses
                 self._note_ring()
             case Settled():
                 self._copies.settled(order)
@@ -291,7 +282,7 @@ class ProcessorMachine:
 
     def _released(self, order: m.Release) -> None:
         """Exit the process, or let it go on (``again``). A rank that has raised an error of its own exits."""
-        state = self._state
+        state = self.state
         self._outbox.report(m.Goodbye(state.rank, m.GoodbyeReason.RELEASED, state.version))
         own_fault = state.broken is not None and state.broken.kind is not m.FaultKind.COLLECTIVE
         if not (order.again and state.hello.can_continue) or own_fault:
@@ -301,9 +292,9 @@ class ProcessorMachine:
             self._outbox.do(act.GoOn(order.text))
 
     def _tell_layout(self, digest: str, send: type[act.Send | act.SendAside]) -> None:
-        if digest == self._state.hello.layout_digest:
+        if digest == self.state.hello.layout_digest:
             for index, groups in enumerate(self._layout):
-                self._outbox.do(send(LayoutPart(self._state.rank, digest, index, len(self._layout), groups)))
+                self._outbox.do(send(LayoutPart(self.state.rank, digest, index, len(self._layout), groups)))
 
     def _note_ring(self, standby: str = "") -> None:
         """Add a standby controller, if one is given, and have the ring of controllers recorded if it has changed."""
@@ -323,16 +314,16 @@ class ProcessorMachine:
         self._note_ring()
         self._beat_at = now + self.timeouts.heartbeat_s
         self._outbox.do(act.Joined(order.incarnation, first, order.joins, order.guest))
-        if self._undecided or self._state.version <= self._state.hello.base_version:
+        if self._undecided or self.state.version <= self.state.hello.base_version:
             for said in filter(None, (self._view, self._restored if not self._undecided else None)):
                 self._outbox.report(said)  # other ranks may still wait for the decision, and this controller may be new
         self._copies.repeat()
-        for report in (*filter(None, (self._standby,)), *self.program.repeated()):
+        for report in (*filter(None, (self._standby,)), *self.state.program.repeated()):
             self._outbox.report(report)
-        if self._state.broken is not None:
-            self._report_broken(self._state.broken)
-        if self._state.returned is not None:
-            self._outbox.report(m.Goodbye(self._state.rank, self._state.returned.reason, self._state.version))
+        if self.state.broken is not None:
+            self._report_broken(self.state.broken)
+        if self.state.returned is not None:
+            self._outbox.report(m.Goodbye(self.state.rank, self.state.returned.reason, self.state.version))
 
     def _refused(self, code: m.RefusalCode, text: str, now: float) -> None:
         if code is m.RefusalCode.BUSY and not self.incarnation:
@@ -351,7 +342,7 @@ class ProcessorMachine:
     # --------------------------------------------------------------------------------------------------------- program
 
     def _ordered_program(self, order: m.ProgramOrder) -> None:
-        answer = self.program.ordered(order)
+        answer = self.state.program.ordered(order)
         if isinstance(answer, act.ProgramAction):
             self._outbox.do(answer)
         elif answer is not None:
@@ -360,17 +351,17 @@ class ProcessorMachine:
     # ------------------------------------------------------------------------------------------------------- training
 
     def _raised(self, event: ev.Raised) -> None:
-        self._state.broken = self._state.broken or event
+        self.state.broken = self.state.broken or event
         self._report_broken(event)
 
     def _report_broken(self, event: ev.Raised) -> None:
-        rank, nonce = self._state.rank, self._state.hello.nonce
+        rank, nonce = self.state.rank, self.state.hello.nonce
         self._outbox.report(m.Fault(rank, rank, event.kind, event.text, event.detail, nonce, event.wrong))
 
     def _left(self, event: ev.Returned) -> None:
-        self._state.returned = event
-        self._state.phase = m.Phase.DONE
-        self._outbox.report(m.Goodbye(self._state.rank, event.reason, self._state.version))
+        self.state.returned = event
+        self.state.phase = m.Phase.DONE
+        self._outbox.report(m.Goodbye(self.state.rank, event.reason, self.state.version))
         if event.reason is not m.GoodbyeReason.DONE:
             self._outbox.do(act.LetGo(rescued=True))  # the user does not wait for the other ranks
             self.gone = True

@@ -18,7 +18,7 @@ from ttp.compat.mindio.placing import ours_counts
 from ttp.config import Config
 from ttp.errors import EXIT_TRAINED, ConfigError
 from ttp.launch.admission import admitted
-from ttp.launch.host import GRACE_S, Host
+from ttp.launch.host import Host
 from ttp.launch.later import later, obey
 from ttp.launch.mindspore.environment import patience
 from ttp.launch.mindspore.flags import LOOK_S, Job, parse, with_names
@@ -26,6 +26,7 @@ from ttp.launch.mindspore.processes import Processes
 from ttp.launch.ports import hold_port
 from ttp.launch.preparation import EXIT_FAILED, Launch, verdict
 from ttp.launch.presence import port_owner
+from ttp.launch.worker_stops import GRACE_S
 from ttp.polling import poll
 from ttp.store.plain_file import read_plain
 from ttp.wire.address import resolve
@@ -174,14 +175,14 @@ class _Starts:
             if trained:
                 processes.stop_scheduler(SCHEDULER_GRACE_S)
             else:
-                _fail_open(lambda: self._host.hold(processes.workers))
+                _fail_open(lambda: self._host.stops.hold(processes.workers))
             return trained
         except Interrupted:  # SIGTERM in any case: at SIGINT a handler of MindSpore's ends workers at once
-            obey(lambda: _fail_open(lambda: self._host.stop(processes.workers, signal.SIGTERM, GRACE_S)), Interrupted)
+            obey(lambda: _fail_open(lambda: self._stop(processes)), Interrupted)
             raise
         finally:
             with later():  # a repeated signal must leave no worker behind, nor lose the exit codes
-                _fail_open(lambda: self._host.expect_stop(processes.workers))
+                _fail_open(lambda: self._host.stops.expect(processes.workers))
                 processes.stop()
                 self.codes = self._codes_of(processes)
 
@@ -211,8 +212,11 @@ class _Starts:
             processes.scheduler.returncode,
             processes.scheduler_tail(),
         )
-        _fail_open(lambda: self._host.stop(processes.workers, signal.SIGTERM, GRACE_S))
+        _fail_open(lambda: self._stop(processes))
         return False
+
+    def _stop(self, processes: Processes) -> None:
+        self._host.stops.stop(processes.workers, signal.SIGTERM, GRACE_S)
 
     @contextlib.contextmanager
     def _port(self, patience_s: float) -> Iterator[int]:

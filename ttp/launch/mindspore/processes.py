@@ -13,10 +13,10 @@ from typing import IO, Any
 
 from ttp.errors import ConfigError, ToldAs
 from ttp.launch.controller_process import tail
-from ttp.launch.host import GRACE_S
 from ttp.launch.mindspore.environment import scheduler_environ, worker_environ
 from ttp.launch.mindspore.flags import LOOK_S, Job
 from ttp.launch.warm.starter import WarmStarter
+from ttp.launch.worker_stops import GRACE_S
 from ttp.polling import poll
 
 

@@ -13,16 +13,7 @@ from ttp.core.layout import Rank
 from ttp.errors import ConfigError
 from ttp.launch.ring import places, reigning
 from ttp.mindio.manager_wire import ATTACHED, call_from_wire, notice_to_wire
-from ttp.mindio.protocol.manager_messages import (
-    SWITCHES,
-    WAIT_S,
-    CallKind,
-    FaultOf,
-    ManagerCall,
-    Notice,
-    NoticeKind,
-    RankFault,
-)
+from ttp.mindio.protocol import manager_messages as mm
 from ttp.wire import channel as wire
 from ttp.wire.address import split, target
 from ttp.wire.limits import WireError
@@ -83,7 +74,7 @@ class Manager:
         report_stop_complete: ReportStopComplete,
         report_strategies: ReportStrategies,
         report_result: ReportResult,
-        wait_s: float = WAIT_S,
+        wait_s: float = mm.WAIT_S,
         run_dir: Path | None = None,
     ) -> None:
         self._home, self._run_dir, self._token = target(address, port), run_dir, token
@@ -94,11 +85,11 @@ class Manager:
         self._closed, self._attached = threading.Event(), threading.Event()
         self._call: grpc.Call | None = None
         self._thread = threading.Thread(target=self._attend, name="ttp-manager", daemon=True)
-        self._callbacks: dict[CallKind, Callable[[ManagerCall], object]] = {
-            CallKind.FAULT_RANKS: lambda c: report_fault_ranks(_ranks(c), {int(f.rank): f.code for f in c.faults}),
-            CallKind.STOP_COMPLETE: lambda c: report_stop_complete(c.code, c.text, _ranks(c)),
-            CallKind.STRATEGIES: lambda c: report_strategies(_ranks(c), list(c.strategies)),
-            CallKind.RESULT: lambda c: report_result(c.code, c.text, _ranks(c), c.strategy),
+        self._callbacks: dict[mm.CallKind, Callable[[mm.ManagerCall], object]] = {
+            mm.CallKind.FAULT_RANKS: lambda c: report_fault_ranks(_ranks(c), {int(f.rank): f.code for f in c.faults}),
+            mm.CallKind.STOP_COMPLETE: lambda c: report_stop_complete(c.code, c.text, _ranks(c)),
+            mm.CallKind.STRATEGIES: lambda c: report_strategies(_ranks(c), list(c.strategies)),
+            mm.CallKind.RESULT: lambda c: report_result(c.code, c.text, _ranks(c), c.strategy),
         }
 
     def start(self) -> None:
@@ -128,7 +119,7 @@ class Manager:
             stop_type: ``stop`` or ``pause``.
             timeout: seconds after which a pause ends by itself; None for ``wait_s``.
         """
-        kinds = {"stop": NoticeKind.STOP_TRAIN, "pause": NoticeKind.PAUSE_TRAIN}
+        kinds = {"stop": mm.NoticeKind.STOP_TRAIN, "pause": mm.NoticeKind.PAUSE_TRAIN}
         if stop_type not in kinds:
             log.error("stop_train: %r is neither stop nor pause", stop_type)
             return ERROR
@@ -141,11 +132,11 @@ class Manager:
             fault_ranks: rank -> kind of its fault.
             time: seconds that the controller waits for a choice, if more than ``wait_s``.
         """
-        return self._notify(NoticeKind.GLOBAL_RANK, fault_ranks, seconds=time)
+        return self._notify(mm.NoticeKind.GLOBAL_RANK, fault_ranks, seconds=time)
 
     def change_strategy(self, strategy: str, params: str = "") -> int:
         """Choose one of the offered strategies, or ``continue`` after a pause."""
-        return self._notify(NoticeKind.STRATEGY, {}, strategy=strategy, params=params)
+        return self._notify(mm.NoticeKind.STRATEGY, {}, strategy=strategy, params=params)
 
     def prepare_action(self, action: str, fault_ranks: Mapping[int, int] | None = None) -> int:
         """Announce that new processes for live ranks start on other hosts, or withdraw that.
@@ -156,10 +147,10 @@ class Manager:
             action: ``hot switch`` to announce, ``stop switch`` to withdraw.
             fault_ranks: the ranks to move, with a kind of fault; None to withdraw.
         """
-        if action not in SWITCHES:
+        if action not in mm.SWITCHES:
             log.error("prepare_action: %r is neither hot switch nor stop switch", action)
             return ERROR
-        return self._notify(SWITCHES[action], fault_ranks or {})
+        return self._notify(mm.SWITCHES[action], fault_ranks or {})
 
     def high_availability(self) -> bool:
         """Return whether a controller answers and a rank has joined it."""
@@ -170,7 +161,7 @@ class Manager:
             return False
         return any(rank.state != "missing" for rank in answer.ranks)
 
-    def notify(self, notice: Notice) -> int:
+    def notify(self, notice: mm.Notice) -> int:
         """Send a notice to the controller."""
         try:
             answer = self._stub.Notify(notice_to_wire(notice), metadata=self._metadata, timeout=ANSWER_S)
@@ -183,15 +174,21 @@ class Manager:
         return OK if answer.accepted else ERROR
 
     def _notify(
-        self, kind: NoticeKind, faults: Mapping[int, int], *, seconds: float = 0.0, strategy: str = "", params: str = ""
+        self,
+        kind: mm.NoticeKind,
+        faults: Mapping[int, int],
+        *,
+        seconds: float = 0.0,
+        strategy: str = "",
+        params: str = "",
     ) -> int:
         try:
-            known = tuple(RankFault(Rank(int(rank)), FaultOf(int(what))) for rank, what in faults.items())
+            known = tuple(mm.RankFault(Rank(int(rank)), mm.FaultOf(int(what))) for rank, what in faults.items())
         except (AttributeError, TypeError, ValueError):
             text = "%s is not accepted: fault_ranks %r has to be {rank: 0 (memory), 1 (process) or 2 (network)}"
             log.error(text, kind.value, faults)
             return ERROR
-        return self.notify(Notice(kind, known, seconds, strategy, params))
+        return self.notify(mm.Notice(kind, known, seconds, strategy, params))
 
     # ---------------------------------------------------------------------------------------------------------- attend
 
@@ -233,8 +230,8 @@ class Manager:
             log.warning("cannot parse a message of the controller: %s", problem)
         except Exception:
             log.exception("the callback for %s failed: the controller decides by itself", message.what)
-            self._notify(NoticeKind.FAILED, {})
+            self._notify(mm.NoticeKind.FAILED, {})
 
 
-def _ranks(call: ManagerCall) -> Faults:
+def _ranks(call: mm.ManagerCall) -> Faults:
     return {int(fault.rank): int(fault.kind) for fault in call.faults}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -13,21 +13,21 @@ from typing import Any
 from ttp import session
 from ttp.config import Config, RankEnv
 from ttp.core.layout import Layout, Rank, Version
-from ttp.core.messages import FaultKind, Piece, SaverOrder
+from ttp.core.messages import FaultKind
 from ttp.core.rank.actions import ProgramAction
 from ttp.errors import UsageError
 from ttp.mindio.handlers import device
 from ttp.mindio.handlers.actor import Actor
 from ttp.mindio.handlers.call import Call, Handler, HandlerKind
+from ttp.mindio.handlers.handler_source import HandlerSource
 from ttp.mindio.handlers.loop import ForcedStop, Loop, NextAction
 from ttp.mindio.handlers.pause import PausePoint
 from ttp.mindio.handlers.seat import Seat
-from ttp.mindio.protocol.messages import ACTION_S, HANDLERS, Ailing, Ailment, Handlers, ReplicaSet
+from ttp.mindio.protocol.messages import ACTION_S, Ailing, Ailment, Handlers, ReplicaSet
 from ttp.mindio.protocol.rank_side import RankRounds, Said, StartAct
 from ttp.mindio.protocol.replica_lists import check_set
 from ttp.processor.gate import gate
 from ttp.processor.processor import Processor
-from ttp.processor.source import StateSource, promise
 
 log = logging.getLogger("ttp.handlers")
 
@@ -36,8 +36,6 @@ RECOVERING = (HandlerKind.REBUILD, HandlerKind.REPAIR)
 LIMIT_MS_MAX = 2**31 - 1
 ANOTHER_S = 60.0
 """Seconds of ``TTP_OT`` that are kept for another rank to save if a save handler hangs; at most half of ``TTP_OT``."""
-UNTOLD_LOOKS = 5
-"""A program that has trained a step declares its replica sets before it is asked so often, once a heartbeat."""
 HALTED = "FORCE STOP. By mindio-ttp BeginUpdating"
 """Text of an exception that programs written for MindIO look for."""
 
@@ -366,35 +364,3 @@ class Participant:
 
 def _ms(seconds: float) -> int:
     return min(int(seconds * 1000), LIMIT_MS_MAX)
-
-
-class HandlerSource(StateSource):
-    """A state source that is never used to write, because the program's handlers save in rounds."""
-
-    framework = HANDLERS
-    saved_elsewhere = "saved by the program's handlers"
-    sets: tuple[ReplicaSet, ...] = ()
-    _asked = 0
-
-    def promise(self, layout: Layout, save_dir: Path) -> str:
-        """Return a promise from the sets of this rank, as the layout is a placeholder. Without sets there is none."""
-        if self.sets:
-            copies = min(group.copies for group in self.sets)
-            on = f"the state of rank 0 on {copies} of {layout.world_size} ranks"
-            return promise(on, copies == 1, self.saved_elsewhere)
-        self._asked += 1
-        if self._asked == UNTOLD_LOOKS:
-            log.warning(
-                "NOT PROTECTED: no replica sets were declared (tft_set_optimizer_replica): no step can be saved"
-            )
-        return ""
-
-    def gradient_ready(self) -> bool:
-        """Return True: a program that reports the start of an update has its gradient."""
-        return True
-
-    def write_pieces(
-        self, *, order: SaverOrder, version: Version, draft: Path, generation: int, cancelled: Callable[[], bool]
-    ) -> list[Piece]:
-        """Always raise ``UsageError``."""
-        raise UsageError("the handlers of this program save in rounds, not piece by piece")

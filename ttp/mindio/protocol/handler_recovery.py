@@ -22,20 +22,10 @@ from ttp.core.controller.events import ProgramEvent
 from ttp.core.controller.incident import Incident
 from ttp.core.controller.program_recovery import Ending, Outcome, ProgramRecovery, RescueContext
 from ttp.core.layout import Layout, Rank, Version
+from ttp.mindio.protocol import manager_messages as mm
 from ttp.mindio.protocol import replacement
 from ttp.mindio.protocol.handshake import Handshake, ManagerMailbox
 from ttp.mindio.protocol.in_process_repair import repair_in_process
-from ttp.mindio.protocol.manager_messages import (
-    AnswerNotice,
-    FaultOf,
-    ManagerCame,
-    ManagerLeft,
-    Notice,
-    Noticed,
-    NoticeKind,
-    PlaceOffered,
-    TakePlace,
-)
 from ttp.mindio.protocol.messages import Acted, Ailing, Ailment, Handlers
 from ttp.mindio.protocol.pause import Pausing
 from ttp.mindio.protocol.repair_state import RepairState
@@ -43,7 +33,7 @@ from ttp.mindio.protocol.rounds import Pause, RoundRunner, Script
 from ttp.mindio.protocol.save_script import dump
 from ttp.mindio.protocol.switching import Switching
 
-AILMENTS = {FaultOf.MEMORY: Ailment.MEMORY, FaultOf.NETWORK: Ailment.NETWORK}
+AILMENTS = {mm.FaultOf.MEMORY: Ailment.MEMORY, mm.FaultOf.NETWORK: Ailment.NETWORK}
 WORDS = {
     Ailment.STOPPED: "its training loop was stopped",
     Ailment.RETRY: "its numerical results are wrong",
@@ -154,44 +144,44 @@ class HandlerRecovery(ProgramRecovery):
     def happened(self, event: ProgramEvent, *, incident: bool) -> None:
         """Take an event about a manager: it attaches, detaches, offers a host, or sends a notice."""
         match event:
-            case ManagerCame(wait_s):
+            case mm.ManagerCame(wait_s):
                 self._mailbox.came(wait_s)
                 self._outbox.record("manager_came")
-            case ManagerLeft():
+            case mm.ManagerLeft():
                 self._mailbox.left()
                 self._outbox.record("manager_left")
-            case PlaceOffered(host, store):
-                self._outbox.add(TakePlace(self._switching.offered(host, store)))
-            case Noticed(notice):
-                self._outbox.add(AnswerNotice(self._notice(notice, incident)))
+            case mm.PlaceOffered(host, store):
+                self._outbox.add(mm.TakePlace(self._switching.offered(host, store)))
+            case mm.Noticed(notice):
+                self._outbox.add(mm.AnswerNotice(self._notice(notice, incident)))
 
-    def _notice(self, notice: Notice, incident: bool) -> str:
+    def _notice(self, notice: mm.Notice, incident: bool) -> str:
         """Take a notice of the manager, and return why it is not accepted; empty if it is. A repeat has no effect."""
         if not self.leads or not self._job.complete or self._job.ended:
             return "no job with handlers is training here"
         match notice.kind:
-            case NoticeKind.FAILED:
+            case mm.NoticeKind.FAILED:
                 self._mailbox.failed = incident or self._state.paused
-            case NoticeKind.PAUSE_TRAIN:
+            case mm.NoticeKind.PAUSE_TRAIN:
                 return self._wants_pause(notice, incident)
-            case NoticeKind.HOT_SWITCH | NoticeKind.MOVE:
+            case mm.NoticeKind.HOT_SWITCH | mm.NoticeKind.MOVE:
                 return self._switching.wanted(notice, incident)
-            case NoticeKind.STOP_SWITCH if self._switching.stands:
-                self._mailbox.put(Notice(NoticeKind.STRATEGY, strategy="continue"))
-            case NoticeKind.STOP_SWITCH:
+            case mm.NoticeKind.STOP_SWITCH if self._switching.stands:
+                self._mailbox.put(mm.Notice(mm.NoticeKind.STRATEGY, strategy="continue"))
+            case mm.NoticeKind.STOP_SWITCH:
                 self._switching.give_up("")
-            case NoticeKind.STOP_TRAIN:
+            case mm.NoticeKind.STOP_TRAIN:
                 if not (incident or any(fault.rank in self._job.members for fault in notice.faults)):
                     return "no fault is known, and the notice names no rank of this job"
                 self._mailbox.put(notice)
                 self._accuse(notice)
-            case NoticeKind.GLOBAL_RANK | NoticeKind.STRATEGY:
+            case mm.NoticeKind.GLOBAL_RANK | mm.NoticeKind.STRATEGY:
                 if not (incident or self._state.paused):
                     return "there is nothing to decide"
                 self._mailbox.put(notice)
         return ""
 
-    def _accuse(self, notice: Notice) -> None:
+    def _accuse(self, notice: mm.Notice) -> None:
         """Add the faults that the manager reports to those that are known."""
         for fault in notice.faults:
             rank = fault.rank
@@ -205,20 +195,20 @@ class HandlerRecovery(ProgramRecovery):
                 self._job.mark_failed(rank, text)
                 self._blame(rank, m.FaultKind.OUTSIDE, text, self._state.now)
 
-    def _wants_pause(self, notice: Notice, incident: bool) -> str:
+    def _wants_pause(self, notice: mm.Notice, incident: bool) -> str:
         if incident:
             return "a rescue is going on"
         if self._switching.held:  # its script would be given up, and nobody would end it
             return "all ranks stand still for a hot switch"
         if not self._state.paused:
-            self._mailbox.take(NoticeKind.STRATEGY)
+            self._mailbox.take(mm.NoticeKind.STRATEGY)
             self._runner.begin(self._pausing.pause(notice), self._job.term, self._state.now)
         return ""
 
-    def _end_paused_job(self, notice: Notice) -> None:
+    def _end_paused_job(self, notice: mm.Notice) -> None:
         """End a paused job by an incident, in which the manager's choice is already known."""
-        for kind in (NoticeKind.STOP_TRAIN, NoticeKind.GLOBAL_RANK):
-            self._mailbox.put(Notice(kind))
+        for kind in (mm.NoticeKind.STOP_TRAIN, mm.NoticeKind.GLOBAL_RANK):
+            self._mailbox.put(mm.Notice(kind))
         self._mailbox.put(notice)
         text = f"the manager has chosen to {notice.strategy} the paused job"
         self._blame(Rank(-1), m.FaultKind.OUTSIDE, text, self._state.now)

@@ -23,18 +23,8 @@ from ttp.core.controller.outbox import Outbox
 from ttp.core.controller.program_recovery import Ending, Outcome, not_saved
 from ttp.core.decide import Plan
 from ttp.core.layout import Rank, Version
+from ttp.mindio.protocol import manager_messages as mm
 from ttp.mindio.protocol.in_process_repair import repair_in_process
-from ttp.mindio.protocol.manager_messages import (
-    WAIT_S,
-    CallKind,
-    CallManager,
-    Code,
-    FaultOf,
-    ManagerCall,
-    Notice,
-    NoticeKind,
-    RankFault,
-)
 from ttp.mindio.protocol.messages import Ailment
 from ttp.mindio.protocol.repair_state import RepairState
 from ttp.mindio.protocol.replacement import recover, see_clearly, why_not
@@ -47,10 +37,10 @@ RECOVER = ("recover", "recover-in-place")
 """Strategies that replace lost ranks, which are the same here: the controller does not choose the host."""
 RESIZE = ("downgrade", "upgrade")
 """Strategies that save a checkpoint and restart the job with other hosts."""
-FAULTS = {Ailment.NETWORK: FaultOf.NETWORK, Ailment.FATAL: FaultOf.PROCESS}
+FAULTS = {Ailment.NETWORK: mm.FaultOf.NETWORK, Ailment.FATAL: mm.FaultOf.PROCESS}
 """Kinds of faults for ailments that do not concern the device's memory."""
 
-Hearing = Generator[Step, Result, Notice | None]
+Hearing = Generator[Step, Result, mm.Notice | None]
 
 
 class ManagerMailbox:
@@ -64,9 +54,9 @@ class ManagerMailbox:
         self.present = False
         self.failed = False
         """Whether the manager could not take a call about the open incident."""
-        self.wait_s = WAIT_S
+        self.wait_s = mm.WAIT_S
         self._outbox = outbox
-        self._notices: dict[NoticeKind, Notice] = {}
+        self._notices: dict[mm.NoticeKind, mm.Notice] = {}
 
     @property
     def decides(self) -> bool:
@@ -75,17 +65,17 @@ class ManagerMailbox:
 
     def came(self, wait_s: float) -> None:
         """Record that a manager is attached. It has ``wait_s`` seconds for each answer; 0 means the default."""
-        self.present, self.wait_s = True, wait_s or WAIT_S
+        self.present, self.wait_s = True, wait_s or mm.WAIT_S
 
     def left(self) -> None:
         """Record that the manager has detached."""
         self.present = False
 
-    def put(self, notice: Notice) -> None:
+    def put(self, notice: mm.Notice) -> None:
         """Keep a notice until ``take``; it replaces an earlier one of its kind."""
         self._notices[notice.kind] = notice
 
-    def take(self, kind: NoticeKind) -> Notice | None:
+    def take(self, kind: mm.NoticeKind) -> mm.Notice | None:
         """Remove and return the kept notice of this kind; None if there is none."""
         return self._notices.pop(kind, None)
 
@@ -93,14 +83,14 @@ class ManagerMailbox:
         """Drop all notices, because their incident is over."""
         self._notices, self.failed = {}, False
 
-    def tell(self, kind: CallKind, faults: tuple[RankFault, ...] = (), code: int = 0, text: str = "",
+    def tell(self, kind: mm.CallKind, faults: tuple[mm.RankFault, ...] = (), code: int = 0, text: str = "",
              strategies: tuple[str, ...] = (), strategy: str = "") -> None:  # fmt: skip
         """Send a call to the manager, if a manager decides."""
         if self.decides:
-            call = ManagerCall(kind, faults, code, text, strategies, strategy)
+            call = mm.ManagerCall(kind, faults, code, text, strategies, strategy)
             self._outbox.record("told_manager", what=kind.value, code=code, text=text, strategy=strategy,
                                 strategies=list(strategies), faults={f.rank: f.kind.name for f in faults})  # fmt: skip
-            self._outbox.add(CallManager(call))
+            self._outbox.add(mm.CallManager(call))
 
 
 class Handshake:
@@ -118,7 +108,7 @@ class Handshake:
         state: RepairState,
         mailbox: ManagerMailbox,
         alone: Callable[[Incident], Script],
-        accuse: Callable[[Notice], None],
+        accuse: Callable[[mm.Notice], None],
     ) -> None:
         self._state, self._mailbox, self._alone, self._accuse = state, mailbox, alone, accuse
         self._owed: tuple[Version, str, str] | None = None
@@ -126,7 +116,7 @@ class Handshake:
     def moved(self, version: Version) -> None:
         """Record that a rank has finished an update. A repair counts as a success after one more step."""
         if self._owed is not None and version > self._owed[0]:
-            self._mailbox.tell(CallKind.RESULT, code=Code.OK, text=self._owed[1], strategy=self._owed[2])
+            self._mailbox.tell(mm.CallKind.RESULT, code=mm.Code.OK, text=self._owed[1], strategy=self._owed[2])
             self._owed = None
 
     def lead(self, incident: Incident) -> Script:
@@ -135,16 +125,16 @@ class Handshake:
         yield from see_clearly(state, seats=False)
         if not (incident.faulty or state.job.broken or state.halted):
             return Ending(Outcome.RESUMED, Version(0), "nothing is broken after all")
-        mailbox.tell(CallKind.FAULT_RANKS, faults_of(state, incident))
-        if (yield from self._hear(incident, NoticeKind.STOP_TRAIN)) is None:
+        mailbox.tell(mm.CallKind.FAULT_RANKS, faults_of(state, incident))
+        if (yield from self._hear(incident, mm.NoticeKind.STOP_TRAIN)) is None:
             return (yield from self._alone(incident))
-        mailbox.tell(CallKind.STOP_COMPLETE, faults_of(state, incident), Code.OK, "training has stopped")
-        known = yield from self._hear(incident, NoticeKind.GLOBAL_RANK)
+        mailbox.tell(mm.CallKind.STOP_COMPLETE, faults_of(state, incident), mm.Code.OK, "training has stopped")
+        known = yield from self._hear(incident, mm.NoticeKind.GLOBAL_RANK)
         if known is None:
             return (yield from self._alone(incident))
         self._accuse(known)
-        mailbox.tell(CallKind.FAULT_RANKS, faults_of(state, incident))
-        mailbox.tell(CallKind.STRATEGIES, faults_of(state, incident), strategies=self._offers(incident))
+        mailbox.tell(mm.CallKind.FAULT_RANKS, faults_of(state, incident))
+        mailbox.tell(mm.CallKind.STRATEGIES, faults_of(state, incident), strategies=self._offers(incident))
         return (yield from self.obey(incident, wait_s=known.seconds))
 
     def owe(self, ending: Ending, strategy: str) -> None:
@@ -159,7 +149,7 @@ class Handshake:
             saved: the checkpoint that this incident has saved; None if it has saved none.
             wait_s: least time for a choice, in seconds; see ``_hear``.
         """
-        while (notice := (yield from self._hear(incident, NoticeKind.STRATEGY, wait_s))) is not None:
+        while (notice := (yield from self._hear(incident, mm.NoticeKind.STRATEGY, wait_s))) is not None:
             ending: Ending | None = None
             match notice.strategy:
                 case "retry" if "retry" in self._offers(incident):
@@ -180,8 +170,8 @@ class Handshake:
             if ending is not None and ending.outcome is Outcome.SAVED and notice.strategy in RESIZE:
                 return ending
             if ending is not None and ending.outcome is Outcome.SAVED and notice.strategy not in RECOVER:
-                self._mailbox.tell(CallKind.RESULT, code=Code.OK, text=ending.text, strategy="dump")
-                yield from self._hear(incident, NoticeKind.STRATEGY)  # the manager sends exit, or nothing
+                self._mailbox.tell(mm.CallKind.RESULT, code=mm.Code.OK, text=ending.text, strategy="dump")
+                yield from self._hear(incident, mm.NoticeKind.STRATEGY)  # the manager sends exit, or nothing
                 return ending
             saved = ending if ending is not None and ending.outcome is Outcome.SAVED else saved
             text = ending.text if ending else f"{notice.strategy or 'nothing'} is not possible here"
@@ -219,10 +209,10 @@ class Handshake:
     def refuse(self, incident: Incident, strategy: str, text: str) -> None:
         """Report that a strategy failed or is not possible, with a code for the best one that is still possible."""
         offers = self._offers(incident)
-        code = Code.MAY_DUMP if "dump" in offers else Code.MAY_EXIT
+        code = mm.Code.MAY_DUMP if "dump" in offers else mm.Code.MAY_EXIT
         if "recover" in offers and strategy not in RECOVER:
-            code = Code.MAY_RECOVER
-        self._mailbox.tell(CallKind.RESULT, faults_of(self._state, incident), code, text, strategy=strategy)
+            code = mm.Code.MAY_RECOVER
+        self._mailbox.tell(mm.CallKind.RESULT, faults_of(self._state, incident), code, text, strategy=strategy)
 
     def _offers(self, incident: Incident) -> tuple[str, ...]:
         """Return the strategies that are possible now, best last."""
@@ -233,7 +223,7 @@ class Handshake:
         found = {**found, "retry": state.repairable(incident), "": False}
         return tuple(strategy for strategy, possible in found.items() if possible)
 
-    def _hear(self, incident: Incident, kind: NoticeKind, wait_s: float = 0.0) -> Hearing:
+    def _hear(self, incident: Incident, kind: mm.NoticeKind, wait_s: float = 0.0) -> Hearing:
         """Wait for a notice of this kind. The manager has its usual time, or ``wait_s`` if that is more."""
         until = self._state.now + min(max(self._mailbox.wait_s, wait_s), self._state.patience_s(incident))
         while self._mailbox.decides and self._state.now < until:
@@ -244,15 +234,15 @@ class Handshake:
         return None
 
 
-def faults_of(state: RepairState, incident: Incident) -> tuple[RankFault, ...]:
+def faults_of(state: RepairState, incident: Incident) -> tuple[mm.RankFault, ...]:
     """Return the faulty ranks, each with the kind of its fault."""
-    found: dict[Rank, RankFault] = {}
+    found: dict[Rank, mm.RankFault] = {}
     for rank, ailing in state.ailing.items():
         if ailing.ailment not in NO_FAULTS:
-            kind = FAULTS.get(ailing.ailment, FaultOf.MEMORY)
-            found[rank] = RankFault(rank, kind, ailing.code)
+            kind = FAULTS.get(ailing.ailment, mm.FaultOf.MEMORY)
+            found[rank] = mm.RankFault(rank, kind, ailing.code)
     killing = [found for kind, found in incident.evidence.by_kind.items() if kind is not m.FaultKind.AILING]
     dead = {rank for found in killing for rank in found if rank >= 0}
     for rank in {*dead, *state.job.broken} - set(found):
-        found[rank] = RankFault(rank, FaultOf.PROCESS)
+        found[rank] = mm.RankFault(rank, mm.FaultOf.PROCESS)
     return tuple(found[rank] for rank in sorted(found))

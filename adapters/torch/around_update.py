@@ -1,0 +1,118 @@
+"""What the torch adapter does before and after each update, on the training thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.optim import Optimizer
+
+from ttp.adapters.torch.local_state.extra_state import ExtraState
+from ttp.adapters.torch.loop.barrier import UpdateBarrier
+from ttp.adapters.torch.loop.between import BetweenSteps
+from ttp.adapters.torch.loop.followers import Followers
+from ttp.adapters.torch.loop.hooks import Calls
+from ttp.adapters.torch.loop.swapped import Swapped
+from ttp.adapters.torch.saving.trial import Trial
+from ttp.adapters.torch.saving.unsaved import numbers_of, refuse_unsaved, tell_changed
+from ttp.adapters.torch.sharding.data_parallel import LayoutWatch
+from ttp.adapters.torch.sharding.exchange import connected
+from ttp.adapters.torch.sharding.names import ModelNames
+from ttp.adapters.torch.sharding.unconnected import different_weights, held_state
+from ttp.adapters.torch.source import TorchSource
+from ttp.core.layout import Version
+from ttp.processor.continuing import current
+from ttp.processor.processor import Processor
+
+
+@dataclass(slots=True)
+class AroundUpdate:
+    """Calls the parts that follow a loop: most of them compare only the first updates. Raises what they raise.
+
+    Args:
+        processor: the processor of this rank.
+        source: the source of the registered objects.
+        optimizers: the registered optimizers, as they were given.
+        extra: the user's objects of ``extra_state``.
+        trial: tries to save the state that the first update has made.
+        buckets: watches the buckets of DistributedDataParallel.
+        between: makes copies between the steps of one version.
+        followers: compares parameters that no optimizer trains; None once the first updates are over.
+        barrier: makes all ranks begin an update together; None: the layout needs no barrier.
+        compared: the names of the model's tensors and the registered optimizers as one, if ranks count as copies only
+            because nothing says otherwise: their weights are compared after an update. None: the user gave the layout.
+    """
+
+    processor: Processor
+    source: TorchSource
+    optimizers: Sequence[Optimizer]
+    extra: ExtraState
+    trial: Trial
+    buckets: LayoutWatch
+    between: BetweenSteps
+    followers: Followers | None
+    barrier: UpdateBarrier | None
+    compared: tuple[ModelNames, Optimizer] | None
+    _numbers: dict[Any, str] | None = None  # of optimizers, after the first update; empty after the second
+
+    def calls(self) -> Calls:
+        """Return the functions to call around an update."""
+        calls = Calls(self._before_gate, after_update=self._updated, after_end=self._after_end)
+        if (s := self.source.swapped) is not None:
+            calls = calls._replace(before_forward=s.entered, before_backward=s.used, evaluating=s.evaluates)
+        if (preimage := self.source.preimage) is not None:
+            return calls._replace(before_update=preimage.before_update, before_turn=lambda *_: not preimage.broken)
+        return calls._replace(before_turn=self.between.before_turn)
+
+    def _before_gate(self) -> None:
+        self.trial.before_update()
+        if (swapped := self.source.swapped) is not None:
+            swapped.used()
+        if self.followers is not None:
+            self.followers.at_gate()
+        goes_on = self.processor.goes_on
+        if goes_on is not None:
+            goes_on.update_begins()  # now, as peers may make this update while this rank waits, alone with its shards
+        if self.barrier is not None:
+            self.barrier.wait()
+        elif goes_on is not None:  # no update is queued behind a collective that may have to be aborted
+            for runtime in self.source.runtimes:
+                runtime.mark(side=False).synchronize()
+
+    def _updated(self) -> None:
+        if (swapped := self.source.swapped) is not None and swapped.updated():
+            self._compare(swapped)
+        if not self.between.turns.simple:
+            self.between.after_update()
+        if self.buckets.unsettled:
+            self.buckets.update_finished()
+        if self.trial.due:
+            self.trial.update_finished()
+        if self.followers is not None and not self.followers.updated():
+            self.followers = None
+        if self.barrier is not None:
+            self.barrier.updated()
+
+    def _compare(self, swapped: Swapped) -> None:
+        """Compare the weights of the ranks, on another thread."""
+        env, version = self.processor.env, Version(self.processor.gate.version + 1)
+        if self.compared is not None and len(self.processor.layout.groups) == 1 and connected(env.world_size):
+            names, optimizer = self.compared
+            reduced, state = self.buckets.reduced, held_state(optimizer, env.world_size)
+            self.trial.start(
+                lambda: different_weights(swapped.early(), names, state, reduced, env, version),
+                waits=not self.source.on_device,  # an update may not wait for a device
+            )
+
+    def _after_end(self) -> None:
+        if self.source.exchanges:
+            self.processor.gate.stay_redone()  # the optimizer's exchange could hang on a dead rank
+        if self._numbers is None:
+            self._numbers = numbers_of(self.optimizers, self.extra.objects)
+            if (goes_on := current()) is not None:
+                goes_on.why_no_loop()  # the loop has begun: stop recording collectives (see ``regroup.Groups``)
+            refuse_unsaved(self.optimizers, self.extra.objects)
+        elif self._numbers:
+            tell_changed(self._numbers, numbers_of(self.optimizers, self.extra.objects))
+            self._numbers = {}

@@ -1,0 +1,145 @@
+"""Restores the newest checkpoint that all ranks have: the work of ``ttp.restore`` in one process."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ttp.config import of_launcher
+from ttp.core.layout import Version
+from ttp.core.restore_choice import is_fallback_note
+from ttp.core.restore_messages import Candidate
+from ttp.errors import RestoreError
+from ttp.launch.rank_names import in_torchruns_names
+from ttp.processor import continuing
+from ttp.store import choice
+from ttp.store.share import WHOLE, Share, everything, share_of
+
+if TYPE_CHECKING:
+    from ttp.processor.processor import Processor
+    from ttp.session import Adapter
+
+log = logging.getLogger("ttp")
+
+
+class Restoring:
+    """One call of ``ttp.restore``.
+
+    Args:
+        adapter: loads the checkpoint into the registered objects.
+        save_dir: directory of checkpoints.
+        fallback_dir: the directory that is used when ``save_dir`` fails; None: there is none.
+        processor: the processor of this rank; None: ttp is switched off, so the ranks agree without a controller.
+    """
+
+    def __init__(
+        self, adapter: Adapter, save_dir: Path, fallback_dir: Path | None, processor: Processor | None
+    ) -> None:
+        self._adapter, self._processor = adapter, processor
+        self._save_dir, self._fallback_dir = save_dir, fallback_dir
+
+    def restore(self) -> Version:
+        """Find, agree on, verify and load a checkpoint. Return its version; 0: there is none.
+
+        Raises:
+            CheckpointError: the checkpoint is of another model, or cannot be read.
+            ConfigError: a checkpoint that the job has committed has vanished.
+            RefusedError: the controller does not accept this rank.
+            RestoreError: the ranks have no checkpoint in common, or do not restore together.
+        """
+        with choice.held_for(self._save_dir).reading():
+            found, chosen = self._find()
+            choice.warn_of_lost_steps(found.candidates, chosen)
+            if self._processor is not None and not chosen.name:
+                choice.warn_of_new_beginning(self._save_dir, self._processor.env)
+            checkpoint = found.where.get(chosen, self._save_dir / chosen.name)
+            version = self._load(checkpoint, chosen, verified=chosen in found.verified) if chosen.name else Version(0)
+        if chosen.name:
+            log.info("restored %s: training goes on with step %s", checkpoint, version + 1)
+        if (processor := self._processor) is not None:
+            processor.set_base_version(version, 0 if processor.env.rank else choice.checkpoint_bytes(checkpoint))
+        return version
+
+    def _load(self, checkpoint: Path, chosen: Candidate, *, verified: bool) -> Version:
+        """Verify and load a checkpoint. If survivors go on in their processes, the ranks verify it together."""
+        adapter: Any = self._adapter
+        rank, world_size = place(self._processor)
+        goes_on = self._goes_on()
+        choice.check_chosen(checkpoint, chosen, already_verified=verified or goes_on is not None)
+        if goes_on is not None:
+            share = self._share(checkpoint.parent)
+            verify = functools.partial(choice.check_chosen, checkpoint, chosen, already_verified=False, share=share)
+            return Version(adapter.load_going_on(checkpoint, rank, world_size, goes_on.state, verify))
+        version = Version(adapter.load(checkpoint, rank, world_size, protected=self._processor is not None))
+        if self._processor is not None:
+            self._processor.tidy_after(checkpoint)
+        return version
+
+    def _goes_on(self) -> continuing.Continuing | None:
+        """Return the ``Continuing`` if survivors of the last launch go on in their processes; equal on all ranks."""
+        found = continuing.current() if hasattr(self._adapter, "load_going_on") else None
+        return found if found is not None and found.clock.runs and self._processor is not None else None
+
+    def _share(self, directory: Path) -> Share:
+        """Return the pieces that this rank reads: without a controller to combine the ranks' results, all of them."""
+        return WHOLE if self._processor is None else share_of(directory, *place(self._processor), os.environ)
+
+    def _find(self) -> tuple[choice.Found, Candidate]:
+        """Return what this rank found and the checkpoint that all ranks restore.
+
+        Usually it is enough that each rank reads its share of the newest checkpoint. If a share is damaged, the ranks
+        go back to an older checkpoint, and read their shares of that. If the shares do not cover a checkpoint, each
+        rank reads all of it.
+        """
+        found = self._look_back(self._share)
+        chosen, unread = self._agree(found)
+        for share, older, why in (
+            (self._share, True, "each rank also reads its part of older checkpoints"),
+            (everything, False, "LOCAL_RANK or LOCAL_WORLD_SIZE is wrong, or copies differ: each rank reads all of it"),
+        ):
+            if not unread:
+                break
+            log.warning("the ranks have not read all of %s: %s", chosen.name, why)
+            if any(reading.count != 1 for reading in found.readings):
+                found = self._look_back(share, older=older, told=found)
+            chosen, unread = self._agree(found)
+        while unread:  # other ranks may not know yet that they have to read all of it
+            chosen, unread = self._agree(found)
+        return found, chosen
+
+    def _look_back(
+        self, share: Callable[[Path], Share], *, older: bool = False, told: choice.Found | None = None
+    ) -> choice.Found:
+        found = choice.look_back(
+            self._save_dir, self._fallback_dir, share, older=older, later=self._goes_on() is not None
+        )
+        for reason in found.skipped:
+            if told is None or reason not in told.skipped:
+                log.warning("restore %s %s", "found" if is_fallback_note(reason) else "skipped", reason)
+        return found
+
+    def _agree(self, found: choice.Found) -> tuple[Candidate, bool]:
+        """Return the checkpoint that all ranks restore, and whether some part of it was read by no rank."""
+        if self._processor is not None:
+            decision = self._processor.agree_on_restore(found.candidates, found.skipped, found.readings)
+            return Candidate(decision.version, decision.manifest_digest, decision.name), decision.unread
+        verdict = self._adapter.agree_without_controller(found.candidates, found.skipped)
+        if isinstance(verdict, str):
+            raise RestoreError(verdict)
+        return verdict, False
+
+
+def place(processor: Processor | None) -> tuple[int, int]:
+    """Return the rank and the world size of this process from its processor, else from the launcher's environment.
+
+    Raises:
+        ConfigError: the launcher's variable is no number.
+    """
+    if processor is not None:
+        return processor.env.rank, processor.env.world_size
+    told = in_torchruns_names(os.environ)
+    return of_launcher(told, "RANK", int, "0"), of_launcher(told, "WORLD_SIZE", int, "1")
