@@ -215,8 +215,7 @@ def warn_of_unheard(optimizer: Optimizer) -> None:
 
 
 _STEPS_THAT_COMMUNICATE = 3
-"""Steps of an optimizer in a row that show that it communicates, and not another thread (a checkpoint that is written).
-"""
+"""Number of first steps, all with communication, that show that it is the optimizer's, not that of another thread."""
 
 
 class CommunicationCheck:

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from ttp.adapters.torch.device.accelerator import (
     AHEAD_MAX,
@@ -75,7 +76,7 @@ class _Snapshot(NamedTuple):
         updated: whether ``scaler.update()`` was called after the update to this version.
         skipping: the flags by which the scaler has told fused optimizers to skip the step.
         usual: the hyperparameters of the forward pass before the update, or after it if that was seen; None: of none.
-        copied: the mark behind the copies of hyperparameters that are tensors on a device; None: none are.
+        copied: the mark behind the copies of hyperparameters and of schedules' tensors on a device; None: none are.
     """
 
     version: int
@@ -322,7 +323,7 @@ class PostStepState:
         else:
             schedules = tuple(map(Habit.look, self._habits, last.schedules))
             groups = hyperparameters_of(self._optimizers, self._usual or last.groups)
-        usual, mark = self._usual, self._mark(groups) if self._runtimes else None
+        usual, mark = self._usual, self._mark(groups, schedules) if self._runtimes else None
         if self._scaler is None:
             return _Snapshot(version, schedules, None, groups, usual=usual, copied=mark)
         told = (getattr(each, "found_inf", None) for each in self._optimizers)
@@ -349,12 +350,12 @@ class PostStepState:
         if all(map(is_, now, last.schedules)):
             return last
         groups = hyperparameters_of(self._optimizers, last.groups)
-        return last._replace(schedules=now, groups=groups, copied=self._mark(groups) if self._runtimes else None)
+        return last._replace(schedules=now, groups=groups, copied=self._mark(groups, now) if self._runtimes else None)
 
-    def _mark(self, groups: Hyperparameters) -> Event | None:
-        """Return a mark behind the copies, made by this thread, of hyperparameters on devices; None: there are none."""
-        copies = (v for each in groups for group in each.copies or () for v in group.values() if isinstance(v, Tensor))
-        found = {id(runtime): runtime for v in copies if (runtime := holder(self._runtimes, v)) is not None}
+    def _mark(self, groups: Hyperparameters, schedules: Sequence[Reading]) -> Event | None:
+        """Return a mark behind the copies on devices, made by this thread, of what these hold; None: there are none."""
+        leaves = tree_leaves([[each.copies for each in groups], [each.state for each in schedules]])
+        found = {id(r): r for v in leaves if isinstance(v, Tensor) and (r := holder(self._runtimes, v)) is not None}
         return AllEvents([runtime.mark(side=False) for runtime in found.values()]) if found else None
 
     def _is_updated(self, last: _Snapshot) -> bool:
@@ -375,7 +376,7 @@ class PostStepState:
 
 def _wait_for(found: _Snapshot) -> None:
     if found.copied is not None and not poll(found.copied.query, NUMBER_S):
-        raise CheckpointError(f"a learning rate that is a tensor on a device was not set there within {NUMBER_S:g} s")
+        raise CheckpointError(f"a learning rate or its schedule was not set on the device within {NUMBER_S:g} s")
 
 
 def _scaler_numbers(scaler: Any) -> dict[str, Any]:

@@ -65,8 +65,8 @@ class Held(NamedTuple):
     by_parameter: Mapping[Tensor, Mapping[str, Any]]
     """The parameters that have state, and this state."""
     shares: Sequence[tuple[Tensor, Tensor]]
-    """State that is one of as many parts as there are ranks: of a parameter, or of a group of which this is the first
-    one."""
+    """Tensors of the size of a rank's share, each with the parameter of which it may be a share; of a param group it is
+    the first one."""
 
 
 def held_state(optimizer: Optimizer, ranks: int) -> Held:

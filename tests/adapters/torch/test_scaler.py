@@ -271,7 +271,24 @@ class TestRateOnADevice:
         runtime.device.hang()
         loop.step()
         loop.forward()
-        with pytest.raises(CheckpointError, match="was not set there"):
+        with pytest.raises(CheckpointError, match="was not set on the device"):
+            loop.state()
+        with pytest.raises(CheckpointError, match="was not set on the device"):
+            loop.post_step.param_groups(loop.version)
+
+    def test_nor_is_one_of_a_tensor_that_only_the_schedule_has(
+        self, runtime: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(post_step_state, "NUMBER_S", 0.01)
+        loop = Loop(exponential)
+        loop.scheduler.best = runtime.device.put(torch.tensor(0.5))
+        loop.post_step = PostStepState([loop.optimizer], scheduler=loop.scheduler, runtimes=[runtime])
+        loop.to_update(2)
+        runtime.device.run()
+        runtime.device.hang()
+        loop.step()
+        loop.forward()
+        with pytest.raises(CheckpointError, match="was not set on the device"):
             loop.state()
 
     def test_while_a_graph_is_captured_nothing_is_copied(self, loop: Loop, runtime: Any) -> None:
