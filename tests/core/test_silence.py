@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from tests.core.talk import PATIENCE, Talk
+from tests.core.talk import PATIENCE, Talk, line
 from ttp.core import messages as m
 from ttp.core.controller.events import Action, LookAt, LookedAt
 from ttp.core.controller.incident import Stage
+from ttp.core.controller.page_collectors import AGAIN_MIN_S, PAGES_S
 from ttp.core.controller.silence import LATE_S, LOOK_S
 from ttp.core.layout import Layout, Rank, Shard, Version
 from ttp.testing.scenario import grid
@@ -21,12 +24,12 @@ DOUBT_S = PATIENCE.doubt_s
 class Hosts(Talk):
     """Three hosts of two ranks; the controller is on the first. Its clock stops at every deadline, like a real one."""
 
-    def __init__(self, layout: Layout | None = None) -> None:
+    def __init__(self, layout: Layout | None = None, **more: Any) -> None:
         super().__init__(layout or grid(1, 6), formed=False)
         self.down: set[str] = set()
         self.down_at = 0.0
         for r in range(self.layout.world_size):
-            self.hello(r, host=self.host(r))
+            self.hello(r, host=self.host(r), **more)
 
     def host(self, rank: int) -> str:
         return "h" if rank < 2 else f"h{rank // 2}"
@@ -75,9 +78,9 @@ def test_a_job_that_beats_is_not_looked_at() -> None:
     assert talk.machine.incident is None
 
 
-def in_doubt(layout: Layout | None = None) -> Hosts:
+def in_doubt(layout: Layout | None = None, **more: Any) -> Hosts:
     """Return a job of which the second host is cut off, for long enough to be noticed."""
-    talk = Hosts(layout)
+    talk = Hosts(layout, **more)
     talk.passes(3)
     talk.cut("h1")
     talk.passes(DOUBT_S + LOOK_S)
@@ -162,6 +165,52 @@ def test_who_comes_back_without_the_version_or_does_not_answer_is_not_waited_for
     assert "Release(75)" in talk.frozen(3, 6)
     talk = broken_and_saved_in_doubt()
     assert any(isinstance(getattr(said, "order", None), m.Release) for said in talk.passes(PATIENCE.answer_s + 0.1))
+
+
+@pytest.mark.parametrize("committing", [False, True])
+def test_a_save_with_their_pages_takes_no_longer_than_all_before_it(*, committing: bool) -> None:
+    """The checkpoint exists: a storage that has become slow may not keep the job from its restart for ``TTP_OT``."""
+    talk = broken_and_saved_in_doubt()
+    talk.frozen_at(7, 2, 3)
+    if committing:
+        for order in talk.orders(m.Save):
+            talk.saved(order.rank, order.generation)
+    lasted_s = talk.now - talk.incident.opened_at
+    assert "Release(75)" in line(talk.passes(max(lasted_s, AGAIN_MIN_S) + 0.1))
+
+
+def test_a_storage_that_takes_no_more_is_not_left_for_the_fallback_directory() -> None:
+    talk = in_doubt(fallback_dir="/fallback")
+    talk.fault(0)
+    talk.frozen_at(7, 0, 1, 4, 5)
+    talk.write()
+    talk.cut()
+    talk.beat(2)
+    talk.frozen_at(7, 2, 3)
+    for order in talk.orders(m.Save):
+        talk.saved(order.rank, order.generation)
+    said = ""
+    while commits := talk.orders(m.Commit):
+        said += talk.commit_failed(commits[0].rank, commits[0].generation, may_pass=True)
+    assert "[fallback]" not in said and "[retry]" not in said and "Release(75)" in said
+
+
+def test_a_rank_that_came_back_in_an_update_is_waited_for_a_moment_if_it_cannot_have_a_newer_version() -> None:
+    talk = in_doubt()
+    talk.fault(0)
+    orders: list[m.Save] = []
+    for rank, version in ((0, 6), (1, 7), (4, 7), (5, 7)):
+        talk.frozen(rank, version)
+        orders += talk.orders(m.Save)
+    for order in orders:
+        talk.saved(order.rank, order.generation)
+    talk.write()
+    talk.cut()
+    talk.beat(2)
+    for rank in (2, 3):
+        talk.frozen(rank, 6, m.Phase.UPDATING)
+    assert talk.machine.stage == "saved"
+    assert "Release(75)" in line(talk.passes(PAGES_S + 0.1))
 
 
 def test_when_its_streams_end_the_grace_decides() -> None:

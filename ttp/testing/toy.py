@@ -147,8 +147,10 @@ class ToyStorage:
     def commit(self, order: m.Commit) -> None:
         """Commit a draft. Raises ``InvariantBroken`` where a real store would make a bad checkpoint."""
         there = self.checkpoints.get(order.version)
-        if there is not None and (there.incident, there.incarnation) == (order.incident, order.incarnation):
-            return  # this rank or another one has committed it before
+        pages = self.layout.world_size - len(order.missing_pages)
+        same = there is not None and (there.incident, there.incarnation) == (order.incident, order.incarnation)
+        if there is not None and same and len(there.random) >= pages:
+            return  # this rank or another one has committed it before, not without pages that are there now
         words: dict[Shard, dict[int, int]] = {}
         random: dict[Rank, int] = {}
         files = self.drafts.get(f"{order.directory}/{order.draft}", {})

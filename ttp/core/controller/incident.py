@@ -14,7 +14,7 @@ from ttp.core.controller.evidence import EvidenceBook
 from ttp.core.decide import Assignment, How, Plan, lost_story
 from ttp.core.layout import Layout, Rank, Shard, Version
 
-OVER = float("-inf")
+OVER, NEVER = float("-inf"), float("inf")
 FAILURES_SHOWN = 16
 """Number of failed ranks that the text of a release names."""
 
@@ -142,6 +142,8 @@ class Incident:
     """The newest version that is known to be on disk; 0 if none is."""
     path: str = ""
     size: int = 0
+    again_until: float = NEVER
+    """End of the time for saving the saved version once more, with more pages; ``NEVER``: that is not done."""
     exit_code: int | None = None
     again: bool = False
     """True if ranks were released to go on in their processes."""
@@ -215,12 +217,22 @@ class Incident:
         """Time from which ``TTP_OT`` counts: a snapshot that becomes a rescue gets the full time from the fault on."""
         return self.opened_at if self.rescue_since is None else self.rescue_since
 
+    def ends_at(self, rescue_s: float) -> float:
+        """Return when to end without a newer checkpoint; ``rescue_s``: see ``ControllerTimeouts``."""
+        return min(self.again_until, self.patient_since + rescue_s)
+
+    def may_repeat(self, version: Version) -> bool:
+        """Return whether the saved version, which is ``version``, is to be saved once more, and that has not begun."""
+        return self.again_until < NEVER and version == self.saved and self.plan is None
+
     def waits(self, what: str, seconds: float, now: float) -> bool:
         """Return whether the wait named ``what`` still lasts. It begins with the first call and lasts ``seconds``."""
         return now < self.pauses.setdefault(what, now + seconds)
 
     def end_pauses(self, now: float) -> None:
         """Mark the waits that are over, so that they no longer make a deadline."""
+        if now >= self.look_again_at:
+            self.look_again_at = 0.0
         for what, until in self.pauses.items():
             if until <= now:
                 self.pauses[what] = OVER

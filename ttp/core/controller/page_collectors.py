@@ -11,7 +11,12 @@ from ttp.core.controller.mirrors import Mirrors
 from ttp.core.layout import Rank, ranks_text
 
 PAGES_S = 1.0
-"""Seconds that a commit waits for hosts of which no rank has answered, because only they have their pages."""
+"""Seconds that a commit waits for hosts of which no rank has answered, because only they have their pages.
+
+After the commit those that have come back are waited for once more, as long.
+"""
+AGAIN_MIN_S = 5.0
+"""Least seconds that a checkpoint which lacks pages may take to be made once more."""
 STRAGGLERS_MAX = 64
 """If more ranks than this have not answered, a commit does not wait for their pages."""
 
@@ -76,20 +81,23 @@ class PageCollectors:
         able = {self._job.members[rank].hello.host for rank in incident.answers if incident.able(rank)}
         return not hosts <= able
 
-    def saves_again(self, incident: Incident) -> bool:
+    def repeats(self, incident: Incident, now: float) -> bool:
         """Begin the save of the committed version anew if ranks whose pages it lacks have come back.
 
-        Their host was cut off, and the checkpoint was made without it. Also True while such a rank is being asked.
+        Their host was cut off, and the checkpoint was made without it. Also True for a moment while such a rank is
+        being asked. All ranks wait for the save, so it may take no longer than all before it.
         """
         collected = incident.collected
         wanted = self._job.live - collected if collected and not incident.hold else set()
-        if not wanted or incident.committer is None:
+        if not wanted or incident.committer is None or not incident.size:  # 0: the program has saved, without pages
             return False  # nothing is missing, it was made from one in memory, or that was tried before
-        if wanted & incident.waiting:
+        asked = max((incident.frozen_at[rank] for rank in wanted & incident.waiting), default=None)
+        if asked is not None and incident.waits(f"pages of ranks asked at {asked}", PAGES_S, now):
             return True
         if not any(incident.able(rank) and incident.answers[rank].version == incident.saved for rank in wanted):
             return False
         incident.plan = incident.committer = None
+        incident.again_until = now + max(AGAIN_MIN_S, now - incident.patient_since)
         incident.set_aside()
         incident.enter(Stage.FREEZING, f"the checkpoint lacks the pages of ranks that came back: {ranks_text(wanted)}")
         return True

@@ -14,7 +14,7 @@ from ttp.core.controller import continuing
 from ttp.core.controller.events import AnswerSave, ControllerTimeouts, SaveRequested
 from ttp.core.controller.evidence import OUTSIDER, Evidence, EvidenceBook
 from ttp.core.controller.freezing import Freezing
-from ttp.core.controller.incident import OVER, Incident, Stage
+from ttp.core.controller.incident import NEVER, OVER, Incident, Stage
 from ttp.core.controller.job_verdict import JobVerdict
 from ttp.core.controller.meanwhile import Meanwhile
 from ttp.core.controller.membership import Membership
@@ -22,7 +22,7 @@ from ttp.core.controller.mirrors import Mirrors
 from ttp.core.controller.outbox import Outbox
 from ttp.core.controller.planning import ANSWERS, Go, Planner, Wait
 from ttp.core.controller.program_recovery import Ending, MakeRecovery, Outcome, RescueContext
-from ttp.core.controller.retries import REFUSALS_MAX, Retries
+from ttp.core.controller.retries import Retries
 from ttp.core.controller.saving import Saving
 from ttp.core.controller.shadow import Shadow
 from ttp.core.decide import NoPlan, Plan
@@ -184,7 +184,7 @@ class Rescue:
         if news and self._planner.improves(incident, answer):
             self._shadow.leave(incident)
             incident.enter(Stage.FREEZING, f"a newer version has come from {ranks_text(news)}")
-            incident.committer = None
+            incident.committer, incident.again_until = None, NEVER
 
     # ----------------------------------------------------------------------------------------------------------- time
 
@@ -197,7 +197,7 @@ class Rescue:
             yield (incident.released_at or 0.0) + p.exit_s
             return
         if incident.stage is not Stage.SAVED:
-            yield incident.patient_since + p.rescue_s
+            yield incident.ends_at(p.rescue_s)
         if (since := self.saving.stall_since(incident)) is not None:
             yield since + p.stall_s
         if incident.look_again_at:
@@ -215,12 +215,9 @@ class Rescue:
             return
         self._freezing.expire(incident, now)
         incident.end_pauses(now)
-        if now >= incident.look_again_at:
-            incident.look_again_at = 0.0
-        refused = incident.stage is not Stage.SAVED and len(incident.passing) >= REFUSALS_MAX
-        if self.saving.stalled(incident, p.stall_s, now) or refused:  # other ranks would have the same storage
-            self._retries.elsewhere(incident)
-        if incident.stage is not Stage.SAVED and now >= incident.patient_since + p.rescue_s:
+        if self.saving.stalled(incident, p.stall_s, now) or self._retries.refused(incident):
+            self._retries.elsewhere(incident)  # other ranks would have the same storage
+        if incident.stage is not Stage.SAVED and now >= incident.ends_at(p.rescue_s):
             self._end_without(incident, f"nothing was saved within {p.rescue_s:g} s (TTP_OT)", now)
 
     # -------------------------------------------------------------------------------------------------------- advance
@@ -258,9 +255,7 @@ class Rescue:
                 self.program.begin(incident)
             case Go(verdict) if self._shadow.awaits(incident, verdict, now):
                 return
-            case Go(Plan(version) as plan) if version > self.on_disk() or (
-                version == incident.saved and incident.size and not incident.plan
-            ):
+            case Go(Plan(version) as plan) if version > self.on_disk() or incident.may_repeat(version):
                 self._shadow.choose(incident, plan, self.base_version)
                 self.saving.begin(incident, plan, now)
             case Go(NoPlan(reason)) if not self._planner.none_newer(incident, self.on_disk()):
@@ -320,7 +315,7 @@ class Rescue:
         if not (incident.faulty or self._job.broken):
             if self._shadow.is_durable(incident, now):
                 self._thaw(incident, "nothing is broken after all")
-        elif self._shadow.may_end(incident, self.base_version, now) and not self.saving.pages.saves_again(incident):
+        elif self._shadow.may_end(incident, self.base_version, now) and not self.saving.pages.repeats(incident, now):
             then = f"goes on with step {incident.saved + 1}" if incident.saved else "begins where this launch did"
             self._release(incident, EXIT_SAVED, f"{incident.outcome}; a restart {then}", now)
 
@@ -345,6 +340,10 @@ class Rescue:
 
     def _end_without(self, incident: Incident, reason: str, now: float) -> None:
         """End without a checkpoint: thaw if that is enough, else release. End as saved if one was made before."""
+        if incident.again_until < NEVER:
+            incident.enter(Stage.FREEZING, "the checkpoint that exists will do")
+            self.saving.nothing_new(incident, NoPlan("no more pages could be added"), self.on_disk())
+            return
         if incident.saved and incident.stage is Stage.PROGRAM:
             text = f"saved version {incident.saved}; then: {reason}"
             self._saved_by_program(incident, incident.saved, text, incident.path, now)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ttp.core.controller.incident import Incident, Stage
+from ttp.core.controller.incident import NEVER, Incident, Stage
 from ttp.core.controller.membership import Membership
 from ttp.core.controller.outbox import Outbox
 
@@ -24,10 +24,17 @@ class Retries:
     def __init__(self, job: Membership, outbox: Outbox) -> None:
         self._job, self._outbox = job, outbox
 
+    def refused(self, incident: Incident) -> bool:
+        """Return whether the storage has refused so many ranks that the others need not try."""
+        return incident.stage is not Stage.SAVED and len(incident.passing) >= REFUSALS_MAX
+
     def elsewhere(self, incident: Incident) -> bool:
-        """Begin the save again in the fallback directory. Return False if there is none or it was tried already."""
+        """Begin the save again in the fallback directory. Return False if there is none or it was tried already.
+
+        Also False if only the saved version is being saved once more: the checkpoint that exists will do.
+        """
         fallback = next((mb.hello.fallback_dir for mb in self._job.members.values()), "")
-        if not (fallback and incident.failures) or incident.directory:
+        if not (fallback and incident.failures) or incident.directory or incident.again_until < NEVER:
             return False
         self._outbox.record("fallback", directory=fallback, failures=dict(sorted(incident.failures.items())))
         incident.enter(Stage.FREEZING, f"the save is tried again in {fallback}")
@@ -43,7 +50,7 @@ class Retries:
             False if no rank failed for such a reason, or if training can go on without a checkpoint.
         """
         broken = incident.faulty or self._job.broken or self._job.in_doubt
-        if incident.snapshot or not (incident.passing and broken):
+        if incident.snapshot or incident.again_until < NEVER or not (incident.passing and broken):
             return False
         pause_s = min(RETRY_MAX_S, RETRY_S * 2**incident.retries)
         incident.retries += 1

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from ttp.core import messages as m
 from ttp.core import stripes
-from ttp.core.controller.incident import Incident, Stage, Task
+from ttp.core.controller.incident import NEVER, Incident, Stage, Task
 from ttp.core.controller.membership import Membership
 from ttp.core.controller.mirrors import Mirrors
 from ttp.core.controller.outbox import Outbox
@@ -63,6 +63,7 @@ class Saving:
         """Send the orders for everything in the plan that is not written or ordered already."""
         if incident.plan is not None and incident.plan.version != plan.version:
             incident.set_aside()
+        incident.again_until = incident.again_until if plan.version == incident.saved else NEVER
         parts = (stripes.parse(assignment.shard) for assignment in plan.assignments)
         incident.forget_parts({part.shard: part.count for part in parts})
         incident.enter(Stage.SAVING, plan.reason)
@@ -170,7 +171,7 @@ class Saving:
     def nothing_new(self, incident: Incident, verdict: Plan | NoPlan, on_disk: Version) -> None:
         """End the save, because no rank has a newer version, or none that can be saved, than the one on disk."""
         plan = verdict if isinstance(verdict, Plan) else Plan(on_disk, (), verdict.reason)
-        incident.plan, incident.saved = plan, on_disk
+        incident.plan, incident.saved, incident.committer = plan, on_disk, None
         incident.path = self.last_commit[1] if self.last_commit else ""
         incident.outcome = (
             f"version {on_disk} is on disk already" if on_disk else "no update had finished: there is nothing to lose"
