@@ -128,13 +128,8 @@ def test_a_signal_repeated_while_ranks_are_stopped_loses_neither_processes_nor_c
 ) -> None:
     (tmp_path / "train.py").touch()
     job = parse(["--mindspore", *TWO, str(tmp_path / "train.py")], {})
-    host: Any = SimpleNamespace(
-        before_workers=lambda *_, **__: None,
-        stop=lambda *_: None,
-        expect_stop=lambda _: os.kill(os.getpid(), signal.SIGTERM),
-        look=lambda _: None,
-        warm=None,
-    )
+    stops = SimpleNamespace(stop=lambda *_: None, expect=lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    host: Any = SimpleNamespace(before_workers=lambda *_, **__: None, stops=stops, look=lambda _: None, warm=None)
     monkeypatch.setattr(launch, "Processes", Saved)
     starts = launch._Starts(job, [], Config(), host)
     with launch._interrupting(), pytest.raises(launch.Interrupted):
@@ -150,9 +145,10 @@ def test_a_restart_that_cannot_begin_leaves_the_job_saved(
     (tmp_path / "train.py").touch()
     job = parse(["--mindspore", *TWO, "--max-restarts=3", str(tmp_path / "train.py")], {})
     warm = SimpleNamespace(hurry=lambda: None)
-    nothing = dict.fromkeys(("before_workers", "watch", "hold", "expect_stop", "look"), lambda *_, **__: None)
+    stops = SimpleNamespace(**dict.fromkeys(("hold", "stop", "expect"), lambda *_: None))
+    nothing = dict.fromkeys(("before_workers", "watch", "look"), lambda *_, **__: None)
     says = {"restart_helps": lambda *_: True, "is_drained": lambda **_: False}
-    host: Any = SimpleNamespace(**nothing, **says, warm=warm)
+    host: Any = SimpleNamespace(**nothing, **says, warm=warm, stops=stops)
     starts = launch._Starts(job, [], Config(), host)
 
     class Workers(Saved):
