@@ -272,9 +272,17 @@ class TorchAdapter(Restoring):
         source.between = BetweenSteps(turns, owners, len(processor.layout.groups) > 1, make)
         compared = (self._names, self._optimizer) if self._layout is None else None
         self._around = AroundUpdate(
-            processor, source, self._given, self._extra, self._trial, buckets, source.between, self._followers,
-            self._barrier, compared,
-        )  # fmt: skip
+            processor,
+            source,
+            self._given,
+            self._extra,
+            self._trial,
+            buckets,
+            source.between,
+            self._followers,
+            self._barrier,
+            compared,
+        )
         return self._around
 
     def _make_barrier(self, processor: Processor) -> UpdateBarrier | None:

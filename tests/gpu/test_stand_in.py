@@ -79,7 +79,8 @@ WAITS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("kind", WAITS)
 def test_the_made_up_device_notices_who_waits_for_it(kind: str) -> None:
-    torch = pytest.importorskip("torch")
+    import torch
+
     from tests.adapters.torch.fake_device import FakeDevice, Sin, Watching
 
     device = FakeDevice()
@@ -89,7 +90,8 @@ def test_the_made_up_device_notices_who_waits_for_it(kind: str) -> None:
 
 
 def test_the_made_up_device_is_none_of_the_host() -> None:
-    torch = pytest.importorskip("torch")
+    import torch
+
     from tests.adapters.torch.fake_device import FakeDevice, Watching
 
     device = FakeDevice()
