@@ -30,7 +30,8 @@ def train(fabric: Fabric, epochs: int, save_dir: Path, report: Callable[[int, An
     model, optimizer = fabric.setup(model, optimizer)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
     numbers = data(44)
-    loader = DataLoader(numbers, 4, sampler=DistributedSampler(numbers), generator=torch.Generator())
+    sampler: DistributedSampler[Any] = DistributedSampler(numbers)
+    loader = DataLoader(numbers, 4, sampler=sampler, generator=torch.Generator())
     tests: Any = fabric.setup_dataloaders(DataLoader(data(16), 4, generator=torch.Generator()))
     torch.manual_seed(100 + fabric.global_rank)
     ttp.wrap_optimizer(optimizer.optimizer, model=model, scheduler=scheduler, save_dir=save_dir)
@@ -38,7 +39,7 @@ def train(fabric: Fabric, epochs: int, save_dir: Path, report: Callable[[int, An
     micro = 2
     first, seen = divmod(step, -(-len(loader) // micro))
     for epoch in range(first, epochs):
-        loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]  # it is a DistributedSampler
+        sampler.set_epoch(epoch)
         model.train()
         for number, batch in enumerate(loader, 1):
             if epoch == first and number <= seen * micro:

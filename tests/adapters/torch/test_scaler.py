@@ -147,15 +147,17 @@ class TestFused:
         assert resumed.scaler.state_dict() == unbroken.scaler.state_dict()
 
 
+@pytest.fixture
+def runtime() -> Iterator[Any]:
+    """A device that is never waited for."""
+    runtime: Any = FakeRuntime()
+    with Watching(runtime.device):
+        yield runtime
+    assert not runtime.device.sins
+
+
 class TestScaleOnADevice:
     """Its values belong to the version in the order of the training's work, and no thread waits for them."""
-
-    @pytest.fixture
-    def runtime(self) -> Iterator[Any]:
-        runtime: Any = FakeRuntime()
-        with Watching(runtime.device):
-            yield runtime
-        assert not runtime.device.sins
 
     @pytest.fixture
     def loop(self, runtime: Any) -> Loop:
@@ -228,13 +230,6 @@ class TestScaleOnADevice:
 
 class TestRateOnADevice:
     """It is a tensor, as compiled optimizers want it. A schedule has tensors in its state then, too."""
-
-    @pytest.fixture
-    def runtime(self) -> Iterator[Any]:
-        runtime: Any = FakeRuntime()
-        with Watching(runtime.device):
-            yield runtime
-        assert not runtime.device.sins
 
     @pytest.fixture
     def loop(self, runtime: Any) -> Loop:
