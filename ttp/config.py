@@ -284,8 +284,8 @@ class Config:
     shadow_s: float | None = _setting("TTP_SHADOW_S", _seconds_or_off, 1.0)
     """With keep, on one host: if a save would take longer, ranks go on from a copy in memory; None: never."""
 
-    keep_cuda: bool = _setting("TTP_KEEP_CUDA", _switch, False) """With keep: whether ranks whose state is on a CUDA
-    device go on, too. Only for tests: it never ran with NCCL."""
+    keep_cuda: bool = _setting("TTP_KEEP_CUDA", _switch, False)
+    """With keep: whether ranks whose state is on a CUDA device go on, too. Only for tests: it never ran with NCCL."""
 
     warm_skip: tuple[str, ...] = _setting("TTP_WARM_SKIP", _modules, ())
     """Modules and packages that are not imported ahead for warm restarts."""

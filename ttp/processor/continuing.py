@@ -50,7 +50,7 @@ log = logging.getLogger("ttp")
 
 LOOK_S = 0.002
 RETRY_S = 0.5
-_NEVER_RUN = "its state is on a CUDA device, where this was never tested: TTP_KEEP_CUDA=1 allows it for tests on GPUs"
+_NEVER_RUN = "its state is on a CUDA device, where this never ran with NCCL: TTP_KEEP_CUDA=1 allows it for tests only"
 
 
 class TrainAgain(BaseException):
