@@ -44,9 +44,9 @@ def wrap(
     given = [name for name, value in others.items() if value is not None] + ["buddy"] * buddy
     if given:
         raise UsageError(
-            f"wrap_optimizer({', '.join(given)}=) is not for MindSpore, where what is saved are the parameters of "
-            "model= and of the optimizer, such as schedules: leave the argument out, and give a Cell as model= that "
-            "also has what the loop keeps elsewhere, such as the parameters of a DynamicLossScaler"
+            f"wrap_optimizer({', '.join(given)}=) is not for MindSpore: ttp saves the parameters of model= and of the "
+            "optimizer, with its schedules. Leave the argument out, and give as model= a Cell that also has what the "
+            "loop keeps elsewhere, such as the parameters of a DynamicLossScaler"
         )
     if model is not None and not isinstance(model, nn.Cell):
         raise UsageError(

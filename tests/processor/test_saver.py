@@ -63,7 +63,7 @@ def test_a_traceback_is_logged_for_an_error_of_the_code_and_not_for_a_full_disk(
     assert isinstance(save(Refusing(problem), tmp_path), SaveFailed)
     record = caplog.records[-1]
     assert "version 2 was not saved: " in record.message and problem.args[-1] in record.message
-    assert bool(record.exc_info) == traceback != record.message.endswith("mend the storage until then")
+    assert bool(record.exc_info) == traceback != record.message.endswith("repair the storage before")
 
 
 @pytest.mark.parametrize("there", [True, False])

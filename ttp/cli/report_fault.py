@@ -48,10 +48,10 @@ def report_fault(
 ) -> None:
     """Report ranks or a host as broken, for a node monitor or an operator.
 
-    The whole job then saves its newest step and exits with 75, so that its launcher starts it again: this ends the
-    present incarnation. With --drain the accused host is left out of the next one, until --recovered; a program written
-    for MindIO (ARF) is not ended where another host stands by: its ranks are moved while all train. For a checkpoint
-    without a restart see `ttp save`. Exits with 1 when nothing was done, as no such rank or drained host is known.
+    The whole job then saves its newest step and exits with 75, so that its launcher starts it again. With --drain the
+    accused host is left out of later launches, until --recovered. If another host stands by, a program written for
+    MindIO (ARF) is not ended: the ranks of the host are moved while all train. For a checkpoint without a restart see
+    `ttp save`. Exits with 1 if nothing was done, because no such rank or drained host is known.
 
     JSON keys: accused (ranks; none where they are moved), text (what happened, in words).
     """

@@ -25,7 +25,7 @@ EXIT_FAILED = 1
 
 EXIT_CODES = """A rank that exits with 64 is not restarted: its message says what to change. Exit code, the same on
 every host: 0 trained to the end, 75 saved and wants to be started again, 70 could not save, or nothing new in three
-launches in a row, 64 bad configuration or a call of ttp that is wrong, 1 anything else."""
+launches in a row, 64 wrong configuration or wrong use of ttp, 1 anything else."""
 """What ``ttp run --help`` says about all launchers."""
 CONTINUITY_HELP = (
     "how the job is started again after a failure. warm (default): workers are forked from a process that has imported "

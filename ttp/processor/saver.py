@@ -230,7 +230,7 @@ def _of_storage(problem: BaseException) -> bool:
 def _log_failure(what: str, problem: BaseException) -> None:
     """Log why an order failed; with a traceback, unless the storage refused: that is no fault of the code."""
     if _of_storage(problem):
-        hint = "if a rank has failed, this is tried again until TTP_OT is over: mend the storage until then"
+        hint = "if a rank has failed, this is tried again until TTP_OT is over: repair the storage before"
         log.error("%s: %s; %s", what, _words(problem), hint)
     else:
         log.error("%s: %s", what, _words(problem), exc_info=problem)

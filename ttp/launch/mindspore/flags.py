@@ -141,7 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--nproc-per-node", "--nproc_per_node", type=_count, metavar="N", help="torchrun's name for --local-worker-num")
     add("--nnodes", type=_count, metavar="N", help="number of hosts, if --worker-num is not given [1]")
     add("--node-rank", "--node_rank", type=_node, metavar="I", help="which host this is, from 0; needed with several "
-        "(msrun's -1, MindSpore's choice, is as good as none)")  # fmt: skip
+        "(msrun's -1 leaves it to MindSpore, which chooses too late for ttp)")  # fmt: skip
     add("--master-addr", "--master_addr", metavar="HOST", help="host 0 [127.0.0.1, or as the rank table says]")
     add("--master-port", "--master_port", type=_port, metavar="P", help=f"of the scheduler [free; {MASTER_PORT}]")
     add("--cluster-time-out", "--cluster_time_out", type=int, default=600, metavar="S", help="seconds to meet in, and "
@@ -149,12 +149,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-restarts", "--max_restarts", type=_restarts, default=0, metavar="N", help="how often the job is started "
         "again [0]")  # fmt: skip
     add("--monitor-interval", "--monitor_interval", type=_interval, default=LOOK_S, metavar="S", help="seconds between "
-        "two looks at the workers; ranks see the death of others at once whatever it is [%(default)s]")  # fmt: skip
+        "two looks at the workers; ranks learn of deaths at once, whatever this is [%(default)s]")  # fmt: skip
     add("--log-dir", "--log_dir", metavar="DIR", help="worker_RANK.log and scheduler.log go there [the terminal]")
     add("--rank-table-file", "--rank_table_file", default="", metavar="F", help="rank table of an Ascend cluster")
-    add("--restart-type-file", default=RESTART_TYPE, metavar="F", help="podReschedule in it: the job is started again "
-        "with a new rank table only [%(default)s]")  # fmt: skip
-    add("--join", choices=("True", "False"), default="True", help="taken from msrun's users; the job is always joined")
+    add("--restart-type-file", default=RESTART_TYPE, metavar="F", help="if it says podReschedule, a restart waits for "
+        "a new rank table [%(default)s]")  # fmt: skip
+    add("--join", choices=("True", "False"), default="True", help="no effect: ttp always waits for its workers")
     add_flags(parser)
     add("script", help="the training script, or python, python3, pytest")
     add("script_args", nargs=argparse.REMAINDER, help="its arguments")
