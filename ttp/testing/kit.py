@@ -172,6 +172,9 @@ def run(job: Job, directory: Path, *, start: Start = start_python, timeout_s: fl
         directory: directory for all files of both runs.
         start: function that starts a process.
         timeout_s: largest duration of a life, in seconds.
+
+    Returns:
+        The result of each kill, and the differences from the unbroken run.
     """
     with hold_port() as ours, hold_port() as masters:
         ports = int(ours.getsockname()[1]), int(masters.getsockname()[1])
