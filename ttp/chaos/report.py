@@ -19,11 +19,11 @@ OUTCOMES = ("saved", "kept", "unhurt", "gone", "refused", "lost", "stuck")
 MOMENTS = ("detect_ms", "commit_ms")
 
 _MEANING = """\
-A *run* is one incident with its checks. Several runs follow one another in one job; each begins with the ranks that
-the run before left. Checks after every run: every checkpoint is read and its digests are recomputed; the job resumed
-from a version that is at least the newest one finished by a rank whose state could still be read, and at most the
-newest one that any rank had begun; after the restart and in every later step, weights, moments, schedule, random
-streams, BatchNorm statistics and the loss curve of every rank have the bits of an unbroken run. Checks after every job:
+A *run* is one incident with its checks. Several runs follow one another in one job; each begins with the ranks that the
+run before left. After every run every checkpoint is read and its digests are recomputed. The job has to resume from a
+version that is at least the newest one finished by a rank whose state could still be read, and at most the newest one
+that any rank had begun. After the restart and in every later step, weights, moments, schedule, random streams,
+BatchNorm statistics and the loss curve of every rank must have the bits of an unbroken run. Checks after every job:
 `ttp verify`, the exit code, and that no process and no file in shared memory is left. When all ranks of a host are
 lost, their random streams are lost too, unless they are mirrored: then only weights and moments are compared at the
 restart, and no bits in later steps.
