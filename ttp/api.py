@@ -59,6 +59,9 @@ def ttp_to_persist(func: F | None = None, *, exit_on_bad_config: bool = True) ->
         exit_on_bad_config: exit with code 64 on a ``ConfigError``, ``RefusedError`` or ``UsageError`` instead of
             raising it. Whatever the value, a ``UsageError`` or ``ConfigError`` that comes after this rank has joined
             the job ends all its ranks with 64.
+
+    Returns:
+        The decorated function, which takes and returns what ``func`` does.
     """
 
     def decorate(train: F) -> F:
