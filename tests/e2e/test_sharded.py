@@ -59,7 +59,7 @@ def test_survivors_at_two_versions(tmp_path: Path, kind: str, who: str, mode: st
 @pytest.mark.timeout(4 * TIMEOUT_S)
 @pytest.mark.parametrize(("kind", "mode", "who"), list(rows()))
 def test_matrix(tmp_path: Path, kind: str, mode: str, who: str) -> None:
-    """All phases and all halfway faults, in one job. Prints the row of the table in docs/reliability.md."""
+    """All phases and all halfway faults, in one job. Prints the numbers of the table in docs/reliability.md."""
     faults = faults_of(kind, who, mode)
     bits = unbroken(tmp_path / "unbroken", kind, faults[-1]["step"] + 3)
     row = Row(kind, who, mode).run(tmp_path / "job", bits, faults)

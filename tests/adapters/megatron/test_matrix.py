@@ -1,6 +1,6 @@
 """Megatron's layouts x killed ranks x points of a step: saved, or refused with the reason, and resumed bit for bit.
 
-With ``-s`` pytest prints the rows of the table in docs/reliability.md.
+With ``-s`` pytest prints a row for each job; docs/reliability.md sums them up.
 """
 
 from __future__ import annotations
