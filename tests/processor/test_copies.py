@@ -126,7 +126,7 @@ def test_copies_that_come_to_nothing_are_tried_less_often(copies: Copies) -> Non
         if len(copies.source.calls) > calls:
             tried.append(version)
         elif version > 10:
-            assert not made.stored and "this turn is left out" in made.text
+            assert not made.stored and "this one is left out" in made.text
         copies.settled(version, whole=False)
     assert tried == [10, 20, 40, 80, 160, 240, 320]
     for version in (330, 340, 350, 360, 370, 380, 390):

@@ -143,7 +143,7 @@ class Copying:
             self._tell(ev.CopySkipped(version))
             return
         if not self._generations.tries(version // self.every):
-            self._tell(ev.CopyMade(version, False, "the last copies failed: this turn is left out"))
+            self._tell(ev.CopyMade(version, False, "the last copies failed: this one is left out"))
             return
         attempt = self._attempt = _Attempt(version)
         if self._frozen:
