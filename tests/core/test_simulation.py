@@ -34,7 +34,7 @@ def test_random_jobs_reach_every_point(block: int) -> None:
 
 @pytest.mark.parametrize("seed", [20118517, 20425252, 21066156])
 def test_what_broke_once(seed: int) -> None:
-    """Seeds that once found errors; see docs/verification.md."""
+    """Seeds that once found errors: an older answer that a rank repeated (two), and a fault of the simulation."""
     run_seed(seed)
 
 
