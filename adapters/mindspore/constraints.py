@@ -88,10 +88,18 @@ def check_optimizer_parallel() -> None:
     """Check that optimizer parallelism, if it is on, leaves replicas.
 
     Raises:
-        ConfigError: ``optimizer_weight_shard_size`` is not 2, so some parts of the optimizer's state have no replica.
+        ConfigError: some parts of the optimizer's state have no replica: in ``data_parallel``, or because
+            ``optimizer_weight_shard_size`` is not 2.
     """
     if not context.get_auto_parallel_context("enable_parallel_optimizer"):
         return
+    if parallel_mode() == "data_parallel":  # MindSpore ignores optimizer_weight_shard_size there
+        raise ConfigError(
+            "optimizer parallelism is on, and parallel_mode is data_parallel: each rank updates parameters of its own "
+            "and sends them to the others, so no other rank has their moments. Call "
+            "set_auto_parallel_context(enable_parallel_optimizer=False), or use semi_auto_parallel with "
+            f"parallel_optimizer_config={{'optimizer_weight_shard_size': {SHARD_SIZE}}}"
+        )
     size = _shard_size()
     if size != SHARD_SIZE:
         raise ConfigError(

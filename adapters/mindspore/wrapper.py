@@ -65,8 +65,8 @@ class OptTTPWrapper(nn.Optimizer):
 
     Raises:
         UsageError: ``opt`` is not an ``nn.Optimizer``, or is wrapped already.
-        ConfigError: ttp is on, and the state has no replicas (optimizer parallelism without
-            ``optimizer_weight_shard_size`` 2).
+        ConfigError: ttp is on, and the state has no replicas (optimizer parallelism; see
+            ``check_optimizer_parallel``).
     """
 
     def __init__(self, opt: nn.Optimizer, undo: str | None = None) -> None:

@@ -164,7 +164,11 @@ def test_optimizer_parallelism_without_replicas_is_refused() -> None:
         with pytest.raises(ConfigError, match=r"optimizer_weight_shard_size=-1.*'optimizer_weight_shard_size': 2"):
             OptTTPWrapper(optimizer())
         ms.set_auto_parallel_context(parallel_optimizer_config={"optimizer_weight_shard_size": 2})
-        OptTTPWrapper(optimizer())
+        made = optimizer()
+        OptTTPWrapper(made)
+        ms.set_auto_parallel_context(parallel_mode="data_parallel")  # where the size has no effect
+        with pytest.raises(ConfigError, match="no other rank has their moments"):
+            OptTTPWrapper(made)  # on a CPU MindSpore would not make another one
     finally:
         ms.reset_auto_parallel_context()
 
