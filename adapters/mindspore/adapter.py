@@ -328,6 +328,7 @@ class MindSporeAdapter:
     def _replaced(self) -> None:
         """Note that a load has replaced the state."""
         self._memory.look()
+        self._capture.begin_anew()
         if self._preimage is not None:
             self._preimage.forget()
 

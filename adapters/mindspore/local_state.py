@@ -6,6 +6,9 @@ before the gate, so the live values are ahead of the version while the rank wait
 differ between ranks. So these parameters are copied into the page when the version is finished, and the checkpoint is
 written from the page.
 
+Large ones that have not changed since training began (frozen weights) are not copied: the page has only their digest,
+and they are written once, with the slice. They may be nearly the whole network.
+
 The image in the page consists of a header, a description (msgpack), and the sections. It holds no pickle.
 """
 
@@ -25,6 +28,7 @@ from ttp.errors import GARBLED, CheckpointError, OtherModelError, ToldAs
 from ttp.processor.local_state.host_rng import HostStreams
 from ttp.processor.local_state.pages import Buffer, Kept, PageWriter
 from ttp.processor.local_state.sections import Sections
+from ttp.processor.sampling import blocks_of
 
 _MAGIC = b"TTPM\x01"
 _HEADER = struct.Struct("<5sBI5I3q")
@@ -37,6 +41,9 @@ STREAMS = "its random streams"
 
 _LARGE = 64 << 10
 """Bytes from which on a parameter is copied only if its digest has changed."""
+
+_WHOLE_VERSIONS = 4
+"""Number of versions for which unchanged parameters are read whole; after that a sample of them is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +76,7 @@ class LocalState:
         host: Python's and numpy's streams, see ``HostStreams``.
         stream: MindSpore's stream.
         beside: the state beside the optimizer: name -> (type, shape, bytes).
+        unchanged: parameters beside the optimizer that are as they were when training began: name -> digest.
     """
 
     position: Position
@@ -76,6 +84,7 @@ class LocalState:
     host: tuple[bytes, bytes, bytes, bytes]
     stream: bytes
     beside: Mapping[str, tuple[str, tuple[int, ...], bytes]]
+    unchanged: Mapping[str, str]
 
 
 class LocalCapture:
@@ -93,10 +102,11 @@ class LocalCapture:
         self._page: PageWriter | None = None
         self._last: tuple[Hashable, ...] = ()
         """The version that was captured last after its step, and digests of its state."""
-        held = [memory.held[name] for name in self._beside]
-        self._description = msgpack.packb(
-            [[h.name, h.dtype, list(h.shape), int(memory.of(h.name).memory.nbytes)] for h in held]
-        )
+        self._sizes = {name: int(memory.of(name).memory.nbytes) for name in self._beside}
+        self._unchanged: dict[str, tuple[str, str]] | None = None
+        """Digests of what has not changed since training began, of all bytes and of a sample; None: begin anew."""
+        self._finished = 0
+        self._description = b""
         self.on_written: Callable[[int, bool], None] | None = None
         self.restored: LocalState | None = None
         """The state that was restored, without that beside the optimizer, until training begins."""
@@ -120,12 +130,15 @@ class LocalCapture:
         """
         if self._page is None:
             return
+        self._look_for_changes()
         host = self._host.capture()
         sizes = map(len, (self._description, *host, self._stream))
         header = _HEADER.pack(_MAGIC, passed, *sizes, position.epoch, position.step, position.batch_num)
         small: list[Buffer] = []
         large: list[Kept] = []
         for name in self._beside:
+            if name in (self._unchanged or {}):
+                continue
             view = self._memory.of(name).memory
             if len(view) < _LARGE:
                 small.append(view)
@@ -137,9 +150,47 @@ class LocalCapture:
             if said == self._last:
                 return
             self._last = said
+            self._finished += 1
         written = self._page.write(version, final, image, large)
         if written and self.on_written is not None:
             self.on_written(version, final)
+
+    def begin_anew(self) -> None:
+        """Note that a load has replaced the state: what it has loaded counts as unchanged."""
+        self._unchanged, self._finished = None, 0
+
+    def _look_for_changes(self) -> None:
+        """Find the large parameters that are still as they were when training began, and describe the page."""
+        known, sizes = self._unchanged, self._sizes
+        if known is None:
+            names = [name for name, size in sizes.items() if size >= _LARGE]
+            self._unchanged = {name: (digest_of(self._view(name)), self._sample(name)) for name in names}
+        else:
+            sampled = self._finished >= _WHOLE_VERSIONS
+            self._unchanged = {
+                name: (whole, sample)
+                for name, (whole, sample) in known.items()
+                if (self._sample(name) == sample if sampled else digest_of(self._view(name)) == whole)
+            }
+        if known is None or len(known) > len(self._unchanged):
+            rows = [
+                [name, self._memory.held[name].dtype, list(self._memory.held[name].shape), sizes[name]]
+                for name in sizes
+            ]
+            self._description = msgpack.packb([[*row, *self._unchanged.get(row[0], ())[:1]] for row in rows])
+
+    def _view(self, name: str) -> memoryview:
+        return self._memory.of(name).memory
+
+    def _sample(self, name: str) -> str:
+        """Return a digest of a sample of the parameter ``name``, always from the same places."""
+        total = sum(size for size in self._sizes.values() if size >= _LARGE)
+        blocks = blocks_of(self._sizes[name], 1, total=total, mode="sample", version=0)
+        view = self._view(name)
+        if blocks is None:
+            return digest_of(view)
+        starts = range(blocks.start, blocks.start + blocks.number * blocks.pitch, blocks.pitch)
+        return digest_of(b"".join(view[at : at + blocks.size] for at in starts))
 
     def restore(self, state: LocalState) -> list[str]:
         """Restore the state of a page. Returns notes on missing random streams.
@@ -191,7 +242,12 @@ def digests(data: bytes, finished: bool) -> dict[str, str]:
         return {}
     parts = {name: kept for name, (_, _, kept) in state.beside.items()}
     parts[STREAMS] = b"".join((*state.host, state.stream))
-    return {name: xxhash.xxh3_128_hexdigest(part) for name, part in parts.items()}
+    return {**state.unchanged, **{name: digest_of(part) for name, part in parts.items()}}
+
+
+def digest_of(data: Buffer) -> str:
+    """Return the digest of a parameter's bytes."""
+    return xxhash.xxh3_128_hexdigest(data)
 
 
 def put(memory: Memory, name: str, data: bytes) -> None:
@@ -221,10 +277,11 @@ def _decode(data: bytes) -> LocalState:
     table = msgpack.unpackb(sections.take(described))
     python, python_gauss, numpy, numpy_gauss, stream = map(sections.take, streams)
     beside: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
+    unchanged = {str(name): str(digest[0]) for name, _, _, _, *digest in table if digest}
     for large in (False, True):
-        for name, dtype, shape, size in table:
-            if (size >= _LARGE) is large:
+        for name, dtype, shape, size, *_ in table:
+            if (size >= _LARGE) is large and name not in unchanged:
                 beside[str(name)] = str(dtype), tuple(int(extent) for extent in shape), sections.take(size)
     sections.end()
     host = python, python_gauss, numpy, numpy_gauss
-    return LocalState(Position(epoch, step, batch_num), bool(passed), host, stream, beside)
+    return LocalState(Position(epoch, step, batch_num), bool(passed), host, stream, beside, unchanged)

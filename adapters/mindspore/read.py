@@ -10,7 +10,7 @@ from typing import Any
 import mindspore as ms
 
 from ttp.adapters.mindspore.constraints import SLICING, parallel_mode
-from ttp.adapters.mindspore.local_state import STREAMS, LocalCapture, LocalState, Position, decode
+from ttp.adapters.mindspore.local_state import STREAMS, LocalCapture, LocalState, Position, decode, digest_of
 from ttp.adapters.mindspore.memory import Memory
 from ttp.adapters.mindspore.source import JOB_KIND, SHARD_KIND
 from ttp.core.layout import Shard
@@ -25,7 +25,8 @@ _BEHIND = (
     "rank {} died before the end of its step to version {}, in which the replicas' state has changed differently: "
     "this may not be the state of that version: {}"
 )
-"""Note on rank-local state."""
+_OTHER = "on rank {} it had another value than on the rank that saved, which is the one restored here: {}"
+"""Notes on rank-local state."""
 
 
 def file_for(manifest: Manifest, rank: int, world_size: int) -> str:
@@ -74,14 +75,20 @@ def load_into(
     image = read_local_image(checkpoint, manifest.pieces, rank) if same_world else None
     local, notes = None if image is None else decode(image), list[str]()
     if local is not None and is_provisional(manifest.pieces, rank):
-        saved = local.beside
+        saved = local.unchanged | {name: digest_of(data) for name, (_, _, data) in local.beside.items()}
         local, behind = _with_peers(checkpoint, manifest, rank, local)
-        behind = [name for name in behind if name == STREAMS or saved[name][2] != values[name].asnumpy().tobytes()]
+        behind = [name for name in behind if name == STREAMS or saved[name] != digest_of(_bytes_of(values[name]))]
         more = f" and {len(behind) - 5} more" if len(behind) > 5 else ""
         notes = [_BEHIND.format(rank, manifest.version, ", ".join(behind[:5]) + more)] if behind else []
-    for name in memory.held:
-        memory.parameter(name).set_data(values[name].value())
+    other = []
+    memory.again()
+    for name, held in memory.held.items():
+        as_began = "" if local is None else local.unchanged.get(name, "")
+        if not as_began or digest_of(held.memory) != as_began:
+            memory.parameter(name).set_data(values[name].value())
+            other += [name] * (as_began not in ("", digest_of(_bytes_of(values[name]))))
     if local is not None:
+        notes += [_OTHER.format(rank, ", ".join(other[:5]))] * bool(other)
         return position, notes + capture.restore(local)
     why = why_lost(manifest.pieces, rank) if same_world else f"{manifest.world_size} ranks saved, {world_size} restore"
     return position, [
@@ -100,18 +107,25 @@ def _with_peers(checkpoint: Path, manifest: Manifest, rank: int, own: LocalState
         The state, and the names of what may not be that of the version.
     """
     pieces = manifest.pieces
-    asked = [name for name in objects_kept(pieces) if name in own.beside or name == STREAMS]  # not of other stages
+    mine = {*own.beside, *own.unchanged, STREAMS}
+    asked = [name for name in objects_kept(pieces) if name in mine]  # not of other stages
     replicas = next(set(ranks) for ranks in manifest.groups.values() if rank in ranks)
     equal = {name: giver for name in asked if (giver := lender(pieces, name, rank, replicas)) is not None}
     agreed = {name: giver for name in asked if (giver := lender(pieces, name, _NO_RANK, replicas)) is not None}
     givers = {name: giver for name, giver in (agreed | equal).items() if name != STREAMS or name in equal}
     images = {giver: read_local_image(checkpoint, pieces, giver) for giver in {*givers.values()}}
     states = {giver: decode(image) for giver, image in images.items() if image is not None}
-    beside = {name: states[giver].beside[name] for name, giver in givers.items() if name in own.beside}
+    beside = {name: known for name, giver in givers.items() if (known := states[giver].beside.get(name)) is not None}
+    unchanged = {name: digest for name, digest in own.unchanged.items() if name not in beside}
     streams = states[givers[STREAMS]] if STREAMS in givers else own
-    known = asked if own.passed and STREAMS in asked else [*own.beside, STREAMS]
-    found = replace(own, host=streams.host, stream=streams.stream, beside={**own.beside, **beside})
+    known = asked if own.passed and STREAMS in asked else mine
+    beside = {**own.beside, **beside}
+    found = replace(own, host=streams.host, stream=streams.stream, beside=beside, unchanged=unchanged)
     return found, sorted(set(known) - equal.keys())
+
+
+def _bytes_of(value: Any) -> bytes:
+    return bytes(value.asnumpy().tobytes())
 
 
 def _position(checkpoint: Path, manifest: Manifest, values: Mapping[str, Any]) -> Position:

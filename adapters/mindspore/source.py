@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from ttp.adapters.mindspore.local_state import STREAMS, LocalCapture, LocalState, Position, decode, digests
+from ttp.adapters.mindspore.local_state import STREAMS, LocalCapture, LocalState, Position, decode, digest_of, digests
 from ttp.adapters.mindspore.memory import Held, Memory
 from ttp.core.decide import How
 from ttp.core.layout import Rank, Shard, Version
@@ -32,6 +32,12 @@ if TYPE_CHECKING:
     from ttp.processor.processor import Processor
 
 log = logging.getLogger("ttp.adapters.mindspore")
+
+FIRST_CHANGE = (
+    "%s had not changed since training began, and has changed after version %d: its value of that version is lost, and "
+    "the checkpoint has the present one"
+)
+"""Log message for a parameter that is neither trained nor in the page."""
 
 SHARD_KIND = "shard"
 JOB_KIND = "job"
@@ -219,8 +225,8 @@ class MindSporeSource(PagedSource):
     def _entries(self, version: Version, local: LocalState, undo: bool) -> Iterator[TensorToWrite]:
         """Yield all parameters with their values of ``version``.
 
-        Values that updates write come from the live memory, or for undo from the pre-image; the other values come from
-        the page.
+        Values that updates write come from the live memory, or for undo from the pre-image. The other values come from
+        the page, or from the live memory if they have not changed since training began.
 
         Raises:
             CheckpointError: the live memory, or the pre-image, is of another version.
@@ -233,10 +239,12 @@ class MindSporeSource(PagedSource):
         for name, held in self._memory.held.items():
             if name in local.beside:
                 memory = memoryview(local.beside[name][2])
-            elif undo:
+            elif undo and name not in local.unchanged:
                 memory = kept[name]
             else:
                 memory = self._memory.of(name).memory
+            if local.unchanged.get(name, "") not in ("", digest_of(memory)):
+                log.warning(FIRST_CHANGE, name, version)
             yield TensorToWrite(name, held.dtype, held.shape, memory)
 
     def _append_dict(self, rank: int, version: int, local: LocalState) -> dict[str, Any]:

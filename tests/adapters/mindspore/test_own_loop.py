@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,20 @@ from mindspore import nn
 
 from tests.adapters.mindspore.test_wrapper import MODES, Net, switched_on, whole_state_of
 from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, save
-from ttp.adapters.mindspore import OptTTPWrapper
+from ttp.adapters.mindspore import OptTTPWrapper, local_state
 from ttp.adapters.mindspore.adapter import MindSporeAdapter
-from ttp.adapters.mindspore.local_state import STREAMS, Position, digests
+from ttp.adapters.mindspore.local_state import STREAMS, LocalState, Position, decode, digests
 from ttp.core.decide import How
 from ttp.core.layout import Layout, Rank
+from ttp.processor.sampling import Blocks
 
 pytestmark = [pytest.mark.xdist_group("mindspore"), pytest.mark.timeout(300)]
 
 __all__ = ["switched_on"]
 
 STEPS, SAVED = 8, 5
+LARGE = 20_000
+"""Elements of a parameter that is not copied in each step."""
 
 
 class DiedError(Exception):
@@ -31,8 +35,8 @@ class DiedError(Exception):
 
 
 class Whole(nn.Cell):
-    """The network with what the loop changes beside it: the loss scale, its counter, an average, sums, and a critic
-    with an optimizer of its own.
+    """The network with what the loop changes beside it: the loss scale, its counter, an average, sums, a critic with an
+    optimizer of its own, and a large table that it first changes in the step ``SAVED``. Large weights are frozen.
     """
 
     def __init__(self) -> None:
@@ -42,6 +46,11 @@ class Whole(nn.Cell):
         self.scale, self.count = self.scaler.scale_value, self.scaler.counter
         self.average = ms.ParameterTuple(self.net.trainable_params()).clone(prefix="average", init="same")
         self.sum = ms.Parameter(ms.Tensor(0.0, ms.float32), "sum", requires_grad=False)
+        large = np.random.default_rng(3).standard_normal((LARGE, 2)).astype(np.float32)
+        self.frozen, self.table = (
+            ms.Parameter(ms.Tensor(large[:, at]), name, requires_grad=False)
+            for at, name in enumerate(("frozen", "table"))
+        )
         self.critic = nn.Dense(4, 1)
         self.critic_optimizer = nn.Momentum(self.critic.trainable_params(), 0.01, 0.9)
 
@@ -116,6 +125,8 @@ class Loop:
             self._die("after")
             self.drawn.append(np.random.random())
             self.whole.sum.set_data(ms.Tensor(0.0, ms.float32))
+            if self._step >= SAVED:
+                self.whole.table.set_data(self.whole.table + 1)
             self.whole.scaler.adjust(ms.Tensor(True))
             for average, weight in zip(self.whole.average, self.whole.net.trainable_params(), strict=True):
                 average.set_data(average * 0.9 + weight * 0.1)
@@ -159,6 +170,62 @@ def test_what_is_drawn_or_seeded_between_restore_and_training_does_not_count(tmp
     np.random.seed(1)
     second.adapter.training_begins(several=True)
     assert np.random.random() == np.random.RandomState(1).random()
+
+
+def test_frozen_weights_are_saved_once_and_not_with_each_rank(tmp_path: Path) -> None:
+    first = Loop(tmp_path, jit=False, ranks=2)
+    Loop(tmp_path, jit=False, rank=1, ranks=2, dies="after").adapter.step_begins(Position(step=1))
+    first.train(0)
+    (checkpoint,) = first.saved
+    assert isinstance(checkpoint, Path), checkpoint
+    (local,) = checkpoint.glob("rank_local_*")
+    assert 4 * LARGE < local.stat().st_size < 2 * 4 * LARGE, "the table of rank 0, which has changed"
+    again = Loop(tmp_path / "again", jit=False)
+    again.whole.frozen.set_data(ms.Tensor(np.zeros(LARGE, np.float32)))
+    again.adapter.load(checkpoint, 0, 2, protected=True)
+    assert np.array_equal(again.whole.frozen.asnumpy(), first.whole.frozen.asnumpy())
+
+
+def test_frozen_weights_that_change_late(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """From the first change on they are copied. The value before it is not: a save of that version says so."""
+    loop = Loop(tmp_path, jit=False)
+
+    def image() -> LocalState:
+        return decode(loop.adapter.source.read_pages((Rank(0),), loop.processor.gate.version).data[Rank(0)])
+
+    assert {*image().unchanged} == {"frozen", "table"} and "frozen" not in image().beside
+    loop.whole.frozen.asnumpy()[:] = 1  # a view on CPU
+    save(loop.adapter, loop.processor, 0, How.AS_IS, pages=(Rank(0),))
+    loop.processor.gate.open()
+    (note,) = (record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING)
+    assert note.startswith("frozen had not changed since training began"), note
+    loop.adapter.step_begins(Position(step=1))
+    loop.adapter.step_ends()
+    loop.adapter.begin_update()
+    loop.adapter.end_update()
+    assert {*image().unchanged} == {"table"} and "frozen" in image().beside
+
+
+def test_of_large_weights_that_stay_unchanged_a_sample_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(local_state, "blocks_of", lambda *_args, **_named: Blocks(4, 2, LARGE, 8))
+    loop = Loop(tmp_path, jit=False)
+    capture = loop.adapter._capture
+
+    def unchanged_after(elements: slice, versions: int) -> bool:
+        capture.begin_anew()
+        for version in range(versions):
+            capture.capture(version, Position(step=version), final=True)
+        value = loop.whole.frozen.asnumpy().copy()
+        value[elements] += 1
+        loop.whole.frozen.set_data(ms.Tensor(value))
+        loop.adapter._memory.again()
+        capture.capture(versions, Position(step=versions), final=True)
+        assert capture._unchanged is not None
+        return "frozen" in capture._unchanged
+
+    assert unchanged_after(slice(100, 101), 6), "elements outside of the sample"
+    assert not unchanged_after(slice(100, 101), 2), "at first all are read"
+    assert not unchanged_after(slice(None), 6)
 
 
 @pytest.mark.parametrize("dies", ["in", "after"])
