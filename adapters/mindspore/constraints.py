@@ -64,7 +64,8 @@ def check_world(ranks: int) -> None:
     if parallel_mode() == "stand_alone":
         raise ConfigError(
             "parallel_mode is stand_alone: each rank trains a model of its own, and no rank holds a copy of another's. "
-            "Call set_auto_parallel_context(parallel_mode=ParallelMode.DATA_PARALLEL) (or another parallel mode)"
+            "Call set_auto_parallel_context(parallel_mode=ParallelMode.DATA_PARALLEL) (or another parallel mode), also "
+            "if the program's own loop sums the gradients"
         )
 
 

@@ -7,7 +7,8 @@ differ between ranks. So these parameters are copied into the page when the vers
 written from the page.
 
 Large ones that have not changed since training began (frozen weights) are not copied: the page has only their digest,
-and they are written once, with the slice. They may be nearly the whole network.
+and they are written once, with the slice. They may be nearly the whole network. Zeros are copied: they may be gradients
+that the first step adds up before the gate, when the version before may still have to be saved.
 
 The image in the page consists of a header, a description (msgpack), and the sections. It holds no pickle.
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import mindspore as ms
 import msgpack
@@ -84,7 +85,7 @@ class LocalState:
     host: tuple[bytes, bytes, bytes, bytes]
     stream: bytes
     beside: Mapping[str, tuple[str, tuple[int, ...], bytes]]
-    unchanged: Mapping[str, str]
+    unchanged: Mapping[str, str] = field(default_factory=dict)
 
 
 class LocalCapture:
@@ -103,6 +104,7 @@ class LocalCapture:
         self._last: tuple[Hashable, ...] = ()
         """The version that was captured last after its step, and digests of its state."""
         self._sizes = {name: int(memory.of(name).memory.nbytes) for name in self._beside}
+        self._total = sum(self._sizes.values())
         self._unchanged: dict[str, tuple[str, str]] | None = None
         """Digests of what has not changed since training began, of all bytes and of a sample; None: begin anew."""
         self._finished = 0
@@ -161,34 +163,34 @@ class LocalCapture:
 
     def _look_for_changes(self) -> None:
         """Find the large parameters that are still as they were when training began, and describe the page."""
-        known, sizes = self._unchanged, self._sizes
-        if known is None:
-            names = [name for name, size in sizes.items() if size >= _LARGE]
-            self._unchanged = {name: (digest_of(self._view(name)), self._sample(name)) for name in names}
+        if self._unchanged is None:
+            large = [name for name, size in self._sizes.items() if size >= _LARGE]
+            large = [name for name in large if np.asarray(self._memory.of(name).memory).any()]
+            self._unchanged = {name: (self._whole(name), self._sample(name)) for name in large}
         else:
             sampled = self._finished >= _WHOLE_VERSIONS
-            self._unchanged = {
-                name: (whole, sample)
-                for name, (whole, sample) in known.items()
-                if (self._sample(name) == sample if sampled else digest_of(self._view(name)) == whole)
-            }
-        if known is None or len(known) > len(self._unchanged):
-            rows = [
-                [name, self._memory.held[name].dtype, list(self._memory.held[name].shape), sizes[name]]
-                for name in sizes
-            ]
-            self._description = msgpack.packb([[*row, *self._unchanged.get(row[0], ())[:1]] for row in rows])
+            look = self._sample if sampled else self._whole
+            changed = [name for name, digests in self._unchanged.items() if look(name) != digests[sampled]]
+            if not changed:
+                return
+            for name in changed:
+                del self._unchanged[name]
+        self._description = msgpack.packb([self._row(name) for name in self._beside])
 
-    def _view(self, name: str) -> memoryview:
-        return self._memory.of(name).memory
+    def _row(self, name: str) -> list[object]:
+        """Return the entry of the parameter ``name`` in the description; with its digest if the page has only that."""
+        held, (digest, _) = self._memory.held[name], (self._unchanged or {}).get(name, ("", ""))
+        return [name, held.dtype, list(held.shape), self._sizes[name], *([digest] if digest else [])]
+
+    def _whole(self, name: str) -> str:
+        return digest_of(self._memory.of(name).memory)
 
     def _sample(self, name: str) -> str:
         """Return a digest of a sample of the parameter ``name``, always from the same places."""
-        total = sum(size for size in self._sizes.values() if size >= _LARGE)
-        blocks = blocks_of(self._sizes[name], 1, total=total, mode="sample", version=0)
-        view = self._view(name)
+        blocks = blocks_of(self._sizes[name], 1, total=self._total, mode="sample", version=0)
         if blocks is None:
-            return digest_of(view)
+            return self._whole(name)
+        view = self._memory.of(name).memory
         starts = range(blocks.start, blocks.start + blocks.number * blocks.pitch, blocks.pitch)
         return digest_of(b"".join(view[at : at + blocks.size] for at in starts))
 
@@ -199,6 +201,8 @@ class LocalCapture:
             OtherModelError: the state does not fit this network.
             CheckpointError: see ``restore_streams``.
         """
+        if absent := [name for name in state.unchanged if name not in self._memory.held]:
+            raise OtherModelError(f"the checkpoint has parameters that this network does not have: {absent[:5]}")
         for name, (dtype, shape, data) in state.beside.items():
             held = self._memory.held.get(name)
             if held is None or (held.dtype, held.shape) != (dtype, shape):

@@ -75,7 +75,7 @@ def load_into(
     image = read_local_image(checkpoint, manifest.pieces, rank) if same_world else None
     local, notes = None if image is None else decode(image), list[str]()
     if local is not None and is_provisional(manifest.pieces, rank):
-        saved = local.unchanged | {name: digest_of(data) for name, (_, _, data) in local.beside.items()}
+        saved = {**local.unchanged, **{name: digest_of(data) for name, (_, _, data) in local.beside.items()}}
         local, behind = _with_peers(checkpoint, manifest, rank, local)
         behind = [name for name in behind if name == STREAMS or saved[name] != digest_of(_bytes_of(values[name]))]
         more = f" and {len(behind) - 5} more" if len(behind) > 5 else ""
@@ -115,11 +115,11 @@ def _with_peers(checkpoint: Path, manifest: Manifest, rank: int, own: LocalState
     givers = {name: giver for name, giver in (agreed | equal).items() if name != STREAMS or name in equal}
     images = {giver: read_local_image(checkpoint, pieces, giver) for giver in {*givers.values()}}
     states = {giver: decode(image) for giver, image in images.items() if image is not None}
-    beside = {name: known for name, giver in givers.items() if (known := states[giver].beside.get(name)) is not None}
-    unchanged = {name: digest for name, digest in own.unchanged.items() if name not in beside}
+    told = {name: state for name, giver in givers.items() if (state := states[giver].beside.get(name)) is not None}
+    unchanged = {name: digest for name, digest in own.unchanged.items() if name not in told}
     streams = states[givers[STREAMS]] if STREAMS in givers else own
     known = asked if own.passed and STREAMS in asked else mine
-    beside = {**own.beside, **beside}
+    beside = {**own.beside, **told}
     found = replace(own, host=streams.host, stream=streams.stream, beside=beside, unchanged=unchanged)
     return found, sorted(set(known) - equal.keys())
 
