@@ -273,7 +273,7 @@ def _adapter_for(optimizer: Any, model: Any, given: Mapping[str, Any]) -> sessio
     families = _families(optimizer)
     if "torch" in families:
         from ttp.adapters.torch.adapter import TorchAdapter
-        from ttp.adapters.torch.loop.misuse import outside_megatron
+        from ttp.adapters.torch.loop.misuse import outside_megatron, with_megatrons_streams
         from ttp.adapters.torch.sharding.exchange import refuse_everywhere
         from ttp.adapters.versions import check_torch
 
@@ -282,7 +282,8 @@ def _adapter_for(optimizer: Any, model: Any, given: Mapping[str, Any]) -> sessio
             raise UsageError("wrap_optimizer() needs model=: the module whose parameters this optimizer updates")
         with _refused_everywhere(refuse_everywhere):
             plain = outside_megatron(model, told=given["layout"] is not None)
-            return TorchAdapter(optimizer, model=plain, **given)
+            extra_state = with_megatrons_streams(given["extra_state"])
+            return TorchAdapter(optimizer, model=plain, **{**given, "extra_state": extra_state})
     if "megatron" in families and not isinstance(optimizer, (list, tuple)):
         from ttp.adapters.megatron.adapter import MegatronAdapter
 

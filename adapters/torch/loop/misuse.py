@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ttp.adapters.torch.local_state.extra_state import by_name
 from ttp.adapters.torch.loop.hook import Hook
 from ttp.errors import ConfigError, UsageError
 from ttp.processor.faults import is_collective_error
@@ -89,8 +90,8 @@ def outside_megatron(model: nn.Module, *, told: bool) -> nn.Module:
     Raises:
         ConfigError: Megatron shards the model. The names of the parameters do not tell that, as those of DTensors do.
     """
-    state: Any = sys.modules.get("megatron.core.parallel_state")
-    if state is None or not state.model_parallel_is_initialized():
+    state = _megatrons_groups()
+    if state is None:
         return model
     kinds = ("tensor", "pipeline", "expert")
     sizes = [getattr(state, f"get_{kind}_model_parallel_world_size")() for kind in kinds]
@@ -104,6 +105,24 @@ def outside_megatron(model: nn.Module, *, told: bool) -> nn.Module:
     outside: Any = model
     inside: nn.Module = model if callable(model.buffers) else outside.module
     return inside
+
+
+def with_megatrons_streams(extra_state: Any) -> Any:
+    """Return the ``extra_state`` of a plain optimizer, in a Megatron job with the random streams of its tracker.
+
+    Megatron's layers draw their dropout from these streams, also if a plain optimizer trains them.
+    """
+    if _megatrons_groups() is None:
+        return extra_state
+    from ttp.adapters.megatron.rank_state import STREAMS, TrackedStreams
+
+    return {STREAMS: TrackedStreams(), **by_name(extra_state)}
+
+
+def _megatrons_groups() -> Any:
+    """Return the module with Megatron's process groups; None: this is no Megatron job."""
+    state: Any = sys.modules.get("megatron.core.parallel_state")
+    return state if state is not None and state.model_parallel_is_initialized() else None
 
 
 def refuse_in_backward(model: nn.Module) -> None:

@@ -6,11 +6,12 @@ A real SIGKILL and a real controller. The tests share the job, because every wor
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
-from tests.adapters.megatron.jobs import DP4, SCALED, TP2_DP2, Job, assert_equal, assert_whole
+from tests.adapters.megatron.jobs import DP4, KILLED_AT, SCALED, TP2_DP2, Job, assert_equal, assert_whole
 from tests.adapters.megatron.nursery import Nursery
 from ttp.adapters.torch.convert.conversion import convert
 from ttp.store.manifest import Manifest
@@ -75,3 +76,16 @@ def test_one_file_of_it_has_the_names_of_the_model(killed: Job, unhurt: dict[str
     assert sorted(named) == sorted(state["model"])
     assert {group["wd_mult"] for group in groups if "decoder.final_layernorm.bias" in group["params"]} == {0.0}
     assert {float(values["step"]) for values in state["optim"]["state"].values()} == {3.0}
+
+
+def test_a_plain_optimizer_of_torch(nursery: Nursery, tmp_path: Path) -> None:
+    """Megatron's layers draw their dropout from its tracker, whoever makes the updates."""
+    unbroken, job = (Job(nursery, tmp_path / name, {"distributed": False}) for name in ("unbroken", "killed"))
+    assert unbroken.live(0, through="plain", ranks=2) == [0, 0], unbroken.story()
+    fault = {"ranks": [1], "step": KILLED_AT, "phase": "begin"}
+    assert job.live(0, through="plain", ranks=2, fault=fault) == [75, -9], job.story()
+    assert job.live(1, through="plain", ranks=2) == [0, 0], job.story()
+    assert job.starts() == [0, KILLED_AT]
+    for rank in range(2):
+        ends = [json.loads((one.directory / f"result{rank}.json").read_text()) for one in (unbroken, job)]
+        assert {name for name, value in ends[0].items() if value != ends[1][name]} == set()

@@ -62,7 +62,8 @@ def job(
         life: how often it was started before.
         fault: see ``Hurt``.
         undo: see ``protect``.
-        through: ``protect``, or ``install`` into something like Megatron-LM's training module.
+        through: ``protect``; ``install`` into something like Megatron-LM's training module; or ``plain``, with torch's
+            Adam.
         hosts: for each rank the letter of its supposed host; then with ``buddy=True``.
         launched: there is a launcher, which has made a process group possible.
     """
@@ -75,6 +76,8 @@ def job(
     run = partial(_iterate, training, steps, life, hurt)
     if through == "install":
         _pretrain(training, run)
+    elif through == "plain":
+        _with_torchs_adam(training, run)
     else:
         _protected(training, run, undo, buddy=bool(hosts))
     dist.barrier()
@@ -94,6 +97,27 @@ def _protected(training: Training, run: Callable[[int], None], undo: str | None,
         buddy=buddy,
     )
     run(ttp.restore())
+
+
+@ttp.ttp_to_persist
+def _with_torchs_adam(training: Training, run: Callable[[int], None]) -> None:
+    """Do what Megatron-LM's ``run_simple_mcore_train_loop.py`` does: torch's Adam updates Megatron's model."""
+    (model,) = training.chunks
+    plain = torch.optim.Adam(model.parameters(), 1e-2)
+
+    def step() -> tuple[bool, None, None]:
+        for parameter in model.parameters():
+            parameter.grad = parameter.main_grad
+        plain.step()
+        return True, None, None
+
+    inner = [Namespace(optimizer=plain)]
+    training.optimizer = Namespace(step=step, zero_grad=plain.zero_grad, chained_optimizers=inner)
+    training.scheduler = Namespace(step=lambda increment: None, state_dict=dict)
+    ttp.wrap_optimizer(plain, model=model, save_dir=_directory() / "checkpoints")
+    training.args.iteration = start = ttp.restore()
+    training.args.consumed_train_samples = start * training.batch
+    run(start)
 
 
 def _pretrain(training: Training, run: Callable[[int], None]) -> None:
