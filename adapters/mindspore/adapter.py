@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import signal
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -241,6 +242,7 @@ class MindSporeAdapter:
         A graph of ``ms.jit`` runs on a thread of MindSpore, where asking for an address waits for this very graph.
         """
         if threading.get_ident() == self._thread:
+            _python_handles_sigterm()
             self._memory.again()
             if context.get_context("mode") == context.PYNATIVE_MODE:
                 self._capture.read_stream()
@@ -250,6 +252,7 @@ class MindSporeAdapter:
         self.step_ends()  # later callbacks, and those at the end of an epoch, may have changed something since
         self._driven, self._updated = True, False
         self.position = position
+        _python_handles_sigterm()
         processor = self._processor
         if processor is not None:
             processor.mark += 1
@@ -331,6 +334,16 @@ class MindSporeAdapter:
         self._capture.begin_anew()
         if self._preimage is not None:
             self._preimage.forget()
+
+
+def _python_handles_sigterm() -> None:
+    """Install Python's handler of SIGTERM again, on the main thread.
+
+    The threads of a GeneratorDataset replace it by one that ends the process, which MindSpore made for processes.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _warn_of_newer(save_dir: Path, version: Version) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import signal
 import threading
 from pathlib import Path
 from typing import Any
 
 import mindspore as ms
+import mindspore.dataset as ds
 import numpy as np
 import pytest
 from mindspore import nn
@@ -267,3 +270,23 @@ def test_what_a_step_began_with_tells_nothing_of_a_rank_that_finished_it(passed:
     (image,) = images
     assert digests(image, False).keys() > {STREAMS}
     assert digests(image, True) == (digests(image, False) if passed else {})
+
+
+def test_sigterm_reaches_python_though_threads_of_a_dataset_take_it(tmp_path: Path) -> None:
+    """They would end the process at once, and nothing would be saved."""
+    loop = Loop(tmp_path, jit=False)
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+    pythons = handler_in_c()
+    source = [np.zeros(2, np.float32)] * 8
+    dataset = ds.GeneratorDataset(source, ["x"], num_parallel_workers=2, python_multiprocessing=False)
+    assert sum(1 for _ in dataset.create_tuple_iterator(num_epochs=1)) == len(source)
+    assert handler_in_c() != pythons, "MindSpore leaves the signal alone now"
+    loop.adapter.step_begins(Position(step=1))
+    assert handler_in_c() == pythons
+
+
+def handler_in_c() -> bytes:
+    """Return the address of the function that the kernel calls for SIGTERM."""
+    action = ctypes.create_string_buffer(256)
+    assert ctypes.CDLL(None).sigaction(int(signal.SIGTERM), None, action) == 0
+    return action.raw[: ctypes.sizeof(ctypes.c_void_p)]
