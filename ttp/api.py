@@ -62,9 +62,14 @@ def ttp_to_persist(func: F | None = None, *, exit_on_bad_config: bool = True) ->
 
     Returns:
         The decorated function, which takes and returns what ``func`` does.
+
+    Raises:
+        UsageError: ``func`` is not a function.
     """
 
     def decorate(train: F) -> F:
+        if not callable(train) or isinstance(train, type):
+            raise UsageError(f"@ttp.ttp_to_persist decorates a function, and {train!r} is not one")
         continuing.prepare()
 
         @functools.wraps(train)
@@ -203,12 +208,13 @@ def wrap_optimizer(
             Every rank raises it here, before training, even if only one rank is wrong. State that shows only after the
             first update is a ``UsageError`` of ``optimizer.step()`` at the beginning of the second.
         RefusedError: the controller does not accept this rank; the text says why.
-        UsageError: the function was called twice, or with objects of no known framework.
+        UsageError: the function was called twice with ttp switched on, or with objects of no known framework.
     """
     if session.current().processor is None:  # a second call is an error, and does not count
         asked_for(str(save_dir))
     if undo not in UNDO_WAYS:
         raise ConfigError(f"undo={undo!r} is not a way to undo an update; use one of {', '.join(map(repr, UNDO_WAYS))}")
+    _check_types(layout, shard_of, scaler)
     if "mindspore" in _families(optimizer):
         from ttp.adapters.mindspore.wrapping import wrap
 
@@ -225,6 +231,15 @@ def wrap_optimizer(
     return optimizer
 
 
+def _check_types(layout: object, shard_of: object, scaler: object) -> None:
+    if layout is not None and not isinstance(layout, Layout):
+        raise UsageError(f"wrap_optimizer(layout=...) takes a ttp.Layout, but got a {type(layout).__name__}")
+    if shard_of is not None and not callable(shard_of):
+        raise UsageError(f"wrap_optimizer(shard_of=...) takes a function, but got a {type(shard_of).__name__}")
+    if scaler is not None and not hasattr(scaler, "is_enabled"):
+        raise UsageError(f"wrap_optimizer(scaler=...) takes a GradScaler, but got a {type(scaler).__name__}")
+
+
 def _families(optimizer: Any) -> set[str]:
     """Return the names of the packages that define the optimizer's classes; for a list, those common to all."""
     if isinstance(optimizer, (list, tuple)):
@@ -239,7 +254,10 @@ def register(
     from ttp.launch import nccl, other_jobs
     from ttp.store.writable import absolute, check_places
 
+    if not isinstance(save_dir, (str, os.PathLike)):
+        raise UsageError(f"save_dir= takes a path, but got {save_dir!r}")
     current = session.current()
+    current.renew()
     if current.processor is None:
         asked_for(str(save_dir))
     directory = current.config.save_dir or str(save_dir)
@@ -272,14 +290,17 @@ def _adapter_for(optimizer: Any, model: Any, given: Mapping[str, Any]) -> sessio
     """Make the adapter for the optimizer's framework; ``given``: the other arguments of ``wrap_optimizer``."""
     families = _families(optimizer)
     if "torch" in families:
+        from torch import nn
+
         from ttp.adapters.torch.adapter import TorchAdapter
         from ttp.adapters.torch.loop.misuse import outside_megatron, with_megatrons_streams
         from ttp.adapters.torch.sharding.exchange import refuse_everywhere
         from ttp.adapters.versions import check_torch
 
         check_torch()
-        if model is None:
-            raise UsageError("wrap_optimizer() needs model=: the module whose parameters this optimizer updates")
+        if not isinstance(model, nn.Module):
+            got = "" if model is None else f". {type(model).__name__} is no Module; torch.nn.ModuleList joins several"
+            raise UsageError(f"wrap_optimizer() needs model=: the module whose parameters this optimizer updates{got}")
         with _refused_everywhere(refuse_everywhere):
             plain = outside_megatron(model, told=given["layout"] is not None)
             extra_state = with_megatrons_streams(given["extra_state"])

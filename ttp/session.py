@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ttp")
 
+_TWICE = "wrap_optimizer() was called twice: give one list, or decorate each phase of a training"
+
 
 class Adapter(Protocol):
     """Connects the objects of one framework to ttp. ``CONTRIBUTING.md`` says how to write an adapter."""
@@ -90,6 +92,20 @@ class Session:
 
     # ----------------------------------------------------------------------------------------------------------- begin
 
+    def renew(self) -> None:
+        """Let a program without ttp train one thing after another, decorated or not, as the environment says each time.
+
+        Raises:
+            ConfigError: the environment is wrong.
+        """
+        if self.enabled:
+            return
+        if self.adapter is not None:
+            log.warning("%s. ttp is off, so the program goes on, and restore() serves the last call", _TWICE)
+            self.adapter = None
+        if not self.in_train:
+            self.config = Config.from_env()
+
     def register(self, adapter: Adapter, save_dir: Path, layout: Layout | None, *, buddy: bool = False) -> None:
         """Register an adapter, and join the job if ttp is switched on.
 
@@ -99,7 +115,7 @@ class Session:
             RefusedError: the controller does not accept this rank.
         """
         if self.adapter is not None:
-            raise UsageError("wrap_optimizer() was called twice: give one list, or decorate each phase of a training")
+            raise UsageError(_TWICE)
         if self.enabled:
             self._join(adapter, save_dir, layout, buddy)
         self.adapter, self.save_dir = adapter, save_dir

@@ -69,6 +69,12 @@ def test_a_layout_has_no_parts() -> None:
     assert Layout(1, {Shard("stage#1"): (Rank(0),)}).groups
 
 
+def test_the_shards_of_a_layout_have_names() -> None:
+    numbered: Any = {0: (0,), 1: (1,)}
+    with pytest.raises(ConfigError, match="have names, and 0 is not a str"):
+        Layout(2, numbered)
+
+
 def test_a_shard_is_there_with_all_its_parts() -> None:
     written = {Shard(s): Version(7) for s in ("a", "b#1/2", "b#2/2", "c#2/3")}
     assert stripes.covered(written) == {"a": 7, "b": 7}

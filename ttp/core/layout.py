@@ -43,7 +43,7 @@ class Layout:
 
     Raises:
         ConfigError: a group is empty, or names a rank twice or one outside of the world; a rank holds no shard; or a
-            shard is named like a part of a shard (``model#2/4``).
+            shard has no name (a str), or is named like a part of a shard (``model#2/4``).
     """
 
     world_size: int
@@ -52,6 +52,8 @@ class Layout:
     _held: Mapping[Rank, tuple[Shard, ...]] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        if unnamed := [shard for shard in self.groups if not isinstance(shard, str)]:
+            raise ConfigError(f"the shards of a layout have names, and {unnamed[0]!r} is not a str")
         groups = {Shard(s): tuple(sorted(Rank(r) for r in ranks)) for s, ranks in sorted(self.groups.items())}
         _check(self.world_size, groups)
         held: dict[Rank, list[Shard]] = {}

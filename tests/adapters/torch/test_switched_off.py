@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ def test_a_process_may_train_one_thing_after_another(tmp_path: Path) -> None:
     assert [train(name) for name in ("first", "second")] == [0, 0]
 
 
-def test_what_was_wrapped_before_train_stays_and_misuse_is_raised(tmp_path: Path) -> None:
+def test_what_was_wrapped_before_train_stays(tmp_path: Path) -> None:
     wrap(tmp_path)
 
     @ttp.ttp_to_persist
@@ -44,8 +45,58 @@ def test_what_was_wrapped_before_train_stays_and_misuse_is_raised(tmp_path: Path
         return ttp.restore()
 
     assert [train(), train()] == [0, 0]
-    with pytest.raises(ttp.UsageError, match="called twice"):
-        ttp.ttp_to_persist(wrap)(tmp_path)
+
+
+def test_misuse_is_raised() -> None:
+    with pytest.raises(ttp.UsageError, match="call wrap_optimizer"):
+        ttp.ttp_to_persist(ttp.restore)()
+
+
+def test_the_last_of_several_calls_counts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Folds of a cross validation, or the tests of a project, in one process and without the decorator."""
+    for name in ("first", "second"):
+        wrap(tmp_path / name)
+        assert ttp.restore() == 0
+        assert session.current().save_dir == tmp_path / name
+    assert [record.levelname for record in caplog.records if "called twice" in record.message] == ["WARNING"]
+
+
+def test_a_later_call_reads_the_environment_as_it_is_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrap(tmp_path)
+    monkeypatch.setenv("TTP_SAVE_DIR", str(tmp_path / "other"))
+    wrap(tmp_path)
+    assert session.current().save_dir == tmp_path / "other"
+    monkeypatch.setenv("TTP_PORT", "none")
+    with pytest.raises(ttp.ConfigError, match="TTP_PORT='none' is not valid"):
+        wrap(tmp_path)
+
+
+@pytest.mark.parametrize("model", ["model", [torch.nn.Linear(2, 2)], torch.nn.Linear], ids=["text", "list", "class"])
+def test_a_model_that_is_no_module_is_refused(model: object, tmp_path: Path) -> None:
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters())
+    with pytest.raises(ttp.UsageError, match="needs model=.* is no Module"):
+        ttp.wrap_optimizer(optimizer, model=model, save_dir=tmp_path)
+
+
+@pytest.mark.parametrize("place", [None, 5, b"checkpoints"])
+def test_a_directory_that_is_no_path_is_refused(place: Any) -> None:
+    with pytest.raises(ttp.UsageError, match=f"save_dir= takes a path, but got {place!r}"):
+        wrap(place)
+
+
+@pytest.mark.parametrize("name", ["layout", "shard_of", "scaler"])
+def test_an_argument_of_a_wrong_kind_is_refused(name: str, tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    wrong: Any = {name: "text"}
+    with pytest.raises(ttp.UsageError, match=rf"wrap_optimizer\({name}=...\) takes a .*, but got a str"):
+        ttp.wrap_optimizer(torch.optim.SGD(model.parameters()), model=model, save_dir=tmp_path, **wrong)
+
+
+@pytest.mark.parametrize("given", ["checkpoints", classmethod(lambda cls: None), torch.nn.Linear])
+def test_what_is_no_function_is_not_decorated(given: object) -> None:
+    decorate: Any = ttp.ttp_to_persist
+    with pytest.raises(ttp.UsageError, match="decorates a function"):
+        decorate(given)
 
 
 @pytest.mark.parametrize("named", ["~/ck", "link/../ck", "ck"])
