@@ -238,6 +238,9 @@ def test_verify_nothing(ttp: Ttp, tmp_path: Path) -> None:
     said = ttp("verify", tmp_path)
     assert (said.code, said.out) == (1, "")
     assert "no checkpoint" in said.err
+    json = ttp("verify", tmp_path, "--json")
+    assert json.code == 1
+    assert json.json == {"path": str(tmp_path), "whole": False, "restores": None, "checkpoints": []}
 
 
 def test_verify_a_foreign_directory_that_bears_the_name(ttp: Ttp, save_dir: SaveDir) -> None:

@@ -319,6 +319,8 @@ def test_json(place: Path, ttp: Ttp) -> None:
     code, out, _ = ttp("verdict", place, "--json")
     found = json.loads(out)
     assert (code, found["word"], found["exit_code"], found["launches"], found["fruitless"]) == (75, "saved", 75, 2, 1)
+    assert found["run_id"] == "job"
+    assert json.loads(ttp("verdict", place, "--run-id", "other", "--json")[1])["run_id"] == "other"
 
 
 @pytest.mark.parametrize(("left", "code"), [(143, 75), (64, 64), (1, 70), (75, 70)])

@@ -85,7 +85,7 @@ def verdict(
     A job that is preempted before its ranks have joined leaves no verdict. With --launcher-code 143 (SIGTERM) the
     verdict is "saved", because nothing is lost.
 
-    JSON keys: word, exit_code, text (why), run_id, launches (how many are known), fruitless (the last ones in a row
+    JSON keys: word, exit_code, text (why), run_id (empty: not known), launches (how many are known), fruitless (the last ones in a row
     that brought no new version).
     """
     try:
@@ -97,7 +97,8 @@ def verdict(
     if code in (EXIT_NOT_SAVED, EXIT_BAD_CONFIG):
         text += _storage(directory)
     if json:
-        facts = {"word": WORDS[code], "exit_code": code, "text": text, "run_id": run_id or ""}
+        job = run_id or (launches[-1].run_id if launches else "")
+        facts = {"word": WORDS[code], "exit_code": code, "text": text, "run_id": job}
         over = launches[:-1] if code == EXIT_RUNNING else launches
         print_json(facts | {"launches": len(launches), "fruitless": fruitless(over)})
     else:

@@ -64,9 +64,9 @@ def verify(path: CheckpointOrDir, everything: All = False, json: Json = False) -
     here = [look(given)] if single else scan(given)
     there = [] if single else _elsewhere(given)
     found = _read(here if single else _candidates(here, everything), everything=everything)
-    if not found:
+    if not found and not json:
         raise CheckpointError(f"there is no checkpoint in {given}")
-    answer = all(f.whole for f in found) if everything else found[0].whole
+    answer = bool(found) and (all(f.whole for f in found) if everything else found[0].whole)
     restores = _restored(found, [e for e in here if not (single and e.kind == "superseded")])
     known = -1 if restores is None or restores.version is None else restores.version
     newer = _read([e for e in restorable(there) if (e.version or 0) > known], everything=False)
