@@ -85,8 +85,8 @@ def verdict(
     A job that is preempted before its ranks have joined leaves no verdict. With --launcher-code 143 (SIGTERM) the
     verdict is "saved", because nothing is lost.
 
-    JSON keys: word, exit_code, text (why), run_id (empty: not known), launches (how many are known), fruitless (the last ones in a row
-    that brought no new version).
+    JSON keys: word, exit_code, text (why), run_id (empty: not known), launches (how many are known), fruitless (the
+    last ones in a row that brought no new version).
     """
     try:
         found, launches = _found(directory, run_id, since, launcher_code)

@@ -74,7 +74,7 @@ def test_a_later_call_reads_the_environment_as_it_is_then(tmp_path: Path, monkey
 @pytest.mark.parametrize("model", ["model", [torch.nn.Linear(2, 2)], torch.nn.Linear], ids=["text", "list", "class"])
 def test_a_model_that_is_no_module_is_refused(model: object, tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters())
-    with pytest.raises(ttp.UsageError, match="needs model=.* is no Module"):
+    with pytest.raises(ttp.UsageError, match=r"needs model=.* is no Module"):
         ttp.wrap_optimizer(optimizer, model=model, save_dir=tmp_path)
 
 
