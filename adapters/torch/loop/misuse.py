@@ -237,14 +237,19 @@ _STEPS_THAT_COMMUNICATE = 3
 """Number of first steps, all with communication, that show that it is the optimizer's, not that of another thread."""
 
 
+_FIRST_VERSIONS = 5
+"""Number of versions in which one collective behind the step is the loop's. Later another thread may save a file."""
+
+
 class CommunicationCheck:
     """Warns, on rank 0 of several, of a loop that communicates in a step, or from its last step to ``step_done()``.
 
-    torch counts the collectives of each process group. They are compared in the first versions only.
+    torch counts the collectives of each process group. Those in a step are compared in the first steps only.
     """
 
     def __init__(self) -> None:
-        self._versions_left = 5
+        self._versions = self._communicated = 0
+        self._told = False
         self._counts: list[int] = []
         self._before_step: list[int] = []
         self._steps: dict[str, int] = {}
@@ -269,21 +274,24 @@ class CommunicationCheck:
 
     def stepped(self, can_go_back: bool) -> None:
         """Note that a step has ended, and whether training can go back from there to the last version."""
-        looks = self._versions_left and not can_go_back and _is_first_of_several()
+        looks = not (self._told or can_go_back) and _is_first_of_several()
         self._counts = _collectives() if looks else []
 
     def version_ended(self) -> None:
         """Warn once if ranks have communicated since the last step of the version."""
         counts, self._counts = self._counts, []
-        if counts and self._versions_left:
-            self._versions_left -= 1
-            if counts != _collectives():
-                self._versions_left = 0
-                log.warning(
-                    "the loop communicates with other ranks between optimizer.step() and ttp.step_done(): if a rank is "
-                    "lost there, those that wait for it hold no whole version, and nothing can be saved (exit code "
-                    '70). Call ttp.step_done() before such communication, or give wrap_optimizer() undo="preimage"'
-                )
+        if not counts:
+            return
+        self._versions += 1
+        self._communicated += counts != _collectives()
+        if self._communicated and (self._versions <= _FIRST_VERSIONS or self._communicated > 1):
+            self._told = True
+            log.warning(
+                "the loop communicates with other ranks between optimizer.step() and ttp.step_done(): if a rank is "
+                "lost there, those that wait for it hold no whole version, and nothing can be saved (exit code 70). "
+                "Communicate (evaluate) at the beginning of the next iteration, or give wrap_optimizer() "
+                'undo="preimage"'
+            )
 
 
 def _collectives() -> list[int]:

@@ -123,6 +123,19 @@ class TestCommunicationInUpdates:
                 rounds.adapter.step_done()
         assert caplog.text.count("communicates with other ranks between optimizer.step() and") == (undo is None)
 
+    def test_a_rare_evaluation_is_told_at_its_second_time(
+        self, rounds: Rounds, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """The first time may be another thread that writes a checkpoint."""
+        rounds.adapter.step_done()
+        for told in (0, 1, 1):
+            for _ in range(8):
+                rounds.step()
+                if rounds.processor.gate.version % 8 == 7:
+                    dist.barrier()
+                rounds.adapter.step_done()
+            assert caplog.text.count("communicates with other ranks between optimizer.step() and") == told
+
     @pytest.mark.supports("optimizers that communicate")
     @pytest.mark.parametrize(
         ("kind", "undo", "told"),
