@@ -210,11 +210,11 @@ def wrap_optimizer(
         RefusedError: the controller does not accept this rank; the text says why.
         UsageError: the function was called twice with ttp switched on, or with objects of no known framework.
     """
+    _check_types(save_dir, layout, shard_of, scaler)
     if session.current().processor is None:  # a second call is an error, and does not count
         asked_for(str(save_dir))
     if undo not in UNDO_WAYS:
         raise ConfigError(f"undo={undo!r} is not a way to undo an update; use one of {', '.join(map(repr, UNDO_WAYS))}")
-    _check_types(layout, shard_of, scaler)
     if "mindspore" in _families(optimizer):
         from ttp.adapters.mindspore.wrapping import wrap
 
@@ -231,7 +231,9 @@ def wrap_optimizer(
     return optimizer
 
 
-def _check_types(layout: object, shard_of: object, scaler: object) -> None:
+def _check_types(save_dir: object, layout: object, shard_of: object, scaler: object) -> None:
+    if not isinstance(save_dir, (str, os.PathLike)):
+        raise UsageError(f"wrap_optimizer(save_dir=...) takes a path, but got {save_dir!r}")
     if layout is not None and not isinstance(layout, Layout):
         raise UsageError(f"wrap_optimizer(layout=...) takes a ttp.Layout, but got a {type(layout).__name__}")
     if shard_of is not None and not callable(shard_of):
@@ -254,8 +256,6 @@ def register(
     from ttp.launch import nccl, other_jobs
     from ttp.store.writable import absolute, check_places
 
-    if not isinstance(save_dir, (str, os.PathLike)):
-        raise UsageError(f"save_dir= takes a path, but got {save_dir!r}")
     current = session.current()
     current.renew()
     if current.processor is None:

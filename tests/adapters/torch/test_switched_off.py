@@ -79,9 +79,13 @@ def test_a_model_that_is_no_module_is_refused(model: object, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("place", [None, 5, b"checkpoints"])
-def test_a_directory_that_is_no_path_is_refused(place: Any) -> None:
-    with pytest.raises(ttp.UsageError, match=f"save_dir= takes a path, but got {place!r}"):
-        wrap(place)
+def test_a_directory_that_is_no_path_is_refused(place: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a directory of that name, in which a rank that leaves with 64 would say why."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TTP_PORT", "23456")
+    with pytest.raises(SystemExit):
+        ttp.ttp_to_persist(wrap)(place)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", ["layout", "shard_of", "scaler"])
