@@ -18,10 +18,11 @@ from ttp.launch.early_failures import EarlyFailures
 from ttp.launch.fault_report import FaultReporter
 from ttp.launch.job_verdict import ask_verdict, say_start, settled_code
 from ttp.launch.leases import Leases
+from ttp.launch.other_jobs import is_of_another_job
 from ttp.launch.ring import forget_ring, job_is_busy, places, reigning, rescue_goes_on
 from ttp.launch.sentinel_watch import SentinelWatch
 from ttp.launch.shadow import Shadows
-from ttp.launch.token_file import forget_token, is_of_another_job, write_token
+from ttp.launch.token_file import forget_token, write_token
 from ttp.launch.warm.starter import WarmStarter
 from ttp.launch.worker_stops import LOOK_S, Workers, WorkerStops
 from ttp.launch.worker_watch import WorkerWatch

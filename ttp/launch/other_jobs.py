@@ -1,4 +1,4 @@
-"""Refuses a ``save_dir`` to which another running job saves.
+"""Finds other running jobs: one that saves to the same ``save_dir``, which is refused, or uses the same run directory.
 
 Each controller leaves its host and port in the history of launches (``ttp.store.history``). Rank 0 of a new job asks
 the controllers of the last launches that have no recorded end. Only an answer counts: the controller of a crashed job
@@ -121,6 +121,15 @@ def _tokens(config: Config, port: int) -> list[str]:
         with contextlib.suppress(ConfigError):
             found.append(read_token(dataclasses.replace(config, port=port, run_dir=run_dir).resolved_run_dir()))
     return list(dict.fromkeys(token or "" for token in found))
+
+
+def is_of_another_job(run_dir: Path, token: str, port: int) -> bool:
+    """Return whether another job of this user uses the run directory: its token is there, and its port is in use."""
+    try:
+        found = read_token(run_dir)
+    except ConfigError:
+        return False
+    return found not in (None, token) and listens(LOOPBACK, port, CONNECT_S)
 
 
 def _refusal(status: Any, launch: Launch, save_dir: Path) -> str:

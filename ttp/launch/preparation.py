@@ -16,10 +16,11 @@ from typing import Any
 from ttp.config import CONTINUITY_MODES, Config, saved_exit_code
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED, ConfigError
 from ttp.launch.log_format import formatter
+from ttp.launch.other_jobs import is_of_another_job
 from ttp.launch.ports import hold_port
 from ttp.launch.run_dir import prepare_run_dir
 from ttp.launch.shared_token import new_token
-from ttp.launch.token_file import forget_token, is_of_another_job, write_token
+from ttp.launch.token_file import forget_token, write_token
 
 EXIT_FAILED = 1
 

@@ -38,18 +38,6 @@ def read_token(run_dir: Path) -> str | None:
     return secret_in(path, str(path)) if os.path.lexists(path) else None
 
 
-def is_of_another_job(run_dir: Path, token: str, port: int) -> bool:
-    """Return whether another job of this user uses the run directory: its token is there, and its port is in use."""
-    from ttp.launch.presence import listens
-    from ttp.wire.access import LOOPBACK
-
-    try:
-        found = read_token(run_dir)
-    except ConfigError:
-        return False
-    return found not in (None, token) and listens(LOOPBACK, port, 1.0)
-
-
 def forget_token(run_dir: Path, token: str) -> None:
     """Remove the token file of a job that is over. The token of another job stays."""
     with contextlib.suppress(ConfigError):
