@@ -32,7 +32,7 @@ from ttp.inbox import Inbox
 from ttp.store.durable import replace_file
 from ttp.wire import access, tls
 from ttp.wire.address import split, target
-from ttp.wire.channel import SERVER_OPTIONS, metadata, open_channel, stub
+from ttp.wire.channel import SERVER_OPTIONS, details_of, metadata, open_channel, stub
 from ttp.wire.convert import order_to_wire, report_from_wire
 from ttp.wire.limits import WireError
 from ttp.wire.relay import PROTOCOL, frame_to_wire, mismatch, orders_from_wire
@@ -320,9 +320,8 @@ class _Uplink:
                 self._pass_on(message)
         except grpc.RpcError as problem:
             code = problem.code() if isinstance(problem, grpc.Call) else grpc.StatusCode.UNAVAILABLE
-            text = problem.details() if isinstance(problem, grpc.Call) else str(problem)
             code = grpc.StatusCode.UNAVAILABLE if code in (None, grpc.StatusCode.OK) else code
-            end = _Ended(code, f"{RELAYED}{text}")
+            end = _Ended(code, f"{RELAYED}{details_of(problem)}")
         except _OtherProtocol as problem:
             end = _Ended(grpc.StatusCode.FAILED_PRECONDITION, f"{RELAYED}{problem}")
         except Exception as problem:  # ranks have to hear of every end

@@ -82,6 +82,11 @@ def metadata(token: str) -> tuple[tuple[str, str], ...]:
     return ((TOKEN_KEY, token),) if token else ()
 
 
+def details_of(problem: Exception) -> str:
+    """Return what an error of gRPC says, in words: the details of the call, or the error itself."""
+    return str(problem.details() if isinstance(problem, grpc.Call) else problem)
+
+
 def stub(channel: grpc.Channel) -> rpc.ControllerStub:
     """Return a client of the controller's service."""
     return rpc.ControllerStub(channel)

@@ -166,8 +166,7 @@ class Manager:
         try:
             answer = self._stub.Notify(notice_to_wire(notice), metadata=self._metadata, timeout=ANSWER_S)
         except (ValueError, grpc.RpcError) as problem:
-            text = problem.details() if isinstance(problem, grpc.Call) else problem
-            log.error("%s is not accepted: %s", notice.kind.value, text)
+            log.error("%s is not accepted: %s", notice.kind.value, wire.details_of(problem))
             return ERROR
         if not answer.accepted:
             log.error("%s is not accepted: %s", notice.kind.value, answer.text)

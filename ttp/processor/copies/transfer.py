@@ -28,7 +28,7 @@ from ttp.store.digest import HashingFile
 from ttp.store.plain_file import chunks
 from ttp.wire import access, tls
 from ttp.wire.address import target
-from ttp.wire.channel import CLIENT_OPTIONS, SERVER_OPTIONS, metadata
+from ttp.wire.channel import CLIENT_OPTIONS, SERVER_OPTIONS, details_of, metadata
 from ttp.wire.v1 import buddy_pb2 as pb
 from ttp.wire.v1 import buddy_pb2_grpc as rpc
 
@@ -105,8 +105,8 @@ class Sender:
         except (grpc.RpcError, grpc.FutureCancelledError) as problem:
             if given_up:
                 raise given_up[0] from None
-            details = problem.details() if isinstance(problem, grpc.Call) else str(problem)
-            raise SendError(f"the buddy at {self.address} did not accept the copy: {details}") from None
+            text = f"the buddy at {self.address} did not accept the copy: {details_of(problem)}"
+            raise SendError(text) from None
 
     def close(self) -> None:
         """Close the connection."""

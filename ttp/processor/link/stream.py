@@ -129,8 +129,7 @@ class Stream:
                     log.warning("cannot parse an order of the controller, it is ignored: %s", problem)
         except grpc.RpcError as problem:
             code = problem.code() if isinstance(problem, grpc.Call) else None
-            details = problem.details() if isinstance(problem, grpc.Call) else str(problem)
-            reason = f"{code.name if code else 'UNKNOWN'}: {details}"
+            reason = f"{code.name if code else 'UNKNOWN'}: {wire.details_of(problem)}"
         except Exception as problem:  # whatever fails, ``on_down`` is called below
             reason = repr(problem)
         self._outbox.put(None)

@@ -11,7 +11,7 @@ import grpc
 from ttp.core.copy_messages import MirrorTo
 from ttp.core.layout import Rank
 from ttp.wire import tls
-from ttp.wire.channel import CLIENT_OPTIONS, metadata
+from ttp.wire.channel import CLIENT_OPTIONS, details_of, metadata
 from ttp.wire.v1 import buddy_pb2 as pb
 from ttp.wire.v1 import buddy_pb2_grpc as rpc
 
@@ -52,7 +52,7 @@ class PageSender:
         try:
             refused = self._call(order, version, final, incarnation, data)
         except grpc.RpcError as problem:
-            refused = str(problem.details() if isinstance(problem, grpc.Call) else problem)
+            refused = details_of(problem)
         except ValueError:
             return  # closed meanwhile
         if refused and self._well:
