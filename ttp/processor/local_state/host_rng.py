@@ -101,10 +101,10 @@ class _PythonStream:
 
     def capture(self) -> tuple[Buffer, bytes]:
         if self._live is not None:
-            spare = self.spare = self.source.gauss_next
-            return self._live, _NO_GAUSS if spare is None else _GAUSS.pack(1, spare)
+            self.spare = self.source.gauss_next
+            return self._live, _pack_gauss(self.spare)
         _, words, gauss = random.getstate()
-        return struct.pack(f"<{_WORDS + 1}I", words[-1], *words[:-1]), _pack_gauss(gauss)
+        return _pack_words(words), _pack_gauss(gauss)
 
     def restore(self, data: bytes, gauss: bytes) -> None:
         random.setstate(python_state(data, gauss))
@@ -121,6 +121,10 @@ def python_state(data: bytes, gauss: bytes) -> tuple[Any, ...]:
 
 
 _NO_GAUSS = _GAUSS.pack(0, 0.0)
+
+
+def _pack_words(words: tuple[int, ...]) -> bytes:
+    return struct.pack(f"<{_WORDS + 1}I", words[-1], *words[:-1])
 
 
 def _pack_gauss(value: float | None) -> bytes:
@@ -147,8 +151,7 @@ def _python_layout_holds() -> bool:
         for draws in (0, 1, 700):
             for _ in range(draws):
                 probe.random()
-            words = probe.getstate()[1]
-            if bytes(_python_memory(probe)) != struct.pack(f"<{_WORDS + 1}I", words[-1], *words[:-1]):
+            if bytes(_python_memory(probe)) != _pack_words(probe.getstate()[1]):
                 return False
     except Exception:  # another interpreter
         return False

@@ -141,16 +141,15 @@ class _Reader:
     def read_newest(self, count: int) -> list[Page]:
         self._check_header()
         self.size = os.fstat(self.fd).st_size
-        versions = sorted({body.version for body in map(self._try_body, range(SLOTS)) if body is not None})
+        versions = sorted({body.version for body in self._bodies()})
         found = (self._newest_whole(version) for version in versions)
         return [page for page in found if page is not None][-count:]
 
     def read_early(self, version: int) -> list[bytes]:
         self._check_header()
         self.size = os.fstat(self.fd).st_size
-        bodies = [body for body in map(self._try_body, range(SLOTS)) if body is not None]
         found = []
-        for body in bodies:
+        for body in self._bodies():
             if body.version == version and body.early:
                 with contextlib.suppress(_BadPageError):
                     found.append(self._complete(body).data)
@@ -167,7 +166,7 @@ class _Reader:
             raise _BadPageError(f"it says that it belongs to rank {owner}")
 
     def _newest_whole(self, version: int) -> Page | None:
-        bodies = [body for body in map(self._try_body, range(SLOTS)) if body is not None]
+        bodies = self._bodies()
         others = sorted({body.version for body in bodies if body.version != version})
         if others or not bodies:
             self.reasons.append("versions held: " + (", ".join(map(str, others)) or "none"))
@@ -178,6 +177,9 @@ class _Reader:
                 except _BadPageError as problem:
                     self.reasons.append(f"slot {body.slot} {problem}")
         return None
+
+    def _bodies(self) -> list[_Body]:
+        return [body for body in map(self._try_body, range(SLOTS)) if body is not None]
 
     def _try_body(self, slot: int) -> _Body | None:
         try:
