@@ -34,7 +34,7 @@ from ttp.adapters.torch.restoring.compare import hand_to
 from ttp.adapters.torch.saving.job_state import JobState
 from ttp.adapters.torch.saving.preimage import PreImage
 from ttp.adapters.torch.sharding.exchange import connected, gather_or_refuse
-from ttp.adapters.torch.sharding.names import ModelNames
+from ttp.adapters.torch.sharding.names import ModelNames, first_of
 from ttp.core.layout import Layout, Version
 from ttp.errors import ConfigError, UsageError
 from ttp.store.manifest import Manifest
@@ -124,9 +124,9 @@ class MegatronAdapter(TorchAdapter):
             )
         if alone := layout.unreplicated():
             log.warning(
-                "%d of %d shards (%s%s) are held by one rank only and die with it: use two or more instances of the "
+                "%d of %d shards (%s) are held by one rank only and die with it: use two or more instances of the "
                 "distributed optimizer (num_distributed_optimizer_instances), or more data parallel ranks",
-                len(alone), len(layout.groups), ", ".join(alone[:4]), ", ..." if len(alone) > 4 else "",
+                len(alone), len(layout.groups), first_of(alone, 4),
             )  # fmt: skip
         return layout
 

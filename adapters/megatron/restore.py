@@ -26,6 +26,7 @@ from ttp.adapters.torch.saving.checkpoint import Chunk
 from ttp.adapters.torch.saving.job_state import JobState
 from ttp.adapters.torch.saving.metadata import fitting
 from ttp.adapters.torch.saving.piece_index import IndexEntry, StatePath, items_of
+from ttp.adapters.torch.sharding.names import first_of
 from ttp.errors import CheckpointError, OtherModelError
 from ttp.store.manifest import Manifest
 
@@ -196,10 +197,9 @@ def _refuse_foreign(path: Path, wants: Wants, saved: Mapping[str, Sequence[Index
         elif items[0].shape != shape and (key,) not in wants.padded:
             problems[f"{key} has shape {list(items[0].shape)} there and {list(shape)} here"] = None
     if problems:
-        more = f"; and {len(problems) - _LISTED_MAX} more" if len(problems) > _LISTED_MAX else ""
         raise OtherModelError(
-            f"{path} belongs to another model: {'; '.join(list(problems)[:_LISTED_MAX])}{more}. Nothing was loaded. "
-            "Use the code that wrote it, or another save_dir to start at step 0"
+            f"{path} belongs to another model: {first_of(problems, _LISTED_MAX, '; ')}. Nothing was loaded. Use "
+            " the code that wrote it, or another save_dir to start at step 0"
         )
 
 

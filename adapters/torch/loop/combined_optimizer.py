@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ttp.adapters.torch.sharding.names import ModelNames
+from ttp.adapters.torch.sharding.names import ModelNames, first_of
 from ttp.errors import ConfigError
 
 log = logging.getLogger("ttp.adapters.torch")
@@ -98,7 +98,7 @@ def refuse_shared(members: Sequence[Optimizer], names: ModelNames) -> None:
                 shared.append(f"{names.of(parameter)} is in optimizers {other + 1} and {number + 1}")
     if shared:
         raise ConfigError(
-            f"{'; '.join(shared[:_LISTED_MAX])}{'; ...' if len(shared) > _LISTED_MAX else ''}: a checkpoint keeps the "
+            f"{first_of(shared, _LISTED_MAX, '; ')}: a checkpoint keeps the "
             "state of an optimizer by parameter, so each parameter may be in one optimizer only. Split the parameters "
             "between them"
         )
@@ -114,7 +114,7 @@ def tell_forgotten(optimizer: Optimizer, names: ModelNames) -> None:
             "weights are saved, but no state of an optimizer that updates them: give wrap_optimizer() all optimizers. "
             "Weights that the program copies from fp32 master weights need none",
             len(left),
-            ", ".join(left[:_LISTED_MAX]) + (", ..." if len(left) > _LISTED_MAX else ""),
+            first_of(left, _LISTED_MAX),
         )
 
 

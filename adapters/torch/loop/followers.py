@@ -27,6 +27,7 @@ from ttp.adapters.torch.device.accelerator import copied_bytes, sample_of
 from ttp.adapters.torch.loop.hook import Hook
 from ttp.adapters.torch.loop.misuse import capturing
 from ttp.adapters.torch.sharding.dtensor_chunks import is_distributed
+from ttp.adapters.torch.sharding.names import first_of
 from ttp.errors import UsageError
 
 log = logging.getLogger("ttp.adapters.torch")
@@ -130,9 +131,8 @@ class Followers:
         if moved and not changed:  # if no forward pass was seen, the change may have been made before it
             self._found(moved, not self._entered)
         elif changed:
-            more = f" and {len(changed) - _LISTED_MAX} more" if len(changed) > _LISTED_MAX else ""
             raise UsageError(
-                f"the program changes {', '.join(changed[:_LISTED_MAX])}{more}, which no optimizer trains, between the "
+                f"the program changes {first_of(changed, _LISTED_MAX)}, which no optimizer trains, between the "
                 "beginning of a forward pass and optimizer.step(): a checkpoint made there would hold weights of no "
                 "version, and a resumed run would change them once more. Change them right after optimizer.step(), as "
                 "averages of the weights are (a momentum encoder, a target network)"
@@ -156,7 +156,7 @@ class Followers:
         moved = [name for name in now if name in before and now[name][0] != before[name][0]]
         if changed := [name for name in moved if _differ(before[name][1], now[name][1])]:
             self._tells = lambda: False
-            log.warning(_WRITTEN, ", ".join(changed[:_LISTED_MAX]) + (", ..." if len(changed) > _LISTED_MAX else ""))
+            log.warning(_WRITTEN, first_of(changed, _LISTED_MAX))
 
     def _forward(self, module: nn.Module, _args: Any) -> None:
         if torch.compiler.is_compiling() or self._mark is None or capturing():

@@ -17,6 +17,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from ttp.adapters.torch.loop.misuse import CommunicationCheck
+from ttp.adapters.torch.sharding.names import first_of
 from ttp.errors import UsageError
 
 log = logging.getLogger("ttp.adapters.torch")
@@ -170,7 +171,7 @@ class Turns:
             self.interleaved = False
 
     def _irregular(self, number: int) -> str:
-        made = ", ".join(self._names[each] for each in self._made[:8]) + (", ..." if len(self._made) > 8 else "")
+        made = first_of([self._names[each] for each in self._made], 8)
         usual = (
             "that order is not known yet"
             if self.order is None

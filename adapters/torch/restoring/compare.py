@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from ttp.adapters.torch.saving.piece_index import IndexEntry
 from ttp.adapters.torch.saving.state import optimizer_kind
 from ttp.adapters.torch.sharding.dtensor_chunks import Cutter
-from ttp.adapters.torch.sharding.names import ModelNames
+from ttp.adapters.torch.sharding.names import ModelNames, first_of
 from ttp.errors import OtherModelError
 from ttp.processor.faults import is_collective_error
 
@@ -132,5 +132,4 @@ def _signature(dtype: str, shape: tuple[int, ...]) -> str:
 def _sentence(title: str, names: Sequence[str]) -> list[str]:
     if not names:
         return []
-    more = f" and {len(names) - _LISTED_MAX} more" if len(names) > _LISTED_MAX else ""
-    return [f"{title}: {', '.join(names[:_LISTED_MAX])}{more}"]
+    return [f"{title}: {first_of(names, _LISTED_MAX)}"]

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ttp.adapters.torch.saving.piece_index import IndexEntry, items_of
+from ttp.adapters.torch.sharding.names import first_of
 from ttp.core.layout import Rank
 from ttp.core.messages import Piece
 from ttp.errors import CheckpointError
@@ -129,7 +130,7 @@ def fitting(items: Sequence[IndexEntry], gaps: str = NO_GAPS) -> dict[str, list[
         by_key.setdefault(item.key, []).append(item)
     problems = [problem for chunks in by_key.values() if (problem := _problem(chunks, gaps))]
     if problems:
-        raise CheckpointError(f"the shards do not fit together: {_bounded(problems)}")
+        raise CheckpointError(f"the shards do not fit together: {first_of(problems, _LISTED_MAX, '; ')}")
     return by_key
 
 
@@ -185,9 +186,3 @@ def _overlap(chunks: Sequence[IndexEntry]) -> tuple[IndexEntry, IndexEntry] | No
 def _intersect(one: IndexEntry, two: IndexEntry) -> bool:
     spans = zip(one.offsets, one.sizes, two.offsets, two.sizes, strict=True)
     return all(a < b + b_size and b < a + a_size for a, a_size, b, b_size in spans)
-
-
-def _bounded(problems: Sequence[str]) -> str:
-    return "; ".join(problems[:_LISTED_MAX]) + (
-        f"; and {len(problems) - _LISTED_MAX} more" * (len(problems) > _LISTED_MAX)
-    )

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ttp.adapters.torch.saving.checkpoint import TensorOrChunks
 from ttp.adapters.torch.sharding.exchange import broadcast_bytes, gather_or_refuse
+from ttp.adapters.torch.sharding.names import first_of
 from ttp.adapters.torch.sharding.shard_discovery import Key, RankShards, ShardEntry, describe, held, key_of, view_of
 from ttp.adapters.torch.sharding.sharding import Sharding, TrainingObjects
 from ttp.core.layout import REPLICATED, Layout, Rank, Shard, compact_ranks
@@ -301,16 +302,14 @@ def _names_elsewhere(views: Sequence[RankShards], mine: Mapping[Key, Iterable[Sh
 
 def _alone(layout: Layout) -> str:
     alone = layout.unreplicated()
-    listed = ", ".join(alone[:_LISTED_MAX]) + (", ..." if len(alone) > _LISTED_MAX else "")
     return (
-        f"{len(alone)} of {len(layout.groups)} shards ({listed}) are on one rank each: when that rank dies, nothing "
-        "can be saved. Training goes on; to be protected, keep two copies of each shard, for example by fully_shard() "
-        'over a mesh of two dimensions: init_device_mesh(device, (2, world_size // 2), mesh_dim_names=("replicate", '
-        '"shard")), or give wrap_optimizer() buddy=True'
+        f"{len(alone)} of {len(layout.groups)} shards ({first_of(alone, _LISTED_MAX)}) are on one rank each: when that "
+        "rank dies, nothing can be saved. Training goes on; to be protected, keep two copies of each shard, for "
+        "example with fully_shard() over a mesh of two dimensions: init_device_mesh(device, (2, world_size // 2), "
+        'mesh_dim_names=("replicate", "shard")), or give wrap_optimizer() buddy=True'
     )
 
 
 def _clash(names: Sequence[str], where: str) -> str:
-    listed = ", ".join(name.partition(".")[2] for name in names[:_LISTED_MAX])
-    more = f" and {len(names) - _LISTED_MAX} more" if len(names) > _LISTED_MAX else ""
-    return f"{where} and other ranks have different tensors under the same name ({listed}{more}): {RENAME}"
+    listed = first_of([name.partition(".")[2] for name in names], _LISTED_MAX)
+    return f"{where} and other ranks have different tensors under the same name ({listed}): {RENAME}"

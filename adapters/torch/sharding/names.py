@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,12 @@ log = logging.getLogger("ttp.adapters.torch")
 _WRAPPERS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 EXTRA_STATE = "_extra_state"
 _LISTED_MAX = 5
+
+
+def first_of(texts: Collection[str], most: int, separator: str = ", ") -> str:
+    """Return the first ``most`` of these names or texts in one line, and how many more there are."""
+    more = [f"and {len(texts) - most} more"] if len(texts) > most else []
+    return separator.join([*islice(texts, most), *more])
 
 
 class ModelNames:
@@ -137,7 +144,7 @@ class ModelNames:
             if id(parameter) not in self._by_identity
         ]
         if unknown:
-            listed = "; ".join(unknown[:_LISTED_MAX]) + ("; ..." if len(unknown) > _LISTED_MAX else "")
+            listed = first_of(unknown, _LISTED_MAX, "; ")
             raise ConfigError(
                 f"the optimizer holds {len(unknown)} parameters that model= does not contain ({listed}): without names "
                 "they cannot be saved. Pass the module that owns all of them, for example "

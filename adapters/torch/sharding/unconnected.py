@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ttp.adapters.torch.device.accelerator import copied_bytes
-from ttp.adapters.torch.sharding.names import ModelNames
+from ttp.adapters.torch.sharding.names import ModelNames, first_of
 from ttp.config import RankEnv
 from ttp.core.layout import Version
 
@@ -134,18 +134,15 @@ def different_weights(
     if theirs != mine:
         return _DIFFERENT.format(**where, names=told)
     if held_there != held:
-        some = f"{len(holds)} parameter{'s' * (len(holds) > 1)} ({_listed(holds)})" if holds else "no parameter"
+        count = f"{len(holds)} parameter{'s' * (len(holds) > 1)}"
+        some = f"{count} ({first_of(holds, _NAMED)})" if holds else "no parameter"
         return _SPREAD.format(found=f"rank {env.rank} has state for {some}, and rank {other} for others")
     if their_shares != shares:
-        some = _listed(dict.fromkeys(names.of(each) for each, _ in state.shares)) or "some parameters"
+        some = first_of(dict.fromkeys(names.of(each) for each, _ in state.shares), _NAMED) or "some parameters"
         return _SPREAD.format(found=f"rank {env.rank} and rank {other} have different shares of that for {some}")
     if their_state != own_state:
         log.warning(_SAME_WEIGHTS, told, other)
     return ""
-
-
-def _listed(names: Collection[str]) -> str:
-    return ", ".join([*names][:_NAMED]) + (", ..." if len(names) > _NAMED else "")
 
 
 def _tensors(state: Mapping[str, Any]) -> list[Tensor]:
