@@ -152,11 +152,11 @@ def test_a_controller_that_takes_over_learns_what_the_one_before_has_recorded(tm
         before = await lead(saves)
         known = {"resume": True, "takeover": True, "term_seen": 1}
         driver = await lead(lambda *_: None, incarnation=1, version=Version(7), **known)
-        assert driver.machine.rescue.saving.last_commit == before.machine.rescue.saving.last_commit == (7, "step_7")
+        assert driver.machine.rescue.committing.last == before.machine.rescue.committing.last == (7, "step_7")
         assert driver.machine.drained_hosts == ["h"]
         assert driver.machine.verdict == before.machine.verdict and driver.machine.verdict.code == 64
         other = await lead(lambda *_: None, incarnation=2, **known)
-        assert other.machine.rescue.saving.last_commit is None and not other.machine.drained_hosts, (
+        assert other.machine.rescue.committing.last is None and not other.machine.drained_hosts, (
             "that is another launch"
         )
 
@@ -179,11 +179,11 @@ def test_what_a_slow_disk_tells_of_the_launch_before_is_not_taken_for_this_one()
         launch = Launch("job", 1, 0.0, code=64, text="wrong", version=7, path="step_7", drained=frozenset({"h"}))
         told[0](2, launch)
         await asyncio.sleep(0)
-        assert driver.machine.job.incarnation == 2 and driver.machine.rescue.saving.last_commit is None
+        assert driver.machine.job.incarnation == 2 and driver.machine.rescue.committing.last is None
         assert driver.machine.verdict.code is None and not driver.machine.drained_hosts
         told[1](2, launch)
         await asyncio.sleep(0)
-        assert driver.machine.rescue.saving.last_commit == (7, "step_7")
+        assert driver.machine.rescue.committing.last == (7, "step_7")
         driver.close()
 
     quietly(run)

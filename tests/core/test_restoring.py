@@ -23,7 +23,7 @@ def test_all_ranks_restore_what_all_have_found() -> None:
     talk.report(1, view(1, (7, "b")))
     assert talk.report(2, view(2, (9, "a"), (7, "b"))) == "[restore] RestoreDecision:0,1,2"
     assert talk.orders(RestoreDecision)[0].version == 7
-    assert talk.machine.rescue.base_version == 7
+    assert talk.machine.rescue.committing.base == 7
     assert talk.report(1, view(1, (7, "b"))) == "RestoreDecision:1"  # it did not hear
 
 
@@ -69,11 +69,11 @@ def test_what_nobody_has_read_is_decided_once_more_when_everybody_has() -> None:
     talk.report(0, read(0, 0, 3))
     assert talk.report(1, read(1, 1, 3)) == "RestoreDecision:0,1"
     assert all(order.unread for order in talk.orders(RestoreDecision))
-    assert talk.machine.rescue.base_version == 0
+    assert talk.machine.rescue.committing.base == 0
     assert talk.report(1, read(1, 1, 3)) == ""
     assert talk.report(0, read(0, 0, 1)) == "[restore] RestoreDecision:1,0", "rank 0 has read what rank 1 did not"
     assert not any(order.unread for order in talk.orders(RestoreDecision))
-    assert talk.machine.rescue.base_version == 9
+    assert talk.machine.rescue.committing.base == 9
 
 
 def test_what_a_rank_found_is_forgotten_with_it_while_the_job_forms() -> None:
@@ -163,7 +163,7 @@ def test_what_was_committed_may_not_vanish() -> None:
     talk.report(1, view(1, (5, "b")))
     decision = talk.orders(RestoreDecision)[0]
     assert decision.version == 7 and "step 7 was committed as /save/step, and the newest that all" in decision.error
-    assert talk.machine.rescue.base_version == 0
+    assert talk.machine.rescue.committing.base == 0
 
 
 def test_it_is_not_forgotten_by_an_incarnation_that_saves_nothing() -> None:

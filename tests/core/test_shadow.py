@@ -53,7 +53,7 @@ def test_ranks_go_on_from_what_is_held() -> None:
     talk = Slow()
     assert talk.held() == "[held] [released] Release(75):1,2"
     assert talk.released() == (75, True)
-    assert talk.machine.rescue.saving.last_commit is None  # nothing was saved yet
+    assert talk.machine.rescue.committing.last is None  # nothing was saved yet
     assert "held in the memory" in talk.incident.outcome
 
 
@@ -70,7 +70,7 @@ def test_nobody_leaves_before_it_is_durable(seat: str) -> None:
     assert commit.pieces
     assert talk.committed(commit.rank, commit.generation) == "[committed] [released] Release(75):1,2"
     assert talk.released() == (75, False)
-    assert talk.machine.rescue.saving.last_commit == (7, "/save/step")
+    assert talk.machine.rescue.committing.last == (7, "/save/step")
 
 
 def test_the_held_checkpoint_is_no_answer_to_who_has_asked_for_one() -> None:

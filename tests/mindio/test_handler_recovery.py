@@ -160,7 +160,7 @@ def test_a_checkpoint_on_demand() -> None:
     world.ask_for_save()
     world.settle()
     assert world.kinds() == ["catch_up", "save", "rename"] and world.released == set()
-    assert world.machine.stage == "training" and world.machine.rescue.saving.last_commit == (
+    assert world.machine.stage == "training" and world.machine.rescue.committing.last == (
         8,
         "where the save handlers wrote it",
     )

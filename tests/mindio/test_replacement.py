@@ -41,7 +41,7 @@ def test_a_new_process_takes_the_seat_of_the_dead() -> None:
     assert {a.purpose for a in this.acts if a.kind is not Kind.SAVE and a.kind is not Kind.RENAME} == {"recover"}
     assert set(this.acted(Kind.STOP)) == set(this.acted(Kind.MAKE_WAY)) == {0, 2, 3}
     assert {one.version for one in this.ranks} == {7} and {one.life for one in this.ranks} == {1}
-    assert this.machine.stage == "training" and this.machine.rescue.saving.last_commit == (
+    assert this.machine.stage == "training" and this.machine.rescue.committing.last == (
         7,
         "where the save handlers wrote it",
     )
@@ -381,7 +381,7 @@ def test_however_it_ends_what_was_saved_first_counts(end: str) -> None:
         this.say(NoticeKind.STRATEGY, strategy="exit")
     this.settle()
     ended_as_without(this)
-    assert this.machine.rescue.saving.last_commit == (7, "where the save handlers wrote it")
+    assert this.machine.rescue.committing.last == (7, "where the save handlers wrote it")
 
 
 def test_a_stream_that_breaks_meanwhile_leaves_lost_memory_to_be_repaired() -> None:

@@ -67,7 +67,7 @@ def test_newcomers_take_the_seats_of_ranks_that_live(moving: tuple[int, ...]) ->
     ways = {rank: act.way for rank, act in this.acted(Kind.REPAIR).items()}
     assert {rank for rank, way in ways.items() if way is rm.RepairWay.RECEIVE} == set(moving)
     assert {one.version for one in this.ranks} == {7} and this.machine.job.live == {0, 1, 2, 3}
-    assert this.machine.job.incarnation == 1 and this.machine.rescue.saving.last_commit == (
+    assert this.machine.job.incarnation == 1 and this.machine.rescue.committing.last == (
         7,
         "where the save handlers wrote it",
     )
@@ -193,7 +193,7 @@ def test_a_manager_that_changes_its_mind_while_all_stand_still(kind: NoticeKind,
     this = world(halt_before_dump=halts)
     this.say(kind, strategy="continue")
     stayed(this)
-    assert this.machine.rescue.saving.last_commit is not None and this.machine.rescue.false_alarms == 0
+    assert this.machine.rescue.committing.last is not None and this.machine.rescue.false_alarms == 0
 
 
 @pytest.mark.parametrize("silence", ["it leaves", "it says nothing", "it cannot take what it is told"])

@@ -60,7 +60,7 @@ class Admission:
             text = f"rank {hello.rank} was started again as pid {hello.pid} on {hello.host}"
             self._outbox.send_to(hello.rank, m.Refused(hello.rank, m.RefusalCode.FENCED, text))
             self._parts.forget(hello.rank)
-        self._rescue.base_version = max(self._rescue.base_version, hello.base_version)
+        self._rescue.committing.restored(hello.base_version)
         first = hello.rank not in self._job.members
         if known is not None and known.hello.host != hello.host:
             self._parts.silence.lost(hello.rank)  # on its former host
@@ -170,15 +170,15 @@ class Admission:
             text = f"rank {hello.rank}, pid {hello.pid} on {hello.host}, has begun a new incarnation of the job"
             self._outbox.send_to(rank, m.Refused(rank, m.RefusalCode.FENCED, text))
         same_job = (hello.run_id, hello.save_dir) == (self._job.run_id, self._job.save_dir)
-        saving = self._rescue.saving
-        self._parts.restoring.expect(saving.held or saving.last_commit, same_job=same_job)
+        committing = self._rescue.committing
+        self._parts.restoring.expect(committing.held or committing.last, same_job=same_job)
         self._job.start_incarnation(hello)
         self._parts.forget_incarnation()
         self._end.finished_at = None
         self._parts.hangs.reset(now)
         if not hello.resume:
             self._rescue.verdict.launch_begins(same_job=same_job)
-        self._rescue.base_version, saving.last_commit, saving.held = hello.base_version, None, None
+        committing.start_launch(hello.base_version)
         self._outbox.record(
             "incarnation",
             incarnation=self._job.incarnation,

@@ -49,15 +49,15 @@ def judge(job: Membership, incident: Incident, end: Verdict, base: Version) -> t
     return not why_not, {"again": not why_not, "why_not_again": why_not}
 
 
-def explained(text: str, cause: str, told: Mapping[str, Any]) -> str:
+def explained(text: str, cause: str, facts: Mapping[str, Any]) -> str:
     """Return the text that ranks log when they leave.
 
     Args:
         text: the verdict.
         cause: the first evidence of the incident.
-        told: what ``judge`` has returned to record.
+        facts: what ``judge`` has returned to record.
     """
-    why = told.get("why_not_again")
+    why = facts.get("why_not_again")
     kept = f". No rank goes on in its process: {why}" if why and why != text else ""
     return f"{text}{kept}" if cause in text else f"{text}. Cause: {cause}{kept}"
 

@@ -103,7 +103,7 @@ class Gathering:
 
     @property
     def _untrained(self) -> bool:
-        base = self._rescue.base_version
+        base = self._rescue.committing.base
         return all(mb.version <= base and not mb.done for mb in self._job.members.values())
 
     @property

@@ -217,6 +217,10 @@ class Incident:
         """Time from which ``TTP_OT`` counts: a snapshot that becomes a rescue gets the full time from the fault on."""
         return self.opened_at if self.rescue_since is None else self.rescue_since
 
+    def after_ms(self, now: float) -> float:
+        """Return the milliseconds since the incident was opened, for records."""
+        return round((now - self.opened_at) * 1e3, 3)
+
     def ends_at(self, rescue_s: float) -> float:
         """Return when to end without a newer checkpoint; ``rescue_s``: see ``ControllerTimeouts``."""
         return min(self.again_until, self.patient_since + rescue_s)

@@ -57,7 +57,7 @@ class JobEnd:
                 verdict.is_wrong(text)
             case Remembered(fruitless, progress, saved, wrong, drained):
                 verdict.remember(fruitless, progress, wrong, drained)
-                self._rescue.saving.take_over(saved)
+                self._rescue.committing.take_over(saved)
                 self._left_over = drained
         if verdict.now.code == EXIT_BAD_CONFIG != before.code:
             self._outbox.record("wrong", text=verdict.now.text)

@@ -277,7 +277,7 @@ class ControllerMachine:
         The first change of a version may be an unreported restore; the next one is an update.
         """
         job = self.job
-        if not version > known > self.rescue.base_version or job.layout is None:
+        if not version > known > self.rescue.committing.base or job.layout is None:
             return
         job.formed = True
         missing = compact_ranks(Rank(rank) for rank in range(job.layout.world_size) if rank not in job.members)
@@ -317,7 +317,7 @@ class ControllerMachine:
     def _viewed(self, view: RestoreView) -> None:
         self._parts.restoring.viewed(view)
         if self._parts.restoring.decision is not None and not self._parts.restoring.decision.error:
-            self.rescue.base_version = max(self.rescue.base_version, self._parts.restoring.decision.version)
+            self.rescue.committing.restored(self._parts.restoring.decision.version)
 
     def _goodbye(self, member: Member, report: m.Goodbye) -> None:
         member.version = report.version

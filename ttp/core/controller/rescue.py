@@ -1,8 +1,8 @@
 """Takes an incident from its first evidence to the release or the thaw.
 
-``freezing`` freezes the ranks, ``planning`` decides when and what to save, and ``saving`` makes the checkpoint, or the
-recovery behind ``program_recovery`` does if the program itself saves. ``ttp.core.controller.machine`` explains the
-stages.
+``freezing`` freezes the ranks, ``planning`` decides when and what to save, ``saving`` writes it, and ``committing``
+makes the checkpoint exist. The recovery behind ``program_recovery`` does both if the program itself saves.
+``ttp.core.controller.machine`` explains the stages.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 
 from ttp.core import messages as m
 from ttp.core.controller import continuing
+from ttp.core.controller.committing import Committing
 from ttp.core.controller.events import AnswerSave, ControllerTimeouts, SaveRequested
 from ttp.core.controller.evidence import OUTSIDER, Evidence, EvidenceBook
 from ttp.core.controller.freezing import Freezing
@@ -54,14 +55,14 @@ class Rescue:
         self.incident: Incident | None = None
         self.last: Incident | None = None
         self.total = self.false_alarms = 0
-        self.base_version = Version(0)
-        self.saving = Saving(job, outbox, mirrors)
+        committing = self.committing = Committing(job, outbox)
+        self.saving = Saving(job, outbox, mirrors, committing)
         self.meanwhile = Meanwhile()
         self.verdict = JobVerdict()
         self._job, self._outbox, self._timeouts, self._new_id = job, outbox, timeouts, new_id
         self._freezing = Freezing(job, outbox, timeouts, self.meanwhile)
         self._retries = Retries(job, outbox)
-        self._shadow = Shadow(job, outbox, self.saving, self.verdict)
+        self._shadow = Shadow(job, outbox, self.saving, committing, self.verdict)
         self._planner = Planner(job, timeouts)
 
         def blame(subject: Rank, kind: m.FaultKind, text: str, now: float) -> None:
@@ -70,8 +71,8 @@ class Rescue:
         def drain(hosts: frozenset[str]) -> None:
             self.verdict.drained |= hosts
 
-        told = RescueContext(job, outbox, self._planner.decide, self.on_disk, blame, timeouts.rescue_s, drain)
-        self.program = self._planner.program = make_program(told)
+        context = RescueContext(job, outbox, self._planner.decide, committing.on_disk, blame, timeouts.rescue_s, drain)
+        self.program = self._planner.program = make_program(context)
 
     # ------------------------------------------------------------------------------------------------------- evidence
 
@@ -228,7 +229,7 @@ class Rescue:
             Stage.FREEZING: self._maybe_plan,
             Stage.SAVING: self._check_savers,
             Stage.PROGRAM: self._follow_program,
-            Stage.COMMITTING: lambda incident, _: self.saving.check_committer(incident),
+            Stage.COMMITTING: lambda incident, _: self.committing.check(incident),
             Stage.SAVED: self._maybe_end,
             Stage.RELEASED: self._maybe_close,
         }
@@ -244,7 +245,7 @@ class Rescue:
             self._thaw(incident, "every rank came back to the new controller and nothing is broken")
             return
         step = self._planner.should_plan(incident, now)
-        self.saving.take_over(self.meanwhile.made(job) if isinstance(step, Go) else None)
+        self.committing.take_over(self.meanwhile.made(job) if isinstance(step, Go) else None)
         match step:
             case Wait(why):
                 if why not in (ANSWERS, incident.waits_for):  # answers are recorded one by one
@@ -255,13 +256,13 @@ class Rescue:
                 self.program.begin(incident)
             case Go(verdict) if self._shadow.awaits(incident, verdict, now):
                 return
-            case Go(Plan(version) as plan) if version > self.on_disk() or incident.may_repeat(version):
-                self._shadow.choose(incident, plan, self.base_version)
+            case Go(Plan(version) as plan) if version > self.committing.on_disk() or incident.may_repeat(version):
+                self._shadow.choose(incident, plan)
                 self.saving.begin(incident, plan, now)
-            case Go(NoPlan(reason)) if not self._planner.none_newer(incident, self.on_disk()):
+            case Go(NoPlan(reason)) if not self._planner.none_newer(incident, self.committing.on_disk()):
                 self._give_up(incident, reason, now)
             case Go(verdict):
-                self.saving.nothing_new(incident, verdict, self.on_disk())
+                self.committing.nothing_new(incident, verdict)
 
     def _follow_program(self, incident: Incident, now: float) -> None:
         ending = self.program.advance()
@@ -271,7 +272,7 @@ class Rescue:
         match ending:
             case Ending(Outcome.RESUMED, version, text, path):
                 if path:
-                    self.saving.last_commit = (version, path)  # saved before it was mended
+                    self.committing.last = (version, path)  # saved before it was mended
                 mended = incident.faulty and version > 0
                 for kind in m.FaultKind:
                     incident.evidence.withdraw_all(kind)
@@ -284,28 +285,23 @@ class Rescue:
     def _saved_by_program(self, incident: Incident, version: Version, text: str, path: str, now: float) -> None:
         incident.enter(Stage.SAVED, text)
         incident.saved, incident.outcome = version, text
-        incident.path, self.saving.last_commit = path, (version, path)
+        incident.path, self.committing.last = path, (version, path)
         if self.program.halted:
             self._release(incident, EXIT_SAVED, f"{text}; a restart goes on with step {version + 1}", now)
-
-    def on_disk(self) -> Version:
-        """Return the newest version that is known to be durable."""
-        last_commit = self.saving.last_commit
-        return Version(max(self.base_version, last_commit[0] if last_commit else 0))
 
     def _check_savers(self, incident: Incident, now: float) -> None:
         self._shadow.failed(incident)
         if incident.stage is Stage.SAVING:
             self.saving.check(incident, now)
-        if self.saving.stranded(incident):
+        if self.committing.stranded(incident):
             self._give_up(incident, "no rank is left to commit the checkpoint", now)
 
     # ------------------------------------------------------------------------------------------------ thaw or release
 
     def _maybe_end(self, incident: Incident, now: float) -> None:
         if incident.snapshot:
-            goes_on, incident.outcome = continuing.trial(self._job, incident, self.base_version)
-            if goes_on:
+            resumes, incident.outcome = continuing.trial(self._job, incident, self.committing.base)
+            if resumes:
                 self._release(incident, EXIT_SAVED, incident.outcome, now)
             else:
                 self._thaw(incident, "the checkpoint is written")
@@ -315,7 +311,7 @@ class Rescue:
         if not (incident.faulty or self._job.broken):
             if self._shadow.is_durable(incident, now):
                 self._thaw(incident, "nothing is broken after all")
-        elif self._shadow.may_end(incident, self.base_version, now) and not self.saving.pages.repeats(incident, now):
+        elif self._shadow.may_end(incident, now) and not self.saving.pages.repeats(incident, now):
             then = f"goes on with step {incident.saved + 1}" if incident.saved else "begins where this launch did"
             self._release(incident, EXIT_SAVED, f"{incident.outcome}; a restart {then}", now)
 
@@ -342,7 +338,7 @@ class Rescue:
         """End without a checkpoint: thaw if that is enough, else release. End as saved if one was made before."""
         if incident.again_until < NEVER:
             incident.enter(Stage.FREEZING, "the checkpoint that exists will do")
-            self.saving.nothing_new(incident, NoPlan("no more pages could be added"), self.on_disk())
+            self.committing.nothing_new(incident, NoPlan("no more pages could be added"))
             return
         if incident.saved and incident.stage is Stage.PROGRAM:
             text = f"saved version {incident.saved}; then: {reason}"
@@ -361,16 +357,16 @@ class Rescue:
 
     def _release(self, incident: Incident, exit_code: int, text: str, now: float) -> None:
         self.program.over(resumed=False)
-        self.verdict.progress |= (self.saving.last_commit or self.saving.held) is not None
+        self.verdict.progress |= (self.committing.last or self.committing.held) is not None
         end = self.verdict.released(exit_code, text, incident.cause)
         assert end.code is not None
-        again, told = continuing.judge(self._job, incident, end, self.base_version)
+        again, facts = continuing.judge(self._job, incident, end, self.committing.base)
         exit_code, text = end.code, end.text
         incident.enter(Stage.RELEASED, text)
         incident.exit_code, incident.again, incident.released_at = exit_code, again, now
-        incident.release_text = continuing.explained(text, incident.cause, told)
+        incident.release_text = continuing.explained(text, incident.cause, facts)
         self._job.ended = True
-        self._outbox.record("released", exit_code=exit_code, text=text, progress=self.verdict.progress, **told)
+        self._outbox.record("released", exit_code=exit_code, text=text, progress=self.verdict.progress, **facts)
         self._answer_requests(incident)
         self._send_release(incident, sorted(self._job.live))
 

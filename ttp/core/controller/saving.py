@@ -1,4 +1,4 @@
-"""Turns a plan into a checkpoint: orders ranks to write and to commit, and replaces those that fail.
+"""Turns a plan into durable pieces: orders ranks to write, and replaces those that fail. ``committing`` follows.
 
 A plan becomes *tasks*, one order per rank. A durable task stays valid even if its writer dies. A task whose writer is
 lost or fails earlier is dropped, and the plan is made again for the missing shards, or for the missing parts of a shard
@@ -13,14 +13,15 @@ from dataclasses import replace
 
 from ttp.core import messages as m
 from ttp.core import stripes
+from ttp.core.controller.committing import Committing
 from ttp.core.controller.incident import NEVER, Incident, Stage, Task
 from ttp.core.controller.membership import Membership
 from ttp.core.controller.mirrors import Mirrors
 from ttp.core.controller.outbox import Outbox
 from ttp.core.controller.page_collectors import PAGES_S, PageCollectors
 from ttp.core.controller.planning import rest_s
-from ttp.core.decide import How, NoPlan, Plan
-from ttp.core.layout import Rank, Shard, Version
+from ttp.core.decide import How, Plan
+from ttp.core.layout import Rank, Shard
 
 GENERATIONS_PER_TERM = 1 << 16
 """Generations that belong to one term, so that two controllers that reopen one incident never use the same number."""
@@ -36,26 +37,18 @@ A plan for 3,000 ranks takes 35 ms: if a power cut takes hundreds of savers one 
 
 
 class Saving:
-    """The stages SAVING and COMMITTING.
+    """The stage SAVING.
 
     Args:
         job: the ranks.
         outbox: takes the orders.
         mirrors: tells which ranks keep the pages of lost hosts.
+        committing: begins when all pieces are durable.
     """
 
-    def __init__(self, job: Membership, outbox: Outbox, mirrors: Mirrors) -> None:
-        self.last_commit: tuple[Version, str] | None = None
-        self.held: tuple[Version, str] | None = None
-        """Version and path of the held checkpoint; None: none is held, or a later commit went to the storage."""
+    def __init__(self, job: Membership, outbox: Outbox, mirrors: Mirrors, committing: Committing) -> None:
         self.pages = PageCollectors(job, mirrors)
-        self._job = job
-        self._outbox = outbox
-
-    def take_over(self, made: tuple[Version, str] | None) -> None:
-        """Take over a checkpoint (version, path) that was made while the controller was silent."""
-        if made is not None and (self.last_commit is None or made[0] > self.last_commit[0]):
-            self.last_commit = made
+        self._job, self._outbox, self._committing = job, outbox, committing
 
     # ----------------------------------------------------------------------------------------------------------- plan
 
@@ -92,7 +85,7 @@ class Saving:
             directory=incident.directory,
             disputed=list(plan.disputed),
             odd=list(plan.odd),
-            after_ms=_ms(incident, now),
+            after_ms=incident.after_ms(now),
         )
         for order in orders:
             incident.wrote(order.rank, -1, now)
@@ -168,17 +161,6 @@ class Saving:
         if rank in incident.pending:
             self._send_save(incident, rank)
 
-    def nothing_new(self, incident: Incident, verdict: Plan | NoPlan, on_disk: Version) -> None:
-        """End the save, because no rank has a newer version, or none that can be saved, than the one on disk."""
-        plan = verdict if isinstance(verdict, Plan) else Plan(on_disk, (), verdict.reason)
-        incident.plan, incident.saved, incident.committer = plan, on_disk, None
-        incident.path = self.last_commit[1] if self.last_commit else ""
-        incident.outcome = (
-            f"version {on_disk} is on disk already" if on_disk else "no update had finished: there is nothing to lose"
-        )
-        incident.enter(Stage.SAVED, incident.outcome)
-        self._outbox.record("nothing_new", version=plan.version, text=incident.outcome, reason=plan.reason)
-
     # --------------------------------------------------------------------------------------------------------- pieces
 
     def reported(self, incident: Incident, report: m.Report, now: float) -> None:
@@ -189,14 +171,14 @@ class Saving:
             case m.SaveFailed():
                 self.save_failed(incident, report)
             case m.Committed():
-                self.committed(incident, report, now)
+                self._committing.committed(incident, report, now)
             case m.CommitFailed():
-                self.commit_failed(incident, report)
+                self._committing.failed(incident, report)
 
     def saved(self, incident: Incident, report: m.Saved) -> None:
         """Note that a task is durable."""
-        task = incident.pending.get(report.rank)
-        if task is None or (report.incident, report.generation) != (incident.id, task.generation):
+        task = _task_of(incident, report)
+        if task is None:
             return
         task.pieces = report.pieces
         task.keep_ordered()
@@ -218,8 +200,7 @@ class Saving:
 
     def save_failed(self, incident: Incident, report: m.SaveFailed) -> None:
         """Drop a failed task; the rank gets no order again, except by ``Incident.forgive``."""
-        task = incident.pending.get(report.rank)
-        if task is None or (report.incident, report.generation) != (incident.id, task.generation):
+        if _task_of(incident, report) is None:
             return
         incident.fail(report.rank, report.text, report.may_pass)
         self._outbox.record("save_failed", rank=report.rank, generation=report.generation, text=report.text)
@@ -241,7 +222,7 @@ class Saving:
                 break
             generation = incident.generation
             if incident.stage is Stage.COMMITTING:
-                self.commit_failed(incident, m.CommitFailed(rank, incident.id, generation, text, may_pass=True))
+                self._committing.failed(incident, m.CommitFailed(rank, incident.id, generation, text, may_pass=True))
             else:
                 generation = incident.pending[rank].generation
                 self.save_failed(incident, m.SaveFailed(rank, incident.id, generation, text, may_pass=True))
@@ -287,97 +268,13 @@ class Saving:
             incident.next_plan_at = incident.planned_at + pause_s
             incident.dropped = []
         elif incident.awaiting or not (incident.pending or self._collects_late(incident, now)):
-            self.commit(incident, "all pieces are durable", now)
-
-    # --------------------------------------------------------------------------------------------------------- commit
-
-    def commit(self, incident: Incident, why: str, now: float) -> None:
-        """Order a rank to commit: a writer, else a frozen rank, else one that may hang. None left: ``stranded``."""
-        able = [r for r in incident.answers if incident.can_commit(r)]
-        if not able:
-            return
-        writers = {task.order.rank for task in incident.tasks}
-        incident.enter(Stage.COMMITTING, why)
-        incident.committer = min(able, key=lambda r: (r not in writers, not incident.answered(r), r))
-        incident.wrote(incident.committer, -1, now)
-        self._send_commit(incident)
-
-    def stranded(self, incident: Incident) -> bool:
-        """Return whether all pieces are durable and no rank can commit them, now or later."""
-        return (
-            incident.stage is Stage.SAVING
-            and not (incident.pending or incident.dropped or incident.waiting or self._job.in_doubt)
-            and not any(incident.can_commit(r) for r in incident.answers)
-        )
-
-    def _send_commit(self, incident: Incident) -> None:
-        assert incident.plan is not None and incident.committer is not None and self._job.layout is not None
-        collected = incident.collected
-        self._outbox.record("commit", rank=incident.committer, generation=incident.generation)
-        self._outbox.send_to(
-            incident.committer,
-            m.Commit(
-                rank=incident.committer,
-                term=self._job.term,
-                incident=incident.id,
-                generation=incident.generation,
-                version=incident.plan.version,
-                incarnation=self._job.incarnation,
-                draft=incident.draft,
-                cause=incident.cause,
-                reason=incident.plan.reason,
-                keep=self._job.members[incident.committer].hello.keep,
-                pieces=tuple(p for t in sorted(incident.tasks, key=_by_rank) for p in t.pieces or ()),
-                missing_pages=tuple(Rank(r) for r in range(self._job.layout.world_size) if r not in collected),
-                directory=incident.directory,
-                disputed=incident.plan.disputed,
-            ),
-        )
-
-    def check_committer(self, incident: Incident) -> None:
-        """Have a committer that was lost or failed replaced; the commit is idempotent."""
-        assert incident.committer is not None
-        if not incident.can_commit(incident.committer):
-            incident.committer = None
-            incident.enter(Stage.SAVING, "the committer was lost or failed: another one commits")
-
-    def committed(self, incident: Incident, report: m.Committed, now: float) -> None:
-        """Note that the checkpoint exists."""
-        if not _of_this_commit(incident, report):
-            return
-        assert incident.plan is not None
-        version = incident.plan.version
-        incident.enter(Stage.SAVED, "the checkpoint exists")
-        incident.path, incident.size = report.path, report.size
-        incident.saved = version
-        lost = incident.plan.lost
-        incident.outcome = f"saved version {version}" + (
-            f" from kept copies; {lost} finished steps are lost" if lost else ""
-        )
-        if incident.holds:
-            incident.outcome = f"version {version} is held in the memory of the host and is being copied to the storage"
-            self.held = (version, report.path)
-        else:
-            self.last_commit, self.held = (version, report.path), None
-        self._outbox.record(
-            "held" if incident.holds else "committed",
-            rank=report.rank,
-            version=version,
-            path=report.path,
-            size=report.size,
-            after_ms=_ms(incident, now),
-        )
-
-    def commit_failed(self, incident: Incident, report: m.CommitFailed) -> None:
-        """Note that the committer failed, so that another rank commits."""
-        if _of_this_commit(incident, report) and incident.committer == report.rank:
-            incident.fail(report.rank, report.text, report.may_pass)
-            self._outbox.record("commit_failed", rank=report.rank, text=report.text)
+            self._committing.begin(incident, "all pieces are durable", now)
 
 
-def _of_this_commit(incident: Incident, report: m.Committed | m.CommitFailed) -> bool:
-    expected = (incident.id, incident.generation, Stage.COMMITTING)
-    return (report.incident, report.generation, incident.stage) == expected
+def _task_of(incident: Incident, report: m.Saved | m.SaveFailed) -> Task | None:
+    """Return the unfinished task that was reported on; None: the report is of an order that was dropped or replaced."""
+    task = incident.pending.get(report.rank)
+    return task if task is not None and (report.incident, report.generation) == (incident.id, task.generation) else None
 
 
 def _merge(old: m.SaverOrder, new: m.SaverOrder) -> m.SaverOrder:
@@ -390,11 +287,3 @@ def _merge(old: m.SaverOrder, new: m.SaverOrder) -> m.SaverOrder:
         job_state=old.job_state or new.job_state,
         kept=tuple(sorted({*old.kept, *new.kept})),
     )
-
-
-def _by_rank(task: Task) -> tuple[Rank, int]:
-    return task.order.rank, task.generation
-
-
-def _ms(incident: Incident, now: float) -> float:
-    return round((now - incident.opened_at) * 1e3, 3)

@@ -9,6 +9,7 @@ writer. If the save to memory fails, the save begins again on the storage. See d
 from __future__ import annotations
 
 from ttp.core.controller import continuing
+from ttp.core.controller.committing import Committing
 from ttp.core.controller.incident import Incident, Stage
 from ttp.core.controller.job_verdict import JobVerdict, Verdict
 from ttp.core.controller.membership import Membership
@@ -25,26 +26,30 @@ class Shadow:
     Args:
         job: the ranks of the job.
         outbox: takes the records.
-        saving: makes the checkpoints, in memory and on the storage.
+        saving: numbers the orders to save.
+        committing: commits what is held in memory to the storage.
         verdict: the job's verdict.
     """
 
-    def __init__(self, job: Membership, outbox: Outbox, saving: Saving, verdict: JobVerdict) -> None:
-        self._job, self._outbox, self._saving, self._verdict = job, outbox, saving, verdict
+    def __init__(
+        self, job: Membership, outbox: Outbox, saving: Saving, committing: Committing, verdict: JobVerdict
+    ) -> None:
+        self._job, self._outbox, self._saving, self._committing = job, outbox, saving, committing
+        self._verdict = verdict
 
-    def choose(self, incident: Incident, plan: Plan, base: Version) -> None:
+    def choose(self, incident: Incident, plan: Plan) -> None:
         """Choose memory or storage for the first plan of an incident. Its later plans go to the same place."""
         if not (incident.plan or incident.directory or incident.forgiven or incident.recovered or incident.requests):
-            incident.directory = incident.hold = self._place(incident, plan, base)
+            incident.directory = incident.hold = self._place(incident, plan)
 
-    def _place(self, incident: Incident, plan: Plan, base: Version) -> str:
+    def _place(self, incident: Incident, plan: Plan) -> str:
         job, answers = self._job, incident.answers
         places = {answers[rank].hold_dir if rank in answers else "" for rank in job.live}
         hosts = {member.hello.host for member in job.members.values()}
         plain = plan.lost == 0 and all(a.how is not How.KEPT for a in plan.assignments)
         if len(places) != 1 or len(hosts) != 1 or not job.complete or incident.snapshot or not plain:
             return ""
-        return "" if continuing.why_not_after(job, incident, plan, base) else places.pop()
+        return "" if continuing.why_not_after(job, incident, plan, self._committing.base) else places.pop()
 
     def awaits(self, incident: Incident, verdict: Plan | NoPlan, now: float) -> bool:
         """Order one rank to wait until the version held in memory is durable, if no newer version can be saved.
@@ -66,7 +71,7 @@ class Shadow:
     def _await(self, incident: Incident, version: Version, now: float) -> None:
         self._outbox.record("awaited", version=version)
         incident.generation, incident.awaiting = self._saving.next_generation(incident), True
-        self._saving.commit(incident, "the held version has to become durable", now)
+        self._committing.begin(incident, "the held version has to become durable", now)
 
     def failed(self, incident: Incident) -> None:
         """Begin the save again, on the storage, if a rank could not write or commit the checkpoint in memory."""
@@ -80,15 +85,15 @@ class Shadow:
         if incident.holds and incident.saved:
             incident.directory, incident.saved, incident.path = "", Version(0), ""
 
-    def may_end(self, incident: Incident, base: Version, now: float) -> bool:
+    def may_end(self, incident: Incident, now: float) -> bool:
         """Return whether ranks may be released now: they go on from the checkpoint, or the checkpoint is durable."""
         if incident.waiting and not incident.newest_is_known():
             return False
         if continuing.waits(self._job, incident, now):
             return False
         end = self._verdict.now if self._verdict.wrong else Verdict(EXIT_SAVED, "")
-        goes_on = not incident.requests and continuing.judge(self._job, incident, end, base)[0]
-        return goes_on or self.is_durable(incident, now)
+        again = not incident.requests and continuing.judge(self._job, incident, end, self._committing.base)[0]
+        return again or self.is_durable(incident, now)
 
     def is_durable(self, incident: Incident, now: float) -> bool:
         """Return whether the checkpoint is durable. If not, order one rank to wait until it is, as a commit."""

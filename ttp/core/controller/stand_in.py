@@ -138,14 +138,14 @@ class StandIn:
             return  # late: the rank has opened another stream since
         if job.layout is None:
             job.start_incarnation(hello)
-        rescue.base_version = max(rescue.base_version, hello.base_version)
+        rescue.committing.restored(hello.base_version)
         job.join(connection, hello, now)
         job.term = NO_TERM
         self._outbox.send(connection, m.Welcome(hello.rank, job.term, job.incarnation, hello.ttp_version))
         if rescue.incident is not None:
             job.gather_until = now + self._timeouts.meanwhile_s
             rescue.joined(hello, now)
-        elif hello.version > rescue.on_disk():
+        elif hello.version > rescue.committing.on_disk():
             job.gather_until = now + self._timeouts.meanwhile_s
             rescue.snapshot(f"nothing has come from the controller of rank {hello.rank} for seconds", now)
 
