@@ -92,8 +92,8 @@ def begins_once(framework: str) -> None:
 
     The framework's objects outlive ``train()`` and would keep step counts and process groups of the old launch.
     """
-    if (goes_on := continuing.current()) is not None:
-        goes_on.refuse(f"{framework} can begin only one training in a process")
+    if (survivor := continuing.current()) is not None:
+        survivor.refuse(f"{framework} can begin only one training in a process")
 
 
 def _version(package: str) -> str:

@@ -306,8 +306,8 @@ class Driver:
         if incident:
             self._journal.write(self.machine.job.save_dir, happening)
         if kind == "incarnation":
-            told = functools.partial(self._remembered, self.machine.job.incarnation)
-            self._journal.launch_begins(self.machine.job.save_dir, happening, bool(facts.get("resumed")), told)
+            found = functools.partial(self._remembered, self.machine.job.incarnation)
+            self._journal.launch_begins(self.machine.job.save_dir, happening, bool(facts.get("resumed")), found)
         elif kind in HISTORY_KINDS:
             self._journal.launch_goes_on(self.machine.job.save_dir, happening)
         for observe in self.observers:

@@ -105,7 +105,7 @@ class Journal:
         self._lock = threading.Lock()  # never held during a disk call
 
     def launch_begins(
-        self, save_dir: str, happening: Happening, resumed: bool, told: Callable[[int, history.Launch | None], None]
+        self, save_dir: str, happening: Happening, resumed: bool, found: Callable[[int, history.Launch | None], None]
     ) -> None:
         """Record the start of a launch, and read the history of launches.
 
@@ -114,7 +114,7 @@ class Journal:
             happening: the event, with the facts of the launch.
             resumed: whether this controller took over during the launch; then the controller before it has recorded the
                 start.
-            told: called on another thread with the number of launches before this one that made no new version, and
+            found: called on another thread with the number of launches before this one that made no new version, and
                 what the controller before this one has recorded of this launch.
         """
         if not save_dir:
@@ -122,7 +122,7 @@ class Journal:
         with self._lock:
             writer = self._writer(Path(save_dir))
         facts = json.loads(happening.facts) | {"controller": self._address}
-        writer.read((facts["run_id"], facts["incarnation"]) if resumed else None, told)
+        writer.read((facts["run_id"], facts["incarnation"]) if resumed else None, found)
         self._note(save_dir, history.LEADS if resumed else happening.kind, happening.unix_s, facts)
 
     def launch_goes_on(self, save_dir: str, happening: Happening) -> None:
@@ -144,8 +144,8 @@ class Journal:
             story = self._stories.get(incident) or self._begin(incident, Path(save_dir) if save_dir else self._run_dir)
             if len(story.lines) < LINES_MAX:
                 story.lines.append(line)
-            for told in story.places:
-                self._writer(told).put(incident, line, happening.kind in _FSYNC_AFTER)
+            for place in story.places:
+                self._writer(place).put(incident, line, happening.kind in _FSYNC_AFTER)
             if happening.kind == "fallback" and (place := json.loads(happening.facts).get("directory")):
                 self._also_to(Path(place), incident)
 
@@ -242,9 +242,9 @@ class _Writer:
         if self._inbox.qsize() < LINES_MAX:
             self._inbox.put(lambda: self._note(line))
 
-    def read(self, resumed: tuple[str, int] | None, told: Callable[[int, history.Launch | None], None]) -> None:
+    def read(self, resumed: tuple[str, int] | None, found: Callable[[int, history.Launch | None], None]) -> None:
         """Read the history of launches on the writer's thread, and call ``told``; see ``Journal.launch_begins``."""
-        self._inbox.put(lambda: told(*history.behind(self._place, resumed)))
+        self._inbox.put(lambda: found(*history.behind(self._place, resumed)))
 
     def _do(self, job: Callable[[], None]) -> None:
         """Run a job on the history of launches. A failure is only logged: no rescue depends on the history."""

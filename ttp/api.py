@@ -90,9 +90,9 @@ def _run(train: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
             except continuing.TrainAgain:
                 pass
             # Nothing refers to the objects of the last train() any more.
-            goes_on = continuing.current()
-            assert goes_on is not None
-            goes_on.await_launcher()
+            survivor = continuing.current()
+            assert survivor is not None
+            survivor.await_launcher()
     except (ConfigError, RefusedError) as problem:
         if not exit_on_bad_config or os.getpid() != pid:  # a forked child is not the rank
             raise
@@ -111,8 +111,8 @@ def _run_once(
             return train(*args, **kwargs)
         if is_suspended(train):
             raise UsageError("ttp_to_persist: decorate a plain function, which may call asyncio.run(...) inside")
-        if (goes_on := continuing.current()) is not None:
-            goes_on.enter()
+        if (survivor := continuing.current()) is not None:
+            survivor.enter()
         return _protected(current, train, args, kwargs)
     except UsageError as problem:
         if not (exit_on_bad_config and current.enabled and os.getpid() == pid):
@@ -220,12 +220,12 @@ def wrap_optimizer(
 
         others = {"scheduler": scheduler, "extra_state": extra_state, "scaler": scaler, "shard_of": shard_of}
         return wrap(optimizer, model, save_dir, layout, undo, buddy, others)
-    if (goes_on := continuing.current()) is not None:
-        goes_on.wraps()
+    if (survivor := continuing.current()) is not None:
+        survivor.wraps()
     given: dict[str, Any] = {"scheduler": scheduler, "extra_state": extra_state, "scaler": scaler, "undo": undo}
     given |= {"layout": layout, "shard_of": shard_of, "buddy": buddy}
     register(_adapter_for(optimizer, model, given), save_dir, layout, buddy=buddy)
-    if goes_on is not None:
+    if survivor is not None:
         again = functools.partial(wrap_optimizer, optimizer, model=model, save_dir=save_dir, **given)
         session.current().wrap_again = again
     return optimizer
@@ -302,7 +302,7 @@ def _adapter_for(optimizer: Any, model: Any, given: Mapping[str, Any]) -> sessio
             got = "" if model is None else f". {type(model).__name__} is no Module; torch.nn.ModuleList joins several"
             raise UsageError(f"wrap_optimizer() needs model=: the module whose parameters this optimizer updates{got}")
         with _refused_everywhere(refuse_everywhere):
-            plain = outside_megatron(model, told=given["layout"] is not None)
+            plain = outside_megatron(model, layout_given=given["layout"] is not None)
             extra_state = with_megatrons_streams(given["extra_state"])
             return TorchAdapter(optimizer, model=plain, **{**given, "extra_state": extra_state})
     if "megatron" in families and not isinstance(optimizer, (list, tuple)):
@@ -315,10 +315,10 @@ def _adapter_for(optimizer: Any, model: Any, given: Mapping[str, Any]) -> sessio
         taken = {name: given[name] for name in ("scheduler", "extra_state", "undo")}
         return MegatronAdapter(optimizer, model=model, **taken)
     kinds = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-    said = ", ".join(f"{type(each).__module__}.{type(each).__qualname__}" for each in kinds) or "an empty list"
+    given_kinds = ", ".join(f"{type(each).__module__}.{type(each).__qualname__}" for each in kinds) or "an empty list"
     raise UsageError(
         f"wrap_optimizer() takes a torch.optim.Optimizer (or a list of them), Megatron's MegatronOptimizer or a "
-        f"mindspore.nn.Optimizer, but got {said}. Of a wrapper of your own, give the optimizers inside"
+        f"mindspore.nn.Optimizer, but got {given_kinds}. Of a wrapper of your own, give the optimizers inside"
     )
 
 

@@ -68,18 +68,18 @@ class Restoring:
         """Verify and load a checkpoint. If survivors go on in their processes, the ranks verify it together."""
         adapter: Any = self._adapter
         rank, world_size = place(self._processor)
-        goes_on = self._goes_on()
-        choice.check_chosen(checkpoint, chosen, already_verified=verified or goes_on is not None)
-        if goes_on is not None:
+        survivor = self._survivor()
+        choice.check_chosen(checkpoint, chosen, already_verified=verified or survivor is not None)
+        if survivor is not None:
             share = self._share(checkpoint.parent)
             verify = functools.partial(choice.check_chosen, checkpoint, chosen, already_verified=False, share=share)
-            return Version(adapter.load_going_on(checkpoint, rank, world_size, goes_on.state, verify))
+            return Version(adapter.load_going_on(checkpoint, rank, world_size, survivor.state, verify))
         version = Version(adapter.load(checkpoint, rank, world_size, protected=self._processor is not None))
         if self._processor is not None:
             self._processor.tidy_after(checkpoint)
         return version
 
-    def _goes_on(self) -> continuing.Continuing | None:
+    def _survivor(self) -> continuing.Continuing | None:
         """Return the ``Continuing`` if survivors of the last launch go on in their processes; equal on all ranks."""
         found = continuing.current() if hasattr(self._adapter, "load_going_on") else None
         return found if found is not None and found.clock.runs and self._processor is not None else None
@@ -105,20 +105,20 @@ class Restoring:
                 break
             log.warning("the ranks have not read all of %s: %s", chosen.name, why)
             if any(reading.count != 1 for reading in found.readings):
-                found = self._look_back(share, older=older, told=found)
+                found = self._look_back(share, older=older, before=found)
             chosen, unread = self._agree(found)
         while unread:  # other ranks may not know yet that they have to read all of it
             chosen, unread = self._agree(found)
         return found, chosen
 
     def _look_back(
-        self, share: Callable[[Path], Share], *, older: bool = False, told: choice.Found | None = None
+        self, share: Callable[[Path], Share], *, older: bool = False, before: choice.Found | None = None
     ) -> choice.Found:
         found = choice.look_back(
-            self._save_dir, self._fallback_dir, share, older=older, later=self._goes_on() is not None
+            self._save_dir, self._fallback_dir, share, older=older, later=self._survivor() is not None
         )
         for reason in found.skipped:
-            if told is None or reason not in told.skipped:
+            if before is None or reason not in before.skipped:
                 log.warning("restore %s %s", "found" if is_fallback_note(reason) else "skipped", reason)
         return found
 
@@ -141,5 +141,5 @@ def place(processor: Processor | None) -> tuple[int, int]:
     """
     if processor is not None:
         return processor.env.rank, processor.env.world_size
-    told = in_torchruns_names(os.environ)
-    return of_launcher(told, "RANK", int, "0"), of_launcher(told, "WORLD_SIZE", int, "1")
+    environ = in_torchruns_names(os.environ)
+    return of_launcher(environ, "RANK", int, "0"), of_launcher(environ, "WORLD_SIZE", int, "1")

@@ -151,8 +151,8 @@ class Session:
         self.config, address = admitted(self.config, env.master_addr, several=spans_hosts(os.environ, env.world_size))
         env = dataclasses.replace(env, master_addr=address)
         allow_journal(self.config.resolved_run_dir(), save_dir, self.fallback_dir)
-        goes_on = continuing.able(layout, source) if self.in_train else None
-        processor = Processor(self.config, env, layout, source, str(save_dir), buddy=buddy, goes_on=goes_on)
+        survivor = continuing.able(layout, source) if self.in_train else None
+        processor = Processor(self.config, env, layout, source, str(save_dir), buddy=buddy, survivor=survivor)
         if prepare is not None:
             prepare(processor)
         processor.start()
@@ -227,12 +227,12 @@ class Session:
 
     def _go_on(self, problem: BaseException | None) -> None:
         """If this rank was released to go on in its process, end this launch and raise ``TrainAgain``."""
-        goes_on, processor = continuing.current(), self.processor
-        if goes_on is None or not goes_on.releasing or processor is None:
+        survivor, processor = continuing.current(), self.processor
+        if survivor is None or not survivor.releasing or processor is None:
             return
         adapter, self.wrap_again = self.adapter, None
         self.end_launch()
-        goes_on.out(problem, processor, adapter)
+        survivor.out(problem, processor, adapter)
 
     def end_launch(self) -> None:
         """Detach this process from the current launch, so that it can become a rank of the next one."""

@@ -80,7 +80,7 @@ def one_step(func: Callable[P, R]) -> Callable[P, R]:
             if processor is None:
                 return func(*args, **kwargs)
             adapter: Any = current.adapter
-            if current.wrap_again is not None and processor.goes_on is not None and hasattr(adapter, "repeating"):
+            if current.wrap_again is not None and processor.survivor is not None and hasattr(adapter, "repeating"):
                 return _call(func, args, kwargs, current)
             begun = processor.gate.version
             result = func(*args, **kwargs)
@@ -119,22 +119,22 @@ def _warn_of_several(name: str, count: int) -> None:
 
 def _call(func: Callable[..., R], args: tuple[Any, ...], kwargs: dict[str, Any], current: session.Session) -> R:
     """Call the function. Call it again if another rank has died meanwhile and this rank can stay in its loop."""
-    goes_on, given = continuing.current(), _Given(args, kwargs, current)
-    assert goes_on is not None
+    survivor, given = continuing.current(), _Given(args, kwargs, current)
+    assert survivor is not None
     while True:
         adapter: Any = current.adapter
         assert current.processor is not None
         repeating, gate = adapter.repeating, current.processor.gate
-        repeating.begin(gate.version, goes_on.why_no_loop)
+        repeating.begin(gate.version, survivor.why_no_loop)
         try:
-            if goes_on.releasing:
+            if survivor.releasing:
                 raise Halted  # between two calls
             result = func(*given.args, **given.kwargs)
         except Exception as problem:
-            if not _released(current, goes_on, problem):
+            if not _released(current, survivor, problem):
                 raise
             traceback.clear_frames(problem.__traceback__)
-            if not _stays(current, goes_on, given.refusal()):
+            if not _stays(current, survivor, given.refusal()):
                 raise
             given.rewind()
             continue
@@ -144,18 +144,18 @@ def _call(func: Callable[..., R], args: tuple[Any, ...], kwargs: dict[str, Any],
         return result
 
 
-def _released(current: session.Session, goes_on: continuing.Continuing, problem: Exception) -> bool:
+def _released(current: session.Session, survivor: continuing.Continuing, problem: Exception) -> bool:
     """Return whether the call broke because another rank has died and this rank is to go on in its process."""
     if isinstance(problem, Halted):
-        return goes_on.releasing
-    if not is_collective_error(problem) or (goes_on.clock.runs and not goes_on.releasing):
+        return survivor.releasing
+    if not is_collective_error(problem) or (survivor.clock.runs and not survivor.releasing):
         return False
-    if not goes_on.releasing:
+    if not survivor.releasing:
         current.report(problem)
-    return goes_on.releasing
+    return survivor.releasing
 
 
-def _stays(current: session.Session, goes_on: continuing.Continuing, why_not: str) -> bool:
+def _stays(current: session.Session, survivor: continuing.Continuing, why_not: str) -> bool:
     """Become a rank of the next launch without leaving the loop, at the version at which the broken call began.
 
     Returns False if the loop has to be left.
@@ -166,7 +166,7 @@ def _stays(current: session.Session, goes_on: continuing.Continuing, why_not: st
     why_not = start.refusal() or why_not
     if processor.gate.version != start.version:
         why_not = f"it has made update {processor.gate.version} in the call that was broken"
-    if not goes_on.stays(start.version, why_not, processor, adapter):
+    if not survivor.stays(start.version, why_not, processor, adapter):
         return False
     try:
         current.end_launch()
@@ -178,9 +178,9 @@ def _stays(current: session.Session, goes_on: continuing.Continuing, why_not: st
         restored = current.restore()
         adapter.start = None
     except Exception as problem:
-        goes_on.leave(f"this rank could not stay in its loop: {problem!r}")
+        survivor.leave(f"this rank could not stay in its loop: {problem!r}")
     if restored != start.version:
-        goes_on.leave(f"this rank stands before update {start.version + 1}, but the others restore step {restored}")
+        survivor.leave(f"this rank stands before update {start.version + 1}, but the others restore step {restored}")
     log.info("its loop was not left: update %d is called again", restored + 1)
     return True
 

@@ -219,8 +219,8 @@ class MegatronCheckpoint:
             CheckpointError: the checkpoint has no rank layouts, or they cannot be read.
         """
         # From all pieces: data-parallel ranks that update different tensors have one key for different layouts.
-        told = (item for item in items_of(self.manifest.pieces) if item.key.startswith(RANK_LAYOUT_PREFIX))
-        found = [RankLayout.from_json(str(self._value(item))) for item in told]
+        described = (item for item in items_of(self.manifest.pieces) if item.key.startswith(RANK_LAYOUT_PREFIX))
+        found = [RankLayout.from_json(str(self._value(item))) for item in described]
         if not found:
             raise CheckpointError(
                 f"{self.path} does not say which names its ranks had for the tensors: an older ttp wrote it, or the "

@@ -335,8 +335,8 @@ def _check_whole(directory: Path, places: int | None = None, *, quick: bool = Fa
 
 def _check_file(path: Path, quick: bool) -> None:
     with ToldAs(CheckpointError, f"{path} was not finished: its .json file cannot be read", *GARBLED, OSError):
-        said = json.loads(path.with_suffix(".json").read_text())
-        size, digest = said["size"], said["digest"]
+        record = json.loads(path.with_suffix(".json").read_text())
+        size, digest = record["size"], record["digest"]
     if path.stat().st_size != size or (not quick and digest_file(path) != (size, digest)):
         raise CheckpointError(f"{path} is damaged: its size or digest is not the one in its .json file")
 

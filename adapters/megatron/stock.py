@@ -58,8 +58,8 @@ def count_entry(shard: Shard, saved: Mapping[str, Any]) -> dict[str, list[str]]:
     """
     counts = [saved["step"], *(group.get("step") for group in saved["groups"])]
     step, *groups = (count.item() if isinstance(count, Tensor) else count for count in counts)
-    told = {"class": saved["class"], "step": step, "groups": [{"step": count} for count in groups]}
-    return {} if counts.count(None) == len(counts) else {f"{COUNT_PREFIX}{shard}/shard_0_1": [json.dumps(told)]}
+    entry = {"class": saved["class"], "step": step, "groups": [{"step": count} for count in groups]}
+    return {} if counts.count(None) == len(counts) else {f"{COUNT_PREFIX}{shard}/shard_0_1": [json.dumps(entry)]}
 
 
 def read_megatron_job(path: Path, pieces: Sequence[Piece]) -> JobState:
@@ -72,8 +72,8 @@ def read_megatron_job(path: Path, pieces: Sequence[Piece]) -> JobState:
     saved = ours.get("optimizers", [])
     if all(each["step"] is not None or any("step" in group for group in each["groups"]) for each in saved):
         return job
-    told = (item for item in items_of(pieces) if item.key.startswith(COUNT_PREFIX))
-    counted = with_counts([*saved, *(parse_json(*read_value(path, item)) for item in told)])[: len(saved)]
+    counts = (item for item in items_of(pieces) if item.key.startswith(COUNT_PREFIX))
+    counted = with_counts([*saved, *(parse_json(*read_value(path, item)) for item in counts)])[: len(saved)]
     return replace(job, extra=job.extra | {JOB_KEY: ours | {"optimizers": counted}})
 
 

@@ -46,14 +46,15 @@ def meet_at(address: str, port: int, rank: int | None = None) -> None:
 def _home(address: str, rank: int | None) -> str:
     """Return the address that the program gives. For a loopback address, return the launcher's ``MASTER_ADDR``."""
     try:
-        told = in_torchruns_names(os.environ)
+        environ = in_torchruns_names(os.environ)
     except ConfigError:  # reported later, where the rank is needed
-        told = dict(os.environ)
-    if rank is not None and told.get("WORLD_SIZE", "").isdecimal() and rank >= int(told["WORLD_SIZE"]):
-        raise ConfigError(f"ctrl_rank_id={rank} is no rank: the job has {told['WORLD_SIZE']} workers, counted from 0")
+        environ = dict(os.environ)
+    if rank is not None and environ.get("WORLD_SIZE", "").isdecimal() and rank >= int(environ["WORLD_SIZE"]):
+        workers = environ["WORLD_SIZE"]
+        raise ConfigError(f"ctrl_rank_id={rank} is no rank: the job has {workers} workers, counted from 0")
     if not address or address == "localhost" or address.startswith("127.") or address == "::1":
-        return told.get("MASTER_ADDR") or address or "127.0.0.1"
-    if rank is not None and told.get("RANK") == str(rank) and not is_local(address):
+        return environ.get("MASTER_ADDR") or address or "127.0.0.1"
+    if rank is not None and environ.get("RANK") == str(rank) and not is_local(address):
         raise ConfigError(
             f"ctrl_rank_id={rank} is this worker, and ctrl_ip={address!r:.100} is no address of this host: the "
             "controller would run nowhere. Give the address of this worker's host as ctrl_ip"

@@ -93,18 +93,18 @@ def of_group_infos(pattern: str, world_size: int) -> Layout:
     Raises:
         ConfigError: a file is absent or damaged, or the files contradict each other.
     """
-    told: dict[int, tuple[int, ...]] = {}
+    replicas_of: dict[int, tuple[int, ...]] = {}
     for rank in range(world_size):
         path = Path(pattern.replace(RANK, str(rank)))
         with ToldAs(ConfigError, f"strategy={pattern!r}", CheckpointError):
-            told[rank] = read_group_info(path).replicas
-    for rank, replicas in told.items():
-        if rank not in replicas or any(told.get(other) != replicas for other in replicas):
+            replicas_of[rank] = read_group_info(path).replicas
+    for rank, replicas in replicas_of.items():
+        if rank not in replicas or any(replicas_of.get(other) != replicas for other in replicas):
             raise ConfigError(
                 f"strategy={pattern!r}: the file of rank {rank} says that the ranks {list(replicas)} hold the same, "
                 "and their files say something else: check that all files are of this job"
             )
-    return of_groups(sorted(set(told.values())), world_size)
+    return of_groups(sorted(set(replicas_of.values())), world_size)
 
 
 def of_groups(groups: RankGroups, world_size: int) -> Layout:

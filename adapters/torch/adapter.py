@@ -93,8 +93,8 @@ class TorchAdapter(Restoring):
         buddy: bool = False,
     ) -> None:
         refuse_lazy(model)
-        goes_on = current()
-        begin_in_first_mode(model, again=goes_on is not None and goes_on.clock.runs)
+        survivor = current()
+        begin_in_first_mode(model, again=survivor is not None and survivor.clock.runs)
         self._given = distinct(optimizer)
         self._optimizer = combined(owners_in(self._given))
         self._model, self._schedulers, self._scaler = model, schedulers_in(scheduler), scaler
@@ -298,7 +298,7 @@ class TorchAdapter(Restoring):
 
     def _why_wait(self) -> str:
         """Return why the host, not the device, has to wait in the barrier before an update; empty: the device may."""
-        if self._processor is not None and self._processor.goes_on is not None:
+        if self._processor is not None and self._processor.survivor is not None:
             return "ranks may outlive a failure of another (TTP_CONTINUITY=keep), so no update may wait on a collective"
         if len(self.source.runtimes) > 1 or self.source.has_state_on_host():
             return "the state is on several devices, or partly on the host"

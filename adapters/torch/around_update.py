@@ -71,12 +71,12 @@ class AroundUpdate:
             swapped.used()
         if self.followers is not None:
             self.followers.at_gate()
-        goes_on = self.processor.goes_on
-        if goes_on is not None:
-            goes_on.update_begins()  # now, as peers may make this update while this rank waits, alone with its shards
+        survivor = self.processor.survivor
+        if survivor is not None:
+            survivor.update_begins()  # now, as peers may make this update while this rank waits, alone with its shards
         if self.barrier is not None:
             self.barrier.wait()
-        elif goes_on is not None:  # no update is queued behind a collective that may have to be aborted
+        elif survivor is not None:  # no update is queued behind a collective that may have to be aborted
             for runtime in self.source.runtimes:
                 runtime.mark(side=False).synchronize()
 
@@ -110,8 +110,8 @@ class AroundUpdate:
             self.processor.gate.stay_redone()  # the optimizer's exchange could hang on a dead rank
         if self._numbers is None:
             self._numbers = numbers_of(self.optimizers, self.extra.objects)
-            if (goes_on := current()) is not None:
-                goes_on.why_no_loop()  # the loop has begun: stop recording collectives (see ``regroup.Groups``)
+            if (survivor := current()) is not None:
+                survivor.why_no_loop()  # the loop has begun: stop recording collectives (see ``regroup.Groups``)
             refuse_unsaved(self.optimizers, self.extra.objects)
         elif self._numbers:
             tell_changed(self._numbers, numbers_of(self.optimizers, self.extra.objects))

@@ -196,14 +196,14 @@ class Groups:
                 took_s = time.monotonic() - began_s
                 log.info("%d process groups of NCCL were aborted in %.3f s", len(backends), took_s)
 
-    def meet(self, address: str, port: int, within_s: float, said: str) -> list[str]:
+    def meet(self, address: str, port: int, within_s: float, word: str) -> list[str]:
         """Connect to the store of the next launch, and exchange a text with all its ranks. Call ``renew`` next.
 
         Args:
             address: host of a TCPStore that was not used before.
             port: port of that store.
             within_s: seconds to wait for the other ranks.
-            said: text of this rank.
+            word: text of this rank.
 
         Returns:
             The text of every rank, by rank.
@@ -214,7 +214,7 @@ class Groups:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         wait = timedelta(seconds=within_s)
         self._store = _dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=wait)
-        self._store.set(f"ttp/says/{rank}", said)
+        self._store.set(f"ttp/says/{rank}", word)
         return [self._store.get(f"ttp/says/{other}").decode() for other in range(size)]
 
     def renew(self, launch: int, *, all_of_them: bool = False) -> None:

@@ -171,7 +171,7 @@ class Nccl:
             thread.start()
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        if failed := [said for said in list(ended.values()) if said]:
+        if failed := list(filter(None, list(ended.values()))):
             raise RuntimeError(f"a communicator of NCCL could not be aborted: {failed[0]}")
         if late := len(backends) - len(ended):
             raise RuntimeError(
@@ -196,8 +196,7 @@ class Nccl:
         if (found := _nccl_version()) < NCCL_MIN:
             version, least = (".".join(map(str, each)) for each in (found, NCCL_MIN))
             return f"NCCL is {version}; communicators are known to be aborted safely only with {least} or later"
-        said = nccl.why_not_go_on(os.environ, Config.from_env(), nccl.launcher_environ())
-        return "; ".join(said)
+        return "; ".join(nccl.why_not_go_on(os.environ, Config.from_env(), nccl.launcher_environ()))
 
 
 def of_names(*, with_nccl: bool) -> Mapping[str, Transport]:

@@ -21,7 +21,7 @@ from ttp.processor.processor import Processor
 
 
 @pytest.fixture
-def goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Continuing]:
+def survivor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Continuing]:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
     found = Continuing(Config(run_dir=str(tmp_path)), None, None)
@@ -29,43 +29,43 @@ def goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Continu
     found.update_begins()
 
 
-def test_it_is_on_its_way_until_an_update_has_passed_the_gate(goes_on: Continuing, tmp_path: Path) -> None:
+def test_it_is_on_its_way_until_an_update_has_passed_the_gate(survivor: Continuing, tmp_path: Path) -> None:
     """A training thread may reach the old gate only after the release."""
     old, new = Gate(), Gate()
     old.close()
-    of_old: Any = SimpleNamespace(goes_on=goes_on, copying=None, gate=old, source=None)
-    goes_on.released(of_old, "incident")
+    of_old: Any = SimpleNamespace(survivor=survivor, copying=None, gate=old, source=None)
+    survivor.released(of_old, "incident")
     with pytest.raises(Halted):
         Processor.begin_update(of_old)
-    goes_on.update_begins()  # its training thread was about to enter the barrier before the update
-    assert goes_on.clock.runs and os.getpid() in Again(tmp_path).marks()
-    goes_on.releasing = False  # it is out of train()
-    of_new: Any = SimpleNamespace(goes_on=goes_on, copying=None, gate=new)
+    survivor.update_begins()  # its training thread was about to enter the barrier before the update
+    assert survivor.clock.runs and os.getpid() in Again(tmp_path).marks()
+    survivor.releasing = False  # it is out of train()
+    of_new: Any = SimpleNamespace(survivor=survivor, copying=None, gate=new)
     Processor.begin_update(of_new)
-    assert not goes_on.clock.runs and not Again(tmp_path).marks() and new.updating
+    assert not survivor.clock.runs and not Again(tmp_path).marks() and new.updating
 
 
-def test_a_second_release_before_the_first_update_stops_the_clock_of_the_first(goes_on: Continuing) -> None:
-    of_launch: Any = SimpleNamespace(goes_on=goes_on, copying=None, gate=Gate(), source=None)
-    goes_on.released(of_launch, "incident")
-    before = goes_on.clock._timer
-    goes_on.releasing = False
-    goes_on.released(of_launch, "another incident")
-    assert before is not None and before.finished.is_set() and goes_on.clock._timer is not before
-    goes_on.releasing = False
+def test_a_second_release_before_the_first_update_stops_the_clock_of_the_first(survivor: Continuing) -> None:
+    of_launch: Any = SimpleNamespace(survivor=survivor, copying=None, gate=Gate(), source=None)
+    survivor.released(of_launch, "incident")
+    before = survivor.clock._timer
+    survivor.releasing = False
+    survivor.released(of_launch, "another incident")
+    assert before is not None and before.finished.is_set() and survivor.clock._timer is not before
+    survivor.releasing = False
 
 
-def test_a_rank_whose_mark_stays_makes_no_update(monkeypatch: pytest.MonkeyPatch, goes_on: Continuing) -> None:
+def test_a_rank_whose_mark_stays_makes_no_update(monkeypatch: pytest.MonkeyPatch, survivor: Continuing) -> None:
     """The launcher kills a rank that has its mark when its time is over, and the updates that it has made are lost."""
     left: list[str] = []
     monkeypatch.setattr(continuing, "end_process", lambda code, text, *_: left.append(text))
     processor: Any = SimpleNamespace(gate=Gate(), source=None)
-    goes_on.released(processor, "incident")
-    goes_on.releasing = False
+    survivor.released(processor, "incident")
+    survivor.releasing = False
     with monkeypatch.context() as broken:
         broken.setattr(Path, "unlink", refuse)
         with pytest.raises(AssertionError):  # the process would have ended
-            goes_on.update_begins()
+            survivor.update_begins()
     assert "its mark for the launcher cannot be removed" in left[0]
 
 
@@ -74,10 +74,10 @@ def refuse(path: Path, *, missing_ok: bool) -> None:
 
 
 def test_a_collective_that_fails_while_the_rank_is_released_does_not_end_it(
-    monkeypatch: pytest.MonkeyPatch, goes_on: Continuing
+    monkeypatch: pytest.MonkeyPatch, survivor: Continuing
 ) -> None:
     """The training thread meets the error as soon as the clock has been started on the processor's thread."""
-    monkeypatch.setattr(continuing, "_continuing", goes_on)
+    monkeypatch.setattr(continuing, "_continuing", survivor)
     monkeypatch.setattr(Continuing, "leave", lambda _self, why: pytest.fail(why))
     failed = []
 
@@ -88,9 +88,9 @@ def test_a_collective_that_fails_while_the_rank_is_released_does_not_end_it(
 
     monkeypatch.setattr(threading.Timer, "start", start)
     of_launch: Any = SimpleNamespace(gate=Gate(), source=None)
-    goes_on.released(of_launch, "incident")
+    survivor.released(of_launch, "incident")
     assert failed
-    goes_on.releasing = False
+    survivor.releasing = False
 
 
 class OutOfMemoryError(RuntimeError):
@@ -110,38 +110,38 @@ class OutOfMemoryError(RuntimeError):
     ],
 )
 def test_a_newcomer_tries_again_until_the_device_of_the_dead_is_free(
-    monkeypatch: pytest.MonkeyPatch, goes_on: Continuing, case: str, problem: Exception, again: bool
+    monkeypatch: pytest.MonkeyPatch, survivor: Continuing, case: str, problem: Exception, again: bool
 ) -> None:
     groups: Any = SimpleNamespace(untouched=lambda: case != "train() has made groups", listen=lambda: None)
-    goes_on._groups, goes_on._entered = groups, True
-    goes_on._seated, goes_on._on_cuda = case != "a survivor", case != "not switched on"
-    goes_on.clock.runs = True
-    monkeypatch.setattr(continuing, "_continuing", goes_on)
+    survivor._groups, survivor._entered = groups, True
+    survivor._seated, survivor._on_cuda = case != "a survivor", case != "not switched on"
+    survivor.clock.runs = True
+    monkeypatch.setattr(continuing, "_continuing", survivor)
     monkeypatch.setattr(continuing, "RETRY_S", 0.0)
 
     def leave(_self: Continuing, why: str) -> None:
         raise SystemExit(why)
 
     monkeypatch.setattr(Continuing, "leave", leave)
-    goes_on.enter()
-    goes_on._registered = case == "it has joined"
+    survivor.enter()
+    survivor._registered = case == "it has joined"
     with pytest.raises(TrainAgain if again else SystemExit), watched():
         raise problem
     if again:
-        goes_on.await_launcher()  # waits for nobody: it is the same rank of the same launch
-    goes_on.clock.runs = False
+        survivor.await_launcher()  # waits for nobody: it is the same rank of the same launch
+    survivor.clock.runs = False
 
 
 def test_a_forked_child_that_leaves_train_ends_neither_itself_nor_the_clock_of_its_parent(
-    monkeypatch: pytest.MonkeyPatch, goes_on: Continuing
+    monkeypatch: pytest.MonkeyPatch, survivor: Continuing
 ) -> None:
-    goes_on.clock.runs, goes_on.state.way = True, "kept"
+    survivor.clock.runs, survivor.state.way = True, "kept"
     left: list[str] = []
-    monkeypatch.setattr(goes_on, "leave", left.append)
-    monkeypatch.setattr(continuing, "_continuing", goes_on)
+    monkeypatch.setattr(survivor, "leave", left.append)
+    monkeypatch.setattr(continuing, "_continuing", survivor)
     with watched():
         monkeypatch.setattr(os, "getpid", lambda: 1)  # as after os.fork()
-    assert goes_on.clock.runs
+    assert survivor.clock.runs
     with pytest.raises(ValueError, match="of the child"), watched():
         monkeypatch.setattr(os, "getpid", lambda: 2)
         raise ValueError("of the child")

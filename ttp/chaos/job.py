@@ -268,14 +268,14 @@ def train(steps: int, width: int) -> None:
 
 def meet_where_it_goes_on() -> None:
     """Report the phases of ``START_PHASES`` in which a rank continues in its process or replaces a dead rank."""
-    goes_on: Any = continuing.current()
-    if goes_on is None:
+    survivor: Any = continuing.current()
+    if survivor is None:
         return
     for owner, name, phase in (
-        (goes_on, "out", "leaving"),
-        (goes_on, "_await", "seated"),
-        (goes_on._groups, "renew", "regrouping"),
-        (goes_on, "over", "updating"),
+        (survivor, "out", "leaving"),
+        (survivor, "_await", "seated"),
+        (survivor._groups, "renew", "regrouping"),
+        (survivor, "over", "updating"),
     ):
         setattr(owner, name, _met(getattr(owner, name), phase))
 

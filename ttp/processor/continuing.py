@@ -120,10 +120,10 @@ class Continuing:
             if not self._alone:
                 self._renew("out of train()")
 
-    def _why_left(self, told: NextLaunch, said: str) -> str | None:
+    def _why_left(self, meeting: NextLaunch, word: str) -> str | None:
         """Meet all ranks, and return why loops are left; None: all stay in theirs (see ``ttp.core.rank.staying``)."""
         assert self._groups is not None
-        return staying.why_left(self._groups.meet(told.address, told.port, self.clock.within_s, said))
+        return staying.why_left(self._groups.meet(meeting.address, meeting.port, self.clock.within_s, word))
 
     def _renew(self, where: str, *, all_of_them: bool = False) -> None:
         assert self._groups is not None and self._next is not None
@@ -161,8 +161,8 @@ class Continuing:
         """
         try:
             why_not = why_not or ("its state is on a device" if processor.source.on_device else "")
-            told = self._next = self._await(RankEnv.from_env().launch + 1)
-            left = self._why_left(told, staying.leave(why_not) if why_not else staying.stay(version))
+            following = self._next = self._await(RankEnv.from_env().launch + 1)
+            left = self._why_left(following, staying.leave(why_not) if why_not else staying.stay(version))
             self._met = True
             if left is not None:
                 log.info("its loop is left: %s", left)
@@ -241,12 +241,12 @@ class Continuing:
 
         The launcher kills processes that it does not want in that launch.
         """
-        while (told := self._files.next()) is None or told.launch != launch or not told.released:
+        while (following := self._files.next()) is None or following.launch != launch or not following.released:
             if self.clock.elapsed_s() > self._patience_s:
                 self.leave("the launcher has not announced the next launch")
             time.sleep(LOOK_S)
-        os.environ.update(told.as_environment())
-        return told
+        os.environ.update(following.as_environment())
+        return following
 
     # ---------------------------------------------------------------------------------------------------- any thread
 
@@ -319,11 +319,11 @@ def prepare() -> None:
         config, env = Config.from_env(), RankEnv.from_env()
     except ConfigError:
         return  # reported when the job is joined
-    told = Again(config.resolved_run_dir()).next()
-    mine = told if told is not None and told.launch == env.launch and env.rank in told.seats else None
+    following = Again(config.resolved_run_dir()).next()
+    seat = following is not None and following.launch == env.launch and env.rank in following.seats
     try:
-        groups = _groups(seat=mine is not None, with_nccl=config.keep_cuda)
-        _continuing = Continuing(config, groups, mine)
+        groups = _groups(seat=seat, with_nccl=config.keep_cuda)
+        _continuing = Continuing(config, groups, following if seat else None)
     except Exception as problem:
         log.warning("this process will not go on after a failure of another: %r", problem)
 
@@ -355,23 +355,23 @@ def watched() -> Iterator[None]:
 
     This holds for every error, which a fresh process may not meet, but not for a forked child: that is not the rank.
     """
-    goes_on, pid = _continuing, os.getpid()
+    survivor, pid = _continuing, os.getpid()
     try:
         yield
     except KeyboardInterrupt:
         raise
     except BaseException as problem:
         left = os.getpid() != pid or (isinstance(problem, SystemExit) and problem.code in (None, 0))
-        if goes_on is not None and goes_on.clock.runs and not (goes_on.releasing or left):
-            if goes_on.tries_again(problem):
+        if survivor is not None and survivor.clock.runs and not (survivor.releasing or left):
+            if survivor.tries_again(problem):
                 raise TrainAgain from None
             log.error("train() was called again, and raised", exc_info=True)
-            goes_on.leave(f"train() was called again, and raised {describe(problem)}")
+            survivor.leave(f"train() was called again, and raised {describe(problem)}")
         raise
-    if goes_on is not None and goes_on.clock.runs and not goes_on.releasing and os.getpid() == pid:
-        if not goes_on.state.way:
-            goes_on.leave("train() was called again, and has ended without restoring anything")
-        goes_on.update_begins()  # no update was left to make
+    if survivor is not None and survivor.clock.runs and not survivor.releasing and os.getpid() == pid:
+        if not survivor.state.way:
+            survivor.leave("train() was called again, and has ended without restoring anything")
+        survivor.update_begins()  # no update was left to make
 
 
 def _groups(*, seat: bool, with_nccl: bool) -> Groups | None:

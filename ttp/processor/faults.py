@@ -41,8 +41,8 @@ def is_out_of_device_memory(problem: BaseException) -> bool:
 def describe(problem: BaseException) -> str:
     """Return an exception as one line of at most 500 characters: the first that says something. MindSpore frames it."""
     kind, lines = type(problem).__name__, _text(problem).splitlines()
-    said = next((line for line in lines if any(map(str.isalnum, line))), "")
-    text = f"{kind}: {said}" if said else kind
+    first = next((line for line in lines if any(map(str.isalnum, line))), "")
+    text = f"{kind}: {first}" if first else kind
     return text if len(text) <= 500 else text[:497] + "..."
 
 

@@ -45,9 +45,9 @@ def leave_word(why: object) -> None:
     from ttp.store.writable import as_path
 
     with contextlib.suppress(ConfigError, OSError):
-        told = in_torchruns_names(os.environ)
-        text = f"rank {told.get('RANK', '?')} exited with {EXIT_BAD_CONFIG}: {why}"
-        history.leave_word(as_path(directory), told.get("TORCHELASTIC_RUN_ID", "none"), text)
+        environ = in_torchruns_names(os.environ)
+        text = f"rank {environ.get('RANK', '?')} exited with {EXIT_BAD_CONFIG}: {why}"
+        history.leave_word(as_path(directory), environ.get("TORCHELASTIC_RUN_ID", "none"), text)
 
 
 def complain(text: str, trace: str = "") -> None:

@@ -61,7 +61,7 @@ class Processor:
         source: the adapter that can write the state.
         save_dir: directory of checkpoints.
         buddy: keep second copies where a shard has only one; see ``ttp.core.replication``.
-        goes_on: how this process goes on after a failure of another; None: it ends.
+        survivor: lets this process go on after the death of another rank; None: it ends then.
     """
 
     incarnation = 0
@@ -84,11 +84,11 @@ class Processor:
         save_dir: str,
         *,
         buddy: bool = False,
-        goes_on: Continuing | None = None,
+        survivor: Continuing | None = None,
     ) -> None:
         if layout.world_size != env.world_size:
             raise ConfigError(f"the layout is for {layout.world_size} ranks, WORLD_SIZE is {env.world_size}")
-        self.config, self.env, self.layout, self.source, self.goes_on = config, env, layout, source, goes_on
+        self.config, self.env, self.layout, self.source, self.survivor = config, env, layout, source, survivor
         self.save_dir = Path(save_dir)
         self.gate = Gate(lambda: self._inspector.on_quiet(bool(self._machine.incident)))
         self.run_dir = config.resolved_run_dir()
@@ -99,10 +99,10 @@ class Processor:
         copies = buddy and bool(layout.unreplicated())
         receiver = self._receiver = open_receiver(config, env.run_id, copies=copies)
         self.copying = Copying(source, layout, config, env, receiver, put) if copies and receiver is not None else None
-        self._holding = Holding(config, env, layout, self.save_dir, may=goes_on is not None and not source.on_device)
+        self._holding = Holding(config, env, layout, self.save_dir, may=survivor is not None and not source.on_device)
         at = "" if receiver is None else target(own_address(config, env.master_addr), receiver.port)
         keeps = at if copies else "", at if config.mirror else ""
-        greeting = hello(config, env, layout, source, save_dir, *keeps, goes_on is not None)
+        greeting = hello(config, env, layout, source, save_dir, *keeps, survivor is not None)
         self._machine = ProcessorMachine(greeting, timeouts(config, env), time.monotonic(), in_parts(layout))
         self.speak_for(NoHandlers(), lambda action: None)
         self._let_go = threading.Event()  # set when train() may return
@@ -153,8 +153,8 @@ class Processor:
         if self.copying is not None:
             self.copying.hold()
         self.gate.begin_update(again)
-        if self.goes_on is not None:
-            self.goes_on.update_begins()  # behind the gate, which is halted for a rank that goes on
+        if self.survivor is not None:
+            self.survivor.update_begins()  # behind the gate, which is halted for a rank that goes on
 
     def leave_update(self) -> None:
         """See ``UpdateReporter.leave_update``."""
@@ -387,8 +387,8 @@ class Processor:
         if isinstance(order, act.Exit):
             code = order.code if self._exit_code is None else self._exit_code
             end_process(code, f"rank {self.env.rank} exits with {code}: {order.text}", self.before_exit, self._hang_up)
-        elif self.goes_on is not None:
-            self.goes_on.released(self, self._machine.incident)
+        elif self.survivor is not None:
+            self.survivor.released(self, self._machine.incident)
             self._let_go.set()
 
     def _hang_up(self) -> None:

@@ -199,8 +199,8 @@ def _to_checkpoint(
         raise UsageError(f"{final} exists: --force keeps it under another name and takes this one")
     wanted = _wanted(contents, optimizer is not False, asked=optimizer)
     entries = {leaf.value.identity: leaf.value for leaf in _leaves(contents, wanted)}
-    told = watch("writing", 2 * sum(entry.nbytes for entry in entries.values()))
-    path = write_checkpoint(save_dir, version, contents, told, optimizer=wanted)
+    progress = watch("writing", 2 * sum(entry.nbytes for entry in entries.values()))
+    path = write_checkpoint(save_dir, version, contents, progress, optimizer=wanted)
     manifest = Manifest.load(path)
     if problems := verify_checkpoint(path, watch("checking", manifest.size)):
         raise CheckpointError(f"{path} differs from what was written: {'; '.join(problems)}. Check the disk")
@@ -217,16 +217,16 @@ def _to_checkpoint(
     )
 
 
-def _place(target: Path, step: int | None, said: int | None) -> tuple[Path, Version]:
+def _place(target: Path, step: int | None, in_source: int | None) -> tuple[Path, Version]:
     """Return the ``save_dir`` and the version of the new checkpoint.
 
     Args:
         target: the checkpoint's directory, if it has the name of one; else the ``save_dir``.
         step: the version that the user gave, if any.
-        said: the version in the source, if any.
+        in_source: the version in the source, if any.
     """
     named = names.parse_checkpoint_name(target.name)
-    version = next((number for number in (step, said, named) if number is not None), 0)
+    version = next((number for number in (step, in_source, named) if number is not None), 0)
     if version < 0 or names.parse_checkpoint_name(names.checkpoint_name(Version(version))) is None:
         raise UsageError(f"--step {version} is not a number of finished updates: give 0 or more, 18 digits at most")
     if named is not None and named != version:

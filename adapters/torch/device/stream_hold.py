@@ -72,14 +72,14 @@ def check(code: int, refused: str) -> None:
 def noticing(found: list[str]) -> Iterator[None]:
     """See ``Runtime.noticing``. Uses torch's debug mode that warns of implicit synchronisations."""
     before = _cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         _cuda.set_sync_debug_mode("warn")
         try:
             yield
         finally:
             _cuda.set_sync_debug_mode(before)
-    for each in told:
+    for each in warned:
         if _SYNCHRONISES in str(each.message):
             found.append(f"{each.filename}:{each.lineno}")
         else:

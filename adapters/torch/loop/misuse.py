@@ -78,14 +78,14 @@ def refuse_lazy(model: nn.Module) -> None:
             )
 
 
-def outside_megatron(model: nn.Module, *, told: bool) -> nn.Module:
+def outside_megatron(model: nn.Module, *, layout_given: bool) -> nn.Module:
     """Return the model that a plain optimizer trains: Megatron's DistributedDataParallel is left out.
 
     That class has an attribute ``buffers`` in the place of torch's method.
 
     Args:
         model: the model of a torch optimizer.
-        told: whether the program gives the replica groups.
+        layout_given: whether the program gives the replica groups.
 
     Raises:
         ConfigError: Megatron shards the model. The names of the parameters do not tell that, as those of DTensors do.
@@ -96,7 +96,7 @@ def outside_megatron(model: nn.Module, *, told: bool) -> nn.Module:
     kinds = ("tensor", "pipeline", "expert")
     sizes = [getattr(state, f"get_{kind}_model_parallel_world_size")() for kind in kinds]
     theirs = any(type(module).__module__.startswith("megatron.") for module in model.modules())
-    if theirs and max(sizes) > 1 and not told:
+    if theirs and max(sizes) > 1 and not layout_given:
         raise ConfigError(
             f"Megatron shards this model (tensor, pipeline and expert parallel sizes {sizes}), and with a plain "
             "optimizer ttp cannot tell which ranks hold equal parts: make the optimizer with "

@@ -326,8 +326,8 @@ class PostStepState:
         usual, mark = self._usual, self._mark(groups, schedules) if self._runtimes else None
         if self._scaler is None:
             return _Snapshot(version, schedules, None, groups, usual=usual, copied=mark)
-        told = (getattr(each, "found_inf", None) for each in self._optimizers)
-        skipping = tuple(self._numbers.bring(flag) for flag in told if flag is not None)
+        flags = (getattr(each, "found_inf", None) for each in self._optimizers)
+        skipping = tuple(self._numbers.bring(flag) for flag in flags if flag is not None)
         scaling, scaler = getattr(self._scaler, _SCALING, None), self._brought(_scaler_numbers(self._scaler))
         return _Snapshot(version, schedules, scaler, groups, scaling, skipping=skipping, usual=usual, copied=mark)
 

@@ -178,8 +178,8 @@ def read_value(path: Path, item: IndexEntry, files: _Files | None = None) -> Any
             if item.length <= _SMALL_BYTES:
                 view = io.BytesIO(view.read())
             value = torch.load(view, weights_only=True, map_location="cpu")
-    told = (item.torch_dtype, tuple(item.sizes)) if item.is_tensor else None
-    if told and (not isinstance(value, Tensor) or (value.dtype, tuple(value.shape)) != told):
+    expected = (item.torch_dtype, tuple(item.sizes)) if item.is_tensor else None
+    if expected and (not isinstance(value, Tensor) or (value.dtype, tuple(value.shape)) != expected):
         raise CheckpointError(
             f"{item.key} in {path / item.file} is not a tensor of {item.dtype} {list(item.sizes)}, as the manifest says"
         )

@@ -178,8 +178,8 @@ class Restoring(abc.ABC):
             kept = None
         several = connected(world_size) and not self.source.on_device  # state on devices is not sent yet
         if several and (manifest.size >= TRANSFER_BYTES or several_hosts(world_size)):
-            said = gather_bytes(b"1" if kept is not None else b"0")
-            holders = [Rank(other) for other, word in enumerate(said) if word == b"1"]
+            flags = gather_bytes(b"1" if kept is not None else b"0")
+            holders = [Rank(other) for other, flag in enumerate(flags) if flag == b"1"]
             plan = givers(self.sharding(world_size).layout, holders)
             for other in [other for other, giver in plan.items() if giver == rank and kept is not None]:
                 assert kept is not None
@@ -365,7 +365,7 @@ def _together(verify: Callable[[], None], world_size: int) -> None:
         verify()
     except TtpError as problem:
         wrong = str(problem)
-    found = [text for said in gather_bytes(encode(wrong)) if (text := decode(said))]
+    found = [text for answer in gather_bytes(encode(wrong)) if (text := decode(answer))]
     if found:
         raise RestoreError(found[0])
 

@@ -70,9 +70,9 @@ def receive(source: int) -> Kept:
         if not direct:
             for index, part in zip(pack, torch.split(data, [part.numel() for part in parts]), strict=True):
                 _fill(tensors[index], part)
-    told = torch.empty(digest.digest_size, dtype=torch.uint8, device="cpu")
-    dist.recv(told, source)
-    if told.numpy().tobytes() != digest.digest():
+    sent = torch.empty(digest.digest_size, dtype=torch.uint8, device="cpu")
+    dist.recv(sent, source)
+    if sent.numpy().tobytes() != digest.digest():
         raise UnlikeError(f"the state that rank {source} sent was damaged on the way: its digest differs")
     return _kept(described, tensors)
 

@@ -53,7 +53,7 @@ class Share:
         line = _Line(stack for stack in stacks if stack is not None)
         bounds = _bounds(fixed, line.size, self.count)
         mine: list[StateValue] = []
-        told: list[Any] = [self.count, fixed]
+        description: list[Any] = [self.count, fixed]
         for entry, stack in zip(listed, stacks, strict=True):
             if stack is None:
                 mine += [entry] * (self.index == 1)
@@ -61,8 +61,8 @@ class Share:
             at, pieces = line.cut(stack, bounds, self.index - 1)
             if pieces:
                 mine.append(entry if _size(pieces) == _size(stack) else entry._replace(value=tuple(pieces)))
-            told.append([list(map(str, entry.path)), at, [_described(chunk) for chunk in stack]])
-        return mine, digest_bytes(json.dumps(told).encode())
+            description.append([list(map(str, entry.path)), at, [_described(chunk) for chunk in stack]])
+        return mine, digest_bytes(json.dumps(description).encode())
 
 
 Stack = Sequence[Chunk]

@@ -141,7 +141,7 @@ def _identities(views: Sequence[RankShards], rank: int) -> list[Identity]:
     """Return the identity of each shard of this rank."""
     view = views[rank]
     connected = _components(views)[rank]
-    return [(said.parts, said.label) if said.label else (said.parts, connected, view.stages) for said in view.shards]
+    return [(own.parts, own.label) if own.label else (own.parts, connected, view.stages) for own in view.shards]
 
 
 def _components(views: Sequence[RankShards]) -> list[int]:
@@ -194,10 +194,10 @@ def refuse_left_alone(views: Sequence[RankShards]) -> None:
     holders: dict[str, list[Rank]] = defaultdict(list)
     listed: dict[str, tuple[str, ...]] = {}
     for rank, view in enumerate(views):
-        for said in view.shards:
-            if said.alone:
-                holders[said.names].append(Rank(rank))
-                listed[said.names] = said.alone
+        for shard in view.shards:
+            if shard.alone:
+                holders[shard.names].append(Rank(rank))
+                listed[shard.names] = shard.alone
     for names, ranks in holders.items():
         if len(ranks) > 1:
             raise ConfigError(
@@ -280,10 +280,10 @@ def _names_elsewhere(views: Sequence[RankShards], mine: Mapping[Key, Iterable[Sh
     speakers: dict[str, int] = {}
     holders: dict[str, set[int]] = defaultdict(set)
     for rank, view in enumerate(views):
-        for said in view.shards:
-            speakers.setdefault(said.names, rank)
-            holders[said.names].add(rank)
-    own = {said.names: [e.name for e in mine[key]] for said, key in zip(views[me].shards, mine, strict=True)}
+        for shard in view.shards:
+            speakers.setdefault(shard.names, rank)
+            holders[shard.names].add(rank)
+    own = {shard.names: [e.name for e in mine[key]] for shard, key in zip(views[me].shards, mine, strict=True)}
     known = {name: digest for digest, names in own.items() for name in names}
     others: set[str] = set()
     problem = ""

@@ -78,14 +78,14 @@ def gather_or_refuse(make: Callable[[], bytes]) -> list[bytes]:
     except (ConfigError, UsageError) as problem:
         refusal = problem
         mine = next(mark for mark, kind in _KINDS.items() if isinstance(problem, kind)) + str(problem).encode()
-    said = gather_bytes(mine)
-    refused = [Rank(rank) for rank, one in enumerate(said) if one[:1] != _FINE]
+    answers = gather_bytes(mine)
+    refused = [Rank(rank) for rank, one in enumerate(answers) if one[:1] != _FINE]
     if refused:
-        first = said[refused[0]]
-        alike = [rank for rank in refused if said[rank] == first]
-        where = "" if len(alike) == len(said) else f"{ranks_text(alike)}: "
+        first = answers[refused[0]]
+        alike = [rank for rank in refused if answers[rank] == first]
+        where = "" if len(alike) == len(answers) else f"{ranks_text(alike)}: "
         raise _KINDS[first[:1]](where + first[1:].decode()) from refusal
-    return [one[1:] for one in said]
+    return [one[1:] for one in answers]
 
 
 def refuse_everywhere(problem: ConfigError | UsageError, world_size: int) -> None:

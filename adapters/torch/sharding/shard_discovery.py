@@ -83,14 +83,14 @@ class RankShards:
 
     def encode(self) -> bytes:
         """Encode the description, for ``decode`` on other ranks."""
-        said = [[s.names, s.parts, s.label, s.alone] for s in self.shards]
-        return encode([said, self.scopes, self.stages, self.groups, self.frozen, self.frozen_names])
+        shards = [[s.names, s.parts, s.label, s.alone] for s in self.shards]
+        return encode([shards, self.scopes, self.stages, self.groups, self.frozen, self.frozen_names])
 
     @classmethod
     def decode(cls, data: bytes) -> RankShards:
         """Decode a description: inverse of ``encode``."""
-        said, *others = decode(data)
-        return cls(tuple(StatedShards(*shard) for shard in said), *others)
+        shards, *others = decode(data)
+        return cls(tuple(StatedShards(*shard) for shard in shards), *others)
 
 
 Key = Ranks | str
@@ -136,12 +136,12 @@ def key_of(parts: TrainingObjects, name: str, rank: int) -> Key:
 
 def view_of(parts: TrainingObjects, shards: Mapping[Key, Iterable[ShardEntry]]) -> RankShards:
     """Return the description of this rank, with its ``shards`` in the same order."""
-    said = tuple(_said(key, entries) for key, entries in shards.items())
+    own = tuple(_stated(key, entries) for key, entries in shards.items())
     scopes = sorted({min(ranks) for ranks in _scopes(parts) if ranks})
     groups = [sorted(map(parts.names.of, group["params"])) for group in parts.optimizer.param_groups]
     frozen = [] if parts.layout is not None else sorted(n for n, trained in parts.left_alone.items() if not trained)
     content = _content([parts.names.parameters[name] for name in frozen]) if frozen else ""
-    return RankShards(said, tuple(scopes), _stages(parts.model), _digest(groups), content, tuple(frozen[:_LISTED_MAX]))
+    return RankShards(own, tuple(scopes), _stages(parts.model), _digest(groups), content, tuple(frozen[:_LISTED_MAX]))
 
 
 def label_of(parts: TrainingObjects, name: str, rank: int) -> Shard:
@@ -197,7 +197,7 @@ def _text(stored: TensorOrChunks) -> str:
     return repr([(list(c.offsets), list(c.tensor.shape)) for c in chunks if isinstance(c, Chunk) and c.tensor.numel()])
 
 
-def _said(key: Key, entries: Iterable[ShardEntry]) -> StatedShards:
+def _stated(key: Key, entries: Iterable[ShardEntry]) -> StatedShards:
     listed = sorted((e.name, list(e.shape), e.part) for e in entries)
     label = key if isinstance(key, str) else ""
     alone = tuple(row[0].removeprefix("model.") for row in listed[:_LISTED_MAX]) if key == ALONE else ()

@@ -165,8 +165,8 @@ def _all_together(parts: TrainingObjects) -> bool:
     """
     own = repr([(name, tuple(parts.names.parameters[name].shape)) for name in sorted(parts.unwrapped)])
     alike = parts.reduced or (parts.world_size == 1 and not parts.cut)
-    said = set(gather_or_refuse((own if alike else "").encode))
-    return len(said) == 1 and b"" not in said
+    answers = set(gather_or_refuse((own if alike else "").encode))
+    return len(answers) == 1 and b"" not in answers
 
 
 # ---------------------------------------------------------------------------------------------------------- one shard

@@ -129,10 +129,10 @@ def different_weights(
         log.debug("the ranks were not compared: %s", problem)
         return ""
     other, theirs, their_state, held_there, their_shares = first.split()
-    told = ", ".join(map(names.of, compared))
+    listed = ", ".join(map(names.of, compared))
     where = {"rank": env.rank, "other": other, "world_size": env.world_size}
     if theirs != mine:
-        return _DIFFERENT.format(**where, names=told)
+        return _DIFFERENT.format(**where, names=listed)
     if held_there != held:
         count = f"{len(holds)} parameter{'s' * (len(holds) > 1)}"
         some = f"{count} ({first_of(holds, _NAMED)})" if holds else "no parameter"
@@ -141,7 +141,7 @@ def different_weights(
         some = first_of(dict.fromkeys(names.of(each) for each, _ in state.shares), _NAMED) or "some parameters"
         return _SPREAD.format(found=f"rank {env.rank} and rank {other} have different shares of that for {some}")
     if their_state != own_state:
-        log.warning(_SAME_WEIGHTS, told, other)
+        log.warning(_SAME_WEIGHTS, listed, other)
     return ""
 
 

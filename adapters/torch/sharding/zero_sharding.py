@@ -66,23 +66,23 @@ class ZeroSharding(Sharding):
         return hashlib.sha256(repr(mine).encode()).digest()[:12] if mine else _NOTHING
 
 
-def partitions(said: Sequence[bytes], rank: int) -> tuple[Layout, Shard | None]:
+def partitions(digests: Sequence[bytes], rank: int) -> tuple[Layout, Shard | None]:
     """Return the replica groups, and the shard of the partition of ``rank``.
 
     The shard is None if the partition is empty: then ``rank`` holds only what every rank holds.
 
     Args:
-        said: for each rank a digest of its partition; ranks with the same digest are replicas.
+        digests: for each rank a digest of its partition; ranks with the same digest are replicas.
         rank: this rank.
     """
     held: dict[Identity, list[Rank]] = {}
-    for number, one in enumerate(said):
+    for number, one in enumerate(digests):
         if one != _NOTHING:
             held.setdefault((one,), []).append(Rank(number))
-    if len(held) > 1 or _NOTHING in said:
-        held[(COMMON,)] = [Rank(number) for number in range(len(said))]
-    layout, names = named(held, len(said))
-    return layout, names.get((said[rank],))
+    if len(held) > 1 or _NOTHING in digests:
+        held[(COMMON,)] = [Rank(number) for number in range(len(digests))]
+    layout, names = named(held, len(digests))
+    return layout, names.get((digests[rank],))
 
 
 def _parameters(optimizer: Optimizer) -> set[int]:

@@ -302,7 +302,7 @@ def test_a_parameter_without_a_place_in_checkpoints_is_refused() -> None:
 def test_what_the_adapter_for_torch_asks_has_an_answer() -> None:
     """A setting for devices (``TTP_STREAM_BARRIER``) and the removal of hooks are inherited, most objects are not."""
     adapter: Any = object.__new__(MegatronAdapter)
-    adapter._processor = SimpleNamespace(goes_on=None)
+    adapter._processor = SimpleNamespace(survivor=None)
     adapter.source = SimpleNamespace(runtimes=(None,), has_state_on_host=lambda: False)
     assert "exchanges weights" in adapter._why_wait()
     adapter._hooks, adapter._barrier = contextlib.ExitStack(), None

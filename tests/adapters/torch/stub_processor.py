@@ -48,7 +48,7 @@ class StubProcessor:
         self.written = 0
         self.mark = 0
         self.activity = ""
-        self.goes_on = None
+        self.survivor = None
 
     def report(self, kind: FaultKind, text: str, detail: str = "") -> None:
         self.gate.mark_torn()  # harmless outside of an update

@@ -45,10 +45,10 @@ class Rank:
         self.adapter = registered(self.model, self.optimizer)
         stub: Any = StubProcessor(directory)
         self.processor = stub
-        self.goes_on = Continuing(Config(run_dir=str(directory), keep_cuda=True), None, None)
+        self.survivor = Continuing(Config(run_dir=str(directory), keep_cuda=True), None, None)
         groups: Any = SimpleNamespace(aborts=True, let_go=lambda: transport.Nccl().let_go([self.backend]))
-        self.goes_on._groups, self.goes_on.clock.within_s = groups, PATIENCE_S
-        self.processor.goes_on, self.processor.source = self.goes_on, self.adapter.source
+        self.survivor._groups, self.survivor.clock.within_s = groups, PATIENCE_S
+        self.processor.survivor, self.processor.source = self.survivor, self.adapter.source
         self.adapter.attach(self.processor)
         for _ in range(updates):
             self.step()
@@ -104,8 +104,8 @@ def rank(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_pa
     with made_up.watched():
         yield make
         for each in made:
-            each.goes_on.releasing = False
-            each.goes_on.update_begins()
+            each.survivor.releasing = False
+            each.survivor.update_begins()
 
 
 Make = Callable[..., Rank]
@@ -121,7 +121,7 @@ def test_no_update_is_queued_behind_a_collective_that_hangs(rank: Make) -> None:
     gate.close()
     assert source.device_version(Version(3), 0.02) == 3
     source.inspect(Version(3))
-    one.goes_on.released(one.processor, "incident")
+    one.survivor.released(one.processor, "incident")
     thread.join(PATIENCE_S)
     assert isinstance(one.problem, Halted) and one.backend.aborted.is_set()
     assert source.why_not_at_rest(PATIENCE_S) == ""
@@ -142,7 +142,7 @@ def test_an_update_that_runs_is_waited_for(rank: Make) -> None:
     gate.close()
 
     def release() -> None:
-        one.goes_on.released(one.processor, "incident")
+        one.survivor.released(one.processor, "incident")
         done.set()
 
     one.device.moving.set()
@@ -168,9 +168,9 @@ def test_what_may_not_be_aborted_is_started_anew(
     rank: Make, monkeypatch: pytest.MonkeyPatch, what: str, why: str
 ) -> None:
     one = rank(1 if what == "the first steps" else 3)
-    monkeypatch.setattr(one.goes_on.clock, "start", lambda _launch: None)
+    monkeypatch.setattr(one.survivor.clock, "start", lambda _launch: None)
     monkeypatch.setattr(transport, "ABORT_S", 0.1)
-    one.goes_on.clock.within_s = 0.1
+    one.survivor.clock.within_s = 0.1
     gate = one.processor.gate
     if what == "an update":
         gate.begin_update()
@@ -181,7 +181,7 @@ def test_what_may_not_be_aborted_is_started_anew(
     if what in UNKIND:
         monkeypatch.setattr(ProcessGroupNCCL, "on_abort", staticmethod(UNKIND[what]))
     with pytest.raises(LeftError, match=why):
-        one.goes_on.released(one.processor, "incident")
+        one.survivor.released(one.processor, "incident")
     assert not one.backend.aborted.is_set()
 
 
@@ -189,19 +189,19 @@ def test_a_broken_device_is_started_anew(rank: Make) -> None:
     """A CUDA error lasts as long as the process."""
     one = rank()
     one.processor.gate.close()
-    one.goes_on.released(one.processor, "incident")
+    one.survivor.released(one.processor, "incident")
     one.device.broken = True
     with pytest.raises(LeftError, match="its device is broken: RuntimeError: CUDA error: unspecified launch failure"):
-        one.goes_on.out(Halted(), one.processor, one.adapter)
+        one.survivor.out(Halted(), one.processor, one.adapter)
     one.device.broken = False
 
 
 def test_a_device_that_does_not_come_to_rest_is_started_anew(rank: Make) -> None:
     one = rank()
     one.processor.gate.close()
-    one.goes_on.released(one.processor, "incident")
-    one.goes_on.clock.within_s = 0.1
+    one.survivor.released(one.processor, "incident")
+    one.survivor.clock.within_s = 0.1
     one.device.hang()
     with pytest.raises(LeftError, match="does not finish its queued work"):
-        one.goes_on.out(Halted(), one.processor, one.adapter)
+        one.survivor.out(Halted(), one.processor, one.adapter)
     one.device.release()

@@ -374,8 +374,8 @@ def test_a_model_that_outlives_train_begins_in_its_first_mode_again(
 ) -> None:
     """A rank dies while the others evaluate, and train() is called again with the same model."""
 
-    goes_on: Any = SimpleNamespace(clock=SimpleNamespace(runs=False))
-    monkeypatch.setattr(adapter, "current", lambda: goes_on)
+    survivor: Any = SimpleNamespace(clock=SimpleNamespace(runs=False))
+    monkeypatch.setattr(adapter, "current", lambda: survivor)
     model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(), nn.BatchNorm1d(3).eval())
 
     def registered() -> list[bool]:
@@ -385,8 +385,8 @@ def test_a_model_that_outlives_train_begins_in_its_first_mode_again(
     first = registered()
     assert first == [True, True, True, False]
     model.eval()
-    goes_on.clock.runs = True
+    survivor.clock.runs = True
     assert registered() == first
     model.eval()
-    goes_on.clock.runs = False
+    survivor.clock.runs = False
     assert registered() == [False] * 4, "the program's own registration of the same model"

@@ -229,7 +229,7 @@ class TestStepsThatWaitForOtherRanks:
     ("sizes", "told"), [((2, 1, 1), False), ((1, 1, 2), False), ((1, 1, 1), False), ((2, 1, 1), True)]
 )
 def test_a_plain_optimizer_of_a_model_that_megatron_shards_is_refused(
-    sizes: tuple[int, int, int], told: bool, monkeypatch: pytest.MonkeyPatch
+    sizes: tuple[int, int, int], layout_given: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a failure in the first updates, all ranks would get the parts of one of them."""
 
@@ -250,8 +250,8 @@ def test_a_plain_optimizer_of_a_model_that_megatron_shards_is_refused(
     )
     monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", cast("Any", state))
     model = Wrapped()
-    if max(sizes) == 1 or told:
-        assert misuse.outside_megatron(model, told=told) is model.module
+    if max(sizes) == 1 or layout_given:
+        assert misuse.outside_megatron(model, layout_given=layout_given) is model.module
         return
     with pytest.raises(ConfigError, match="get_megatron_optimizer"):
         ttp.wrap_optimizer(SGD(model.parameters(), 0.1), model=model)

@@ -48,15 +48,15 @@ class Seat:
         """
         deadline_s = time.monotonic() + within_s
         poll(lambda: not self._is_awaited(env), within_s, LOOK_S)
-        told = self._files.next()
-        if told is not None and told.kept:
-            os.environ["MASTER_ADDR"], port = split(told.kept)
+        following = self._files.next()
+        if following is not None and following.kept:
+            os.environ["MASTER_ADDR"], port = split(following.kept)
             os.environ["MASTER_PORT"] = str(port)
         self.give_way(deadline_s - time.monotonic())
 
     def _is_awaited(self, env: RankEnv) -> bool:
-        told = self._files.next()
-        return told is not None and (told.launch, told.released) == (env.launch, False)
+        following = self._files.next()
+        return following is not None and (following.launch, following.released) == (env.launch, False)
 
     def enter_launch(self, store: str) -> None:
         """Set the environment variables of the launch of the new processes, from which process groups are made.
@@ -67,8 +67,8 @@ class Seat:
         if store:
             address, port = split(store)
             os.environ.update(NextLaunch(0, (), address, port, released=True).as_environment())
-        elif (told := self._files.next()) is not None and told.released:
-            os.environ.update(told.as_environment())
+        elif (following := self._files.next()) is not None and following.released:
+            os.environ.update(following.as_environment())
 
     def keep(self) -> None:
         """Remove the mark, because this process begins an update or ends in order."""

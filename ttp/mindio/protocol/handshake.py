@@ -199,7 +199,7 @@ class Handshake:
         but not that of rank 0, which the job needs.
         """
         state, members = self._state, self._state.job.members
-        if not all(rank in state.said and state.said[rank].elastic for rank in members):
+        if not all(rank in state.announced and state.announced[rank].elastic for rank in members):
             return ""
         if incident.evidence.kinds == {m.FaultKind.PREEMPTED}:
             return "upgrade"

@@ -119,7 +119,7 @@ def _way(state: RepairState, rank: Rank, transfers: Iterable[Transfer]) -> Repai
 
 def _load(state: RepairState, incident: Incident) -> Script:
     """Let all ranks load the last checkpoint."""
-    unable = [rank for rank in state.live if not state.said[rank].load_repair]
+    unable = [rank for rank in state.live if not state.announced[rank].load_repair]
     if unable:
         return not_saved(f"{ranks_text(unable)} cannot load a checkpoint in the running process")
     acts: dict[Rank, Act] = {}

@@ -38,7 +38,7 @@ class RepairState:
 
     def __init__(self, context: RescueContext) -> None:
         self.now = 0.0
-        self.said: dict[Rank, Handlers] = {}
+        self.announced: dict[Rank, Handlers] = {}
         self.ailing: dict[Rank, Ailing] = {}
         self.invalid: set[Rank] = set()
         """Ranks whose copy is not of any version."""
@@ -68,7 +68,7 @@ class RepairState:
 
     def reset(self) -> None:
         """Forget all ranks, because another incarnation begins or the job has ended."""
-        self.said, self.paused = {}, False
+        self.announced, self.paused = {}, False
         self.saved, self.until, self.tried = None, None, set()
         self.recovered()
         self._sets, self._gathered, self._layout = {}, None, None
@@ -94,25 +94,26 @@ class RepairState:
 
     def handlers(self, report: Handlers) -> None:
         """Take a rank's report about its handlers."""
-        known = self.said.get(report.rank)
+        known = self.announced.get(report.rank)
         sets = tuple(self._sets.setdefault(group, group) for group in report.sets)
         if known is not None and self.job.members[report.rank].seated:
             sets = sets or known.sets  # programs may declare sets later; a new process holds the state of the lost one
-        self.said[report.rank] = replace(report, sets=sets)
+        self.announced[report.rank] = replace(report, sets=sets)
         if known is None or known.sets != sets:
             self._gathered = None
 
     @property
     def replicas(self) -> Replicas | str:
         """The replica sets of the job, or the reason why they are not known."""
-        if self.job.layout is None or not self.said:
+        if self.job.layout is None or not self.announced:
             return UNTOLD
-        missing = self.job.layout.world_size - len(self.said)
+        missing = self.job.layout.world_size - len(self.announced)
         if missing and not self.job.training:  # else they are lost, and in the sets of others
             return f"{missing} ranks have not declared their replica sets"
         if self._gathered is None:
             try:
-                self._gathered = gather(self.job.layout.world_size, {r: report.sets for r, report in self.said.items()})
+                sets = {rank: report.sets for rank, report in self.announced.items()}
+                self._gathered = gather(self.job.layout.world_size, sets)
             except ConfigError as problem:
                 self._gathered = str(problem)
             self._layout = self._gathered.layout() if isinstance(self._gathered, Replicas) else None
@@ -145,7 +146,7 @@ class RepairState:
 
     def recovers(self, rank: Rank) -> bool:
         """Return whether a rank can continue with new processes in place of lost ranks."""
-        return rank in self.said and self.said[rank].recover
+        return rank in self.announced and self.announced[rank].recover
 
     @property
     def live(self) -> list[Rank]:
@@ -175,8 +176,8 @@ class RepairState:
             and everybody
             and not (self.job.broken or self.job.done)
             and (bool(newcomers) or not self.broken_off)
-            and all(rank in self.said for rank in self.job.members)
-            and all(self.recovers(rank) if newcomers else self.said[rank].retry for rank in self.job.members)
+            and all(rank in self.announced for rank in self.job.members)
+            and all(self.recovers(rank) if newcomers else self.announced[rank].retry for rank in self.job.members)
         )
 
     def decide(self, incident: Incident) -> Plan | NoPlan:
@@ -197,8 +198,8 @@ class RepairState:
 
     def limit_s(self, *, saving: bool = False) -> float:
         """Return the time limit of a handler in seconds: the longest that any rank has reported."""
-        said = [(h.save_ms if saving else h.action_ms) / 1000 for h in self.said.values()]
-        limit_s = max(said, default=ACTION_S)
+        limits = [(h.save_ms if saving else h.action_ms) / 1000 for h in self.announced.values()]
+        limit_s = max(limits, default=ACTION_S)
         return limit_s if self.until is None else max(LAST_S, min(limit_s, self.until - self.now))
 
     def act(self, rank: Rank, kind: RoundKind, version: Version = NO_VERSION, purpose: str = "") -> Act:

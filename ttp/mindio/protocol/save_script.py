@@ -41,7 +41,7 @@ def dump(state: RepairState, incident: Incident, *, halts: bool = True) -> Scrip
     if state.must_load and not incident.saved:
         words = sorted(f"rank {a.rank}: {a.text}" for a in state.ailing.values())[:4]
         return not_saved(f"no copy of the state can be trusted ({'; '.join(words)}); nothing is saved")
-    if halts and not incident.snapshot and any(said.halt_before_dump for said in state.said.values()):
+    if halts and not incident.snapshot and any(each.halt_before_dump for each in state.announced.values()):
         yield from halt(state, incident, "dump")  # after a failure of this the state may still be saved
     failures = 0
     while failures < FAILURES_MAX:

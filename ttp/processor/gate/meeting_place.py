@@ -92,7 +92,7 @@ def find_place(rank: int, page_dir: Path | None, gather: Gather) -> Place:
     mine = _Offer("", "", secrets.token_bytes(_SECRET_BYTES), pid, start_of(pid))
     if page_dir is not None and _tried(rank, lambda: _see(page_dir, rank, mine)) is not None:
         mine = replace(mine, memory=_memory(page_dir), directory=str(page_dir))
-    offers = [_Offer(*decode(told)) for told in gather(encode(astuple(mine)))]
+    offers = [_Offer(*decode(answer)) for answer in gather(encode(astuple(mine)))]
     together = [r for r, offer in enumerate(offers) if (offer.memory, offer.directory) == (mine.memory, mine.directory)]
     alone = len(together) == 1 or not mine.memory
     with contextlib.ExitStack() as held:
@@ -106,7 +106,7 @@ def find_place(rank: int, page_dir: Path | None, gather: Gather) -> Place:
         if opened is not None:
             others = [(number, r) for number, r in enumerate(together) if r != rank]
             readers = _tried(rank, lambda: {number: _see(Path(mine.directory), r, offers[r]) for number, r in others})
-        could = [told == b"1" for told in gather(b"1" if readers is not None else b"0")]
+        could = [answer == b"1" for answer in gather(b"1" if readers is not None else b"0")]
     places = _places(offers, could)
     ranks = next(place for place in places if rank in place)
     firsts = tuple(place[0] for place in places)
