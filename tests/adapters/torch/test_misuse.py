@@ -226,7 +226,7 @@ class TestStepsThatWaitForOtherRanks:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "told"), [((2, 1, 1), False), ((1, 1, 2), False), ((1, 1, 1), False), ((2, 1, 1), True)]
+    ("sizes", "layout_given"), [((2, 1, 1), False), ((1, 1, 2), False), ((1, 1, 1), False), ((2, 1, 1), True)]
 )
 def test_a_plain_optimizer_of_a_model_that_megatron_shards_is_refused(
     sizes: tuple[int, int, int], layout_given: bool, monkeypatch: pytest.MonkeyPatch
