@@ -90,6 +90,11 @@ class Session:
         """True if the environment switches ttp on."""
         return self.config.port is not None
 
+    @property
+    def version(self) -> int:
+        """Number of finished updates; 0 if this process has not joined a job."""
+        return 0 if self.processor is None else self.processor.gate.version
+
     # ----------------------------------------------------------------------------------------------------------- begin
 
     def renew(self) -> None:

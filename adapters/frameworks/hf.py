@@ -187,7 +187,7 @@ class TtpCallback(TrainerCallback):
             return
         self._step, self._marks = state.global_step, [self._mark(state, control)]
         api.step_done()
-        version = self._gate_version()
+        version = session.current().version
         self._grew, self._version = version != self._version, version
         self._pause_for(control)
 
@@ -249,11 +249,6 @@ class TtpCallback(TrainerCallback):
             self._marks.append(self._mark(state, control, done=done))
             adapter: Any = session.current().adapter
             adapter.capture.capture(self._version, final=True)
-
-    @staticmethod
-    def _gate_version() -> int:
-        processor = session.current().processor
-        return 0 if processor is None else int(processor.gate.version)
 
     # --------------------------------------------------------------------------------------------------------- resume
 
