@@ -5,27 +5,23 @@ from __future__ import annotations
 import abc
 import logging
 import os
-import random
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from ttp.adapters.torch.local_state.capture import LocalCapture
 from ttp.adapters.torch.local_state.extra_state import ExtraState
-from ttp.adapters.torch.local_state.image import LocalState, read_local_state
 from ttp.adapters.torch.loop.post_step_state import PostStepState
 from ttp.adapters.torch.loop.repeating import Repeating
 from ttp.adapters.torch.restoring.compare import hand_to
 from ttp.adapters.torch.restoring.kept import Kept, UnlikeError
+from ttp.adapters.torch.restoring.rank_local import load_rank_local
 from ttp.adapters.torch.restoring.reader import load_chunks, read_values
 from ttp.adapters.torch.restoring.restore import restore_into
 from ttp.adapters.torch.restoring.transfer import give, receive
@@ -44,12 +40,7 @@ from ttp.core.restore_messages import Candidate, RestoreView
 from ttp.core.stripes import base_of
 from ttp.errors import RestoreError, TtpError
 from ttp.processor.local_state.local_piece import (
-    is_provisional,
-    lender,
-    may_be_behind,
-    objects_kept,
     ranks_kept,
-    why_lost,
 )
 from ttp.store.encoding import decode, encode
 from ttp.store.manifest import Manifest
@@ -58,12 +49,6 @@ if TYPE_CHECKING:
     from ttp.processor.kept_state import KeptState
 
 log = logging.getLogger("ttp.adapters.torch")
-
-_BEHIND = (
-    "rank {} died in the update to version {}, so its extra_state ({}) was captured before that update: changes that "
-    "the loop makes there after optimizer.step() are one update behind"
-)
-_OF_A_PEER = "restored version %d of extra_state[%r] of rank %d from rank %d: %s"
 
 TRANSFER_BYTES = 100 << 20
 """Ranks on one host send states to each other only if the checkpoint has at least this many bytes. A smaller one, which
@@ -267,63 +252,20 @@ class Restoring(abc.ABC):
                 hand_to(f"extra_state[{name!r}].load_state_dict()", module.load_state_dict, whole)
 
     def _load_local(self, checkpoint: Path, manifest: Manifest, job: JobState, rank: int, world_size: int) -> list[str]:
-        """Load the rank-local state and return notes. In another layout it is derived anew: see docs/concepts.md."""
         if self.start is not None:
             self.start.put_back(self.capture)
             return []
-        constant = job.extra.get("constant", {})
-        same_world = self._same_places(manifest, world_size)
-        owner = rank if same_world else 0
-        local = read_local_state(checkpoint, manifest.pieces, owner)
-        peers = self._from_peers(checkpoint, manifest, owner, local)
-        if local is None:
-            reseed(job.version, self._number(rank, world_size))
-            notes = self._extra.restore({**constant, **peers})
-            why = why_lost(manifest.pieces, rank) if same_world else "this job has another layout or number of ranks"
-            return [
-                *notes,
-                f"no rank-local state of rank {rank} was saved ({why}): its random streams are derived from its seed"
-                + "".join(f", and extra_state[{name!r}] is that of the replicas that saved theirs" for name in peers),
-            ]
-        died = is_provisional(manifest.pieces, owner)
-        own = sorted(local.extra.keys() - peers - self._extra.completed)
-        behind = [n for n in own if died and may_be_behind(manifest.pieces, n)]
-        notes = [_BEHIND.format(owner, job.version, ", ".join(map(repr, behind)))] if behind else []
-        extra = {**constant, **local.extra, **peers}
-        if same_world:
-            return notes + self.capture.restore(replace(local, extra=extra))
-        reseed(job.version, self._number(rank, world_size))
-        return [
-            *notes,
-            *self._extra.restore(extra),
-            f"{manifest.world_size} ranks saved it and {world_size} restore it"
-            + (", in another layout" if world_size == manifest.world_size else "")
-            + ": extra_state is that of rank 0, random streams are derived from each rank's seed",
-        ]
-
-    def _from_peers(
-        self, checkpoint: Path, manifest: Manifest, rank: int, local: LocalState | None
-    ) -> dict[str, bytes]:
-        """Return the objects of ``extra_state`` that a rank which died gets from a replica, by name; see ``lender``.
-
-        An average of the weights, for example, is equal on all replicas.
-        """
-        pieces = manifest.pieces
-        if local is not None and not is_provisional(pieces, rank):
-            return {}
-        held = {shard for shard, ranks in manifest.groups.items() if rank in ranks}
-        replicas = set(range(manifest.world_size)).intersection(*(manifest.groups[shard] for shard in held))
-        givers = {name: lender(pieces, name, rank, replicas) for name in objects_kept(pieces)}
-        lenders = {name: giver for name, giver in givers.items() if giver is not None}
-        why = "they were equal before the update" if local is not None else "it is equal on all replicas that saved it"
-        states = {giver: read_local_state(checkpoint, pieces, giver) for giver in {*lenders.values()}}
-        found: dict[str, bytes] = {}
-        for name, giver in lenders.items():
-            state = states[giver]
-            if state is not None and name in state.extra:
-                log.info(_OF_A_PEER, manifest.version, name, rank, giver, why)
-                found[name] = state.extra[name]
-        return found
+        return load_rank_local(
+            checkpoint,
+            manifest,
+            job,
+            rank,
+            world_size=world_size,
+            same_places=self._same_places(manifest, world_size),
+            number=self._number(rank, world_size),
+            capture=self.capture,
+            extra=self._extra,
+        )
 
     def _number(self, rank: int, world_size: int) -> int:
         """Return the number that ``reseed`` mixes into the seed of a rank, so that ranks with equal seeds differ.
@@ -373,16 +315,6 @@ def _together(verify: Callable[[], None], world_size: int) -> None:
 def several_hosts(world_size: int) -> bool:
     """Return whether the job has ranks on other hosts, by ``LOCAL_WORLD_SIZE``. Their files are not cached here."""
     return os.environ.get("LOCAL_WORLD_SIZE", str(world_size)) != str(world_size)
-
-
-def reseed(version: int, rank: int) -> None:
-    """Seed the random streams of torch, python and numpy from the job's seed, the version and ``rank`` only."""
-    seed = (torch.initial_seed() * 1_000_003 + version * 7919 + rank) % (1 << 63)
-    torch.manual_seed(seed)
-    random.seed(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed % (1 << 32))
 
 
 def _gather_views(mine: RestoreView) -> list[RestoreView]:

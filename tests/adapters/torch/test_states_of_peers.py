@@ -14,6 +14,7 @@ import torch
 from tests.adapters.torch.stub_processor import INCARNATION, Stateful, StubProcessor, save
 from tests.adapters.torch.test_local_piece import adapter
 from ttp.adapters.torch.adapter import TorchAdapter
+from ttp.adapters.torch.restoring.rank_local import from_peers
 from ttp.core.layout import Layout, Rank, Shard
 from ttp.core.messages import Piece
 from ttp.processor.local_state.local_piece import LOCAL_KIND, lender, objects_kept
@@ -179,10 +180,10 @@ def test_ranks_of_other_shards_are_not_asked(tmp_path: Path) -> None:
     job.rank(1, 2)
     job.rank(1, 2)
     path = job.save()
-    manifest, one = Manifest.load(path), adapter({"ema": average_of(SMALL, -1)})
+    manifest = Manifest.load(path)
     sharded = replace(manifest, groups={Shard("a"): (Rank(0), Rank(1)), Shard("b"): (Rank(2),)})
-    assert one._from_peers(path, manifest, 2, None).keys() == {"ema"}
-    assert one._from_peers(path, sharded, 2, None) == {}
+    assert from_peers(path, manifest, 2, None).keys() == {"ema"}
+    assert from_peers(path, sharded, 2, None) == {}
 
 
 def test_ranks_with_equal_states_share_an_entry_in_the_manifest(tmp_path: Path) -> None:

@@ -1,0 +1,127 @@
+"""Restores the state that only one rank has: random streams, buffers, ``extra_state``; see docs/concepts.md."""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from ttp.adapters.torch.local_state.capture import LocalCapture
+from ttp.adapters.torch.local_state.extra_state import ExtraState
+from ttp.adapters.torch.local_state.image import LocalState, read_local_state
+from ttp.adapters.torch.saving.job_state import JobState
+from ttp.processor.local_state.local_piece import (
+    is_provisional,
+    lender,
+    may_be_behind,
+    objects_kept,
+    why_lost,
+)
+from ttp.store.manifest import Manifest
+
+log = logging.getLogger("ttp.adapters.torch")
+
+_BEHIND = (
+    "rank {} died in the update to version {}, so its extra_state ({}) was captured before that update: changes that "
+    "the loop makes there after optimizer.step() are one update behind"
+)
+_OF_A_PEER = "restored version %d of extra_state[%r] of rank %d from rank %d: %s"
+
+
+def load_rank_local(
+    checkpoint: Path,
+    manifest: Manifest,
+    job: JobState,
+    rank: int,
+    *,
+    world_size: int,
+    same_places: bool,
+    number: int,
+    capture: LocalCapture,
+    extra: ExtraState,
+) -> list[str]:
+    """Load the rank-local state, and return notes for the log. In another layout it is derived anew.
+
+    Args:
+        checkpoint: the directory of the checkpoint.
+        manifest: its manifest.
+        job: its job state.
+        rank: this rank.
+        world_size: number of ranks of this job.
+        same_places: whether each rank holds the shards that the rank of the same number held in the job that saved.
+        number: see ``reseed``.
+        capture: loads what the rank itself had captured.
+        extra: the user's objects.
+
+    Raises:
+        CheckpointError: the state cannot be read.
+        OtherModelError: an object does not accept its state.
+    """
+    constant = job.extra.get("constant", {})
+    owner = rank if same_places else 0
+    local = read_local_state(checkpoint, manifest.pieces, owner)
+    peers = from_peers(checkpoint, manifest, owner, local)
+    if local is None:
+        reseed(job.version, number)
+        notes = extra.restore({**constant, **peers})
+        why = why_lost(manifest.pieces, rank) if same_places else "this job has another layout or number of ranks"
+        return [
+            *notes,
+            f"no rank-local state of rank {rank} was saved ({why}): its random streams are derived from its seed"
+            + "".join(f", and extra_state[{name!r}] is that of the replicas that saved theirs" for name in peers),
+        ]
+    died = is_provisional(manifest.pieces, owner)
+    own = sorted(local.extra.keys() - peers - extra.completed)
+    behind = [n for n in own if died and may_be_behind(manifest.pieces, n)]
+    notes = [_BEHIND.format(owner, job.version, ", ".join(map(repr, behind)))] if behind else []
+    states = {**constant, **local.extra, **peers}
+    if same_places:
+        return notes + capture.restore(replace(local, extra=states))
+    reseed(job.version, number)
+    return [
+        *notes,
+        *extra.restore(states),
+        f"{manifest.world_size} ranks saved it and {world_size} restore it"
+        + (", in another layout" if world_size == manifest.world_size else "")
+        + ": extra_state is that of rank 0, random streams are derived from each rank's seed",
+    ]
+
+
+def from_peers(checkpoint: Path, manifest: Manifest, rank: int, local: LocalState | None) -> dict[str, bytes]:
+    """Return the objects of ``extra_state`` that a rank which died gets from a replica, by name; see ``lender``.
+
+    An average of the weights, for example, is equal on all replicas.
+    """
+    pieces = manifest.pieces
+    if local is not None and not is_provisional(pieces, rank):
+        return {}
+    held = {shard for shard, ranks in manifest.groups.items() if rank in ranks}
+    replicas = set(range(manifest.world_size)).intersection(*(manifest.groups[shard] for shard in held))
+    givers = {name: lender(pieces, name, rank, replicas) for name in objects_kept(pieces)}
+    lenders = {name: giver for name, giver in givers.items() if giver is not None}
+    why = "they were equal before the update" if local is not None else "it is equal on all replicas that saved it"
+    states = {giver: read_local_state(checkpoint, pieces, giver) for giver in {*lenders.values()}}
+    found: dict[str, bytes] = {}
+    for name, giver in lenders.items():
+        state = states[giver]
+        if state is not None and name in state.extra:
+            log.info(_OF_A_PEER, manifest.version, name, rank, giver, why)
+            found[name] = state.extra[name]
+    return found
+
+
+def reseed(version: int, number: int) -> None:
+    """Seed the random streams of torch, python and numpy from the job's seed, the version and ``number`` only.
+
+    The number differs between ranks that have to draw different numbers, although they may have equal seeds.
+    """
+    seed = (torch.initial_seed() * 1_000_003 + version * 7919 + number) % (1 << 63)
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % (1 << 32))
