@@ -366,8 +366,8 @@ class RankEnv:
             raise ConfigError(f"RANK={rank} is not in 0..{world_size - 1} (WORLD_SIZE={world_size})")
         home = CONTROLLER_ADDR if environ.get(CONTROLLER_ADDR) else "MASTER_ADDR"
         if not environ.get(home):
-            told = "TTP_PORT is set but MASTER_ADDR is not: start the job with `ttp run` or torchrun"
-            raise ConfigError(f"{told}, or set it to the address of rank 0's host")
+            problem = "TTP_PORT is set but MASTER_ADDR is not: start the job with `ttp run` or torchrun"
+            raise ConfigError(f"{problem}, or set it to the address of rank 0's host")
         return cls(
             rank=rank,
             world_size=world_size,
@@ -389,8 +389,8 @@ def of_launcher(environ: Mapping[str, str], name: str, parse: Callable[[str], An
 
 def _integer(environ: Mapping[str, str], name: str) -> int:
     if (text := environ.get(name)) is None:
-        told = f"TTP_PORT is set but {name} is not"
-        raise ConfigError(f"{told}: start the job with `ttp run` or torchrun, or unset TTP_PORT")
+        problem = f"TTP_PORT is set but {name} is not"
+        raise ConfigError(f"{problem}: start the job with `ttp run` or torchrun, or unset TTP_PORT")
     try:
         return int(text)
     except ValueError:

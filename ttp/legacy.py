@@ -156,10 +156,10 @@ def ttp_start_processor(master_ip: str, port: int) -> None:
         raise UsageError("call ttp_init_processor() first")
     from ttp.mindio.handlers import HandlerKind, Participant
 
-    told, rank = in_torchruns_names(os.environ), str(_program.rank)
-    if "RANK" not in told:  # without a launcher the arguments tell all that its variables would
-        told = {"RANK": rank, "WORLD_SIZE": str(_program.world_size), "LOCAL_RANK": rank, **told}
-    env = RankEnv.from_env({**told, "MASTER_ADDR": master_ip})
+    environ, rank = in_torchruns_names(os.environ), str(_program.rank)
+    if "RANK" not in environ:  # without a launcher the arguments tell all that its variables would
+        environ = {"RANK": rank, "WORLD_SIZE": str(_program.world_size), "LOCAL_RANK": rank, **environ}
+    env = RankEnv.from_env({**environ, "MASTER_ADDR": master_ip})
     if env.rank != _program.rank:
         raise UsageError(f"RANK={env.rank} is not the rank given to ttp_init_processor ({_program.rank})")
     participant = Participant(env, replace(session.current().config, port=port))

@@ -30,7 +30,7 @@ def none_whole(views: Iterable[RestoreView]) -> tuple[Version, str]:
     """
     listed = sorted(views, key=lambda view: view.rank)
     notes = [text for view in listed for text in view.skipped if text.startswith(_NONE_WHOLE)]
-    newest = max((int(said) for text in notes if (said := text.removeprefix(_NONE_WHOLE)).isdecimal()), default=0)
+    newest = max((int(rest) for text in notes if (rest := text.removeprefix(_NONE_WHOLE)).isdecimal()), default=0)
     if not newest or any(view.candidates for view in listed):
         return Version(0), ""
     reasons = dict.fromkeys(text for view in listed for text in view.skipped if not text.startswith(_NONE_WHOLE))
@@ -72,8 +72,8 @@ def is_unread(chosen: Candidate, views: Iterable[RestoreView]) -> bool:
 
 def _reading(view: RestoreView, chosen: Candidate) -> Reading:
     """Return the share of ``chosen`` that the rank has read. A view without readings counts as all was read."""
-    said = dict(zip(view.candidates, view.readings, strict=False))
-    return said.get(chosen, Reading("", 0, 1))
+    readings = dict(zip(view.candidates, view.readings, strict=False))
+    return readings.get(chosen, Reading("", 0, 1))
 
 
 def is_fallback_note(text: str) -> bool:

@@ -62,10 +62,10 @@ def spans_hosts(environ: Mapping[str, str], world_size: int) -> bool:
 def ranks_here(environ: Mapping[str, str]) -> int:
     """Return the number of the job's ranks on this host, from the launcher's variables; 0: unknown."""
     try:
-        told = in_torchruns_names(environ)
+        names = in_torchruns_names(environ)
     except ConfigError:
         return 0
-    here = told.get("LOCAL_WORLD_SIZE") or told.get("OMPI_COMM_WORLD_LOCAL_SIZE") or ""
+    here = names.get("LOCAL_WORLD_SIZE") or names.get("OMPI_COMM_WORLD_LOCAL_SIZE") or ""
     return int(here) if here.isdecimal() else 0
 
 

@@ -96,10 +96,10 @@ class Again:
     def next(self) -> NextLaunch | None:
         """Return the launch that was announced last; None: no launch was announced, or the file cannot be read."""
         try:
-            said = json.loads((self._directory / NEXT).read_text())
-            place = str(said["address"]), int(said["port"])
-            released, kept = said["released"] is True, str(said["kept"])
-            return NextLaunch(int(said["launch"]), tuple(said["seats"]), *place, released=released, kept=kept)
+            record = json.loads((self._directory / NEXT).read_text())
+            place = str(record["address"]), int(record["port"])
+            released, kept = record["released"] is True, str(record["kept"])
+            return NextLaunch(int(record["launch"]), tuple(record["seats"]), *place, released=released, kept=kept)
         except (OSError, ValueError, LookupError, TypeError):
             return None
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from subprocess import Popen
 from typing import Any
 
@@ -30,7 +30,7 @@ from ttp.launch.shared_token import SharedToken
 from ttp.launch.stand_by import Rescheduling, StandBy, is_dynamic, pass_barrier
 from ttp.launch.torch_compat import forgive_replies, name_methods_quickly
 from ttp.launch.warm.torch_workers import forking
-from ttp.launch.worker_stops import GRACE_S
+from ttp.launch.worker_stops import GRACE_S, Workers
 
 logger = logging.getLogger("ttp.launch")
 
@@ -144,7 +144,7 @@ class TtpAgent(LocalElasticAgent):
         result.failures = _root_causes_first(result.failures)
         return result
 
-    def _hold(self, workers: Mapping[int, Popen[Any]]) -> None:
+    def _hold(self, workers: Workers) -> None:
         """Wait while the live workers save. Those that do not go on may be stopped when this returns."""
         self._seats.second_fault(workers)
         self._fail_open(lambda: self._seats.start_early(workers))

@@ -97,7 +97,7 @@ class MovedRanks:
 
     def _start(self, rank: int, local_rank: int, ranks: Sequence[int], world_size: int, job: Config) -> Any:
         """Start the process of one rank in the environment that torch's agent would give it, and return it."""
-        told: dict[str, Any] = {
+        variables: dict[str, Any] = {
             "RANK": rank,
             "ROLE_RANK": rank,
             "LOCAL_RANK": local_rank,
@@ -116,7 +116,7 @@ class MovedRanks:
             "TTP_TOKEN": job.token,
         }
         args = tuple(str(each) for each in macros.substitute(list(self._spec.args), str(local_rank)))
-        environ = {name: str(value) for name, value in told.items()}
+        environ = {name: str(value) for name, value in variables.items()}
         return start_worker(str(self._spec.entrypoint), args, environ, local_rank).proc
 
     def _look_after(self, workers: dict[int, Popen[Any]], offer: Callable[[], object]) -> None:

@@ -68,12 +68,12 @@ def refuse_shared(save_dir: Path, config: Config, run_id: str) -> None:
 def _await_end(launch: Launch, save_dir: Path, config: Config) -> Any:
     """Return the status of a launch's job if it trains, or does not end within ``ENDING_S``; None: it does not run."""
     until = time.monotonic() + ENDING_S
-    told = False
+    warned = False
     while (status := _status(launch, save_dir, config)) is not None:
         if status.stage in _TRAINS or time.monotonic() >= until:
             return status
-        if not told:
-            told = True
+        if not warned:
+            warned = True
             log.warning("waiting up to %.0f s: the job that saves to %s now is ending", ENDING_S, save_dir)
         time.sleep(_POLL_S)
     return None

@@ -149,7 +149,7 @@ def await_rank_table(
         UnfinishedError: time is up, and there is no complete table.
         ConfigError: the table contradicts itself.
     """
-    deadline_s, said = time.monotonic() + patience_s, ""
+    deadline_s, logged = time.monotonic() + patience_s, ""
     while True:
         late = time.monotonic() >= deadline_s
         try:
@@ -165,9 +165,9 @@ def await_rank_table(
             if late:
                 raise
             why = str(problem)
-        if why != said:
+        if why != logged:
             logger.warning("waiting up to %.0f s for the rank table's writer: %s", deadline_s - time.monotonic(), why)
-            said = why
+            logged = why
         time.sleep(min(LOOK_S, max(0.0, patience_s)))
 
 

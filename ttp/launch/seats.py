@@ -15,7 +15,6 @@ import signal
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from subprocess import Popen
 from typing import TYPE_CHECKING, Any, cast
 
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -28,6 +27,7 @@ from ttp.launch.host import Host
 from ttp.launch.rendezvous import serve_store
 from ttp.launch.warm.torch_workers import forking, start_worker
 from ttp.launch.warm.worker import ForkedWorker
+from ttp.launch.worker_stops import Workers
 from ttp.wire.address import target
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Seats:
         several = self._wanted and (group.group_world_size or 1) > 1
         self._hosts = GoingOn(group, group.spec.rdzv_handler, self._done) if several else None
 
-    def look(self, workers: Mapping[int, Popen[Any]]) -> None:
+    def look(self, workers: Workers) -> None:
         """Fail if ranks take too long to go on. Let ranks go on if no rank of this host has died. Call it often."""
         self._settle(workers)
         if not self._filling:
@@ -82,7 +82,7 @@ class Seats:
         elif self._hosts is not None and (reason := self._hosts.why_not()):
             self.fail(workers, reason)
 
-    def _settle(self, workers: Mapping[int, Popen[Any]]) -> None:
+    def _settle(self, workers: Workers) -> None:
         """Note if the workers that went on train again. They may have been released once more since then."""
         if self._filling and not self._going(workers):
             self._filling = False
@@ -97,7 +97,7 @@ class Seats:
         except Exception as problem:
             return repr(problem)
 
-    def why_not(self, workers: Mapping[int, Popen[Any]]) -> str:
+    def why_not(self, workers: Workers) -> str:
         """Return why a dead worker could not be started alone; empty if it could."""
         agent, pcontext = self._agent, self._agent._pcontext
         reasons = {
@@ -112,7 +112,7 @@ class Seats:
         }
         return next((reason for reason, holds in reasons.items() if holds), "")
 
-    def start_early(self, workers: Mapping[int, Popen[Any]]) -> None:
+    def start_early(self, workers: Workers) -> None:
         """Start dead workers already while the others save. The new workers wait until the others go on."""
         if not self._wanted:
             return
@@ -126,12 +126,12 @@ class Seats:
             self._early[rank] = self._start(rank)
         logger.info("dead ranks: %d started while the others save, in case those go on", len(dead))
 
-    def others_go_on(self, workers: Mapping[int, Popen[Any]]) -> bool:
+    def others_go_on(self, workers: Workers) -> bool:
         """Return whether ranks of other hosts go on although all ranks of this host are dead. Waits while they save."""
         left = any(worker.poll() is None for worker in workers.values())
         return bool(self._early) and not left and self._hosts is not None and self._hosts.others_go(self._patience_s)
 
-    def end(self, workers: Mapping[int, Popen[Any]]) -> None:
+    def end(self, workers: Workers) -> None:
         """Stop going on, because the launcher stops all workers now."""
         if self._hosts is not None:
             self._hosts.starts_anew()
@@ -147,13 +147,13 @@ class Seats:
                 handler.close(signal.SIGKILL)
             handler.proc.wait()
 
-    def second_fault(self, workers: Mapping[int, Popen[Any]]) -> None:
+    def second_fault(self, workers: Workers) -> None:
         """Handle the failure of a worker: if the ranks were still going on, all workers are started anew."""
         self._settle(workers)
         if self._filling:
             self.fail(workers, "another rank has failed meanwhile")
 
-    def fail(self, workers: Mapping[int, Popen[Any]], why: str) -> None:
+    def fail(self, workers: Workers, why: str) -> None:
         """Give up going on: all workers are started anew. That does not count as another restart.
 
         Args:
@@ -163,13 +163,13 @@ class Seats:
         if not self._failed and self._filling:
             self._agent._worker_group.spec.max_restarts += 1
             self._agent._remaining_restarts += 1
-        told, self._failed = bool(self._failed), self._failed or why
+        logged, self._failed = bool(self._failed), self._failed or why
         if self._hosts is not None:
             self._hosts.starts_anew()
         self.drop_early()
-        self._host.stops.stop_going_on(workers, "" if told else why)
+        self._host.stops.stop_going_on(workers, "" if logged else why)
 
-    def fill(self, workers: Mapping[int, Popen[Any]]) -> None:
+    def fill(self, workers: Workers) -> None:
         """Start the dead workers alone, because the survivors go on."""
         self._settle(workers)
         began_s = time.monotonic()
@@ -219,10 +219,10 @@ class Seats:
         """True if the ranks of all hosts meet at this one."""
         return self._hosts is None or self._agent._worker_group.group_rank == 0
 
-    def _agree(self, workers: Mapping[int, Popen[Any]], told: NextLaunch) -> NextLaunch:
+    def _agree(self, workers: Workers, following: NextLaunch) -> NextLaunch:
         """Agree with the other hosts on where the ranks meet."""
         if self._hosts is None:
-            return told
+            return following
         until = min([*self._marked(workers).values(), time.monotonic() + self._within_s])
         alive = [worker for worker in workers.values() if worker.poll() is None]
 
@@ -231,30 +231,30 @@ class Seats:
             late = time.monotonic() > until
             return "another rank has failed meanwhile" if failed else "the first node did not answer" if late else ""
 
-        self._hosts.goes((told.address, told.port) if self._is_first else None)
+        self._hosts.goes((following.address, following.port) if self._is_first else None)
         address, port = self._hosts.place(why_not)
-        return replace(told, address=address, port=port)
+        return replace(following, address=address, port=port)
 
-    def _fill(self, workers: Mapping[int, Popen[Any]], ranks: list[int]) -> None:
+    def _fill(self, workers: Workers, ranks: list[int]) -> None:
         agent = self._agent
-        told = replace(self._next or self._meet(ranks), seats=tuple(ranks))
-        self._launch = told.launch
-        self._host.again.announce(told)  # before the ranks start: each of them looks for its seat there
+        following = replace(self._next or self._meet(ranks), seats=tuple(ranks))
+        self._launch = following.launch
+        self._host.again.announce(following)  # before the ranks start: each of them looks for its seat there
         for worker in agent._worker_group.workers:
             if worker.global_rank in ranks:
                 handler = self._early.pop(worker.global_rank, None) or self._start(worker.global_rank)
-                self._host.again.mark(handler.proc.pid, time.monotonic() + self._within_s, told.launch)
+                self._host.again.mark(handler.proc.pid, time.monotonic() + self._within_s, following.launch)
                 cast("Any", agent._pcontext).subprocess_handlers[worker.local_rank] = handler
                 worker.id = handler.proc.pid
         self._host.watch(agent._workers())
-        told = self._agree(workers, told)
-        self._host.again.announce(replace(told, released=True))  # only now: all ranks are marked and watched
+        following = self._agree(workers, following)
+        self._host.again.announce(replace(following, released=True))  # only now: all ranks are marked and watched
 
     def _start(self, rank: int) -> Any:
-        pcontext, told = cast("Any", self._agent._pcontext), self._next
+        pcontext, following = cast("Any", self._agent._pcontext), self._next
         (local_rank,) = (w.local_rank for w in self._agent._worker_group.workers if w.global_rank == rank)
-        assert told is not None
-        pcontext.envs[local_rank] = {**pcontext.envs[local_rank], **told.as_environment()}
+        assert following is not None
+        pcontext.envs[local_rank] = {**pcontext.envs[local_rank], **following.as_environment()}
         with forking(self._host.warm, (pcontext.stdouts[local_rank], pcontext.stderrs[local_rank])):
             args, env = pcontext.args[local_rank], pcontext.envs[local_rank]
             numa = getattr(pcontext, "_numa_options", None)  # torch 2.7 has none
@@ -264,15 +264,15 @@ class Seats:
             raise RuntimeError("the process to fork from was lost; `ttp status` says why restarts are cold")
         return handler
 
-    def _marked(self, workers: Mapping[int, Popen[Any]]) -> dict[int, float]:
+    def _marked(self, workers: Workers) -> dict[int, float]:
         """Return pid -> deadline of workers released to go on that have begun no update yet; some may be dead."""
         return self._of(workers, self._host.again.marks())
 
-    def _going(self, workers: Mapping[int, Popen[Any]]) -> dict[int, float]:
+    def _going(self, workers: Workers) -> dict[int, float]:
         """Return pid -> deadline of workers that still have to begin an update in the launch that is being filled."""
         return self._of(workers, self._host.again.marks(self._launch)) if self._filling else {}
 
     @staticmethod
-    def _of(workers: Mapping[int, Popen[Any]], marks: Mapping[int, float]) -> dict[int, float]:
+    def _of(workers: Workers, marks: Mapping[int, float]) -> dict[int, float]:
         pids = {worker.pid for worker in workers.values()}
         return {pid: until for pid, until in marks.items() if pid in pids}

@@ -273,7 +273,7 @@ class Shadows:
         Returns:
             True if all checkpoints are durable.
         """
-        until, told = time.monotonic() + patience_s, False
+        until, warned = time.monotonic() + patience_s, False
         while open_ones := self._unfinished():
             if time.monotonic() > until:
                 where = ", ".join(str(held.root) for held in open_ones)
@@ -282,9 +282,9 @@ class Shadows:
                     where,
                 )
                 return False
-            if not told:
+            if not warned:
                 log.warning("waiting until the checkpoint in memory is copied to the storage")
-                told = True
+                warned = True
             self.look()
             time.sleep(LOOK_S)
         for held in self._known():

@@ -72,12 +72,12 @@ class SharedToken:
                 f"the first node has not passed on the job's token within {WAIT_S:g} s: does it run this version of "
                 "ttp? Else set TTP_TOKEN_FILE on every node to a file of mode 0600 with the same secret"
             ) from problem
-        said = store.get(KEY).decode()
-        if said == INSECURE:
+        value = store.get(KEY).decode()
+        if value == INSECURE:
             raise ConfigError("TTP_INSECURE=1 is set on the first node and not on this one: set it on all, or on none")
-        if not said.startswith(MADE):
+        if not value.startswith(MADE):
             raise ConfigError(
                 "the first node was given a token, and this one was not: set TTP_TOKEN_FILE (or TTP_TOKEN) to the same "
                 "secret on every node"
             )
-        return said.removeprefix(MADE)
+        return value.removeprefix(MADE)

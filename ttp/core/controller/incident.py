@@ -318,9 +318,9 @@ class Incident:
 
     def failures_shown(self) -> list[str]:
         """Return in words which ranks could not save or commit; only the first few, as every rank gets this text."""
-        said = {**self.forgiven, **self.failures}
-        more = [f"and {len(said) - FAILURES_SHOWN} more ranks"] if len(said) > FAILURES_SHOWN else []
-        return [f"rank {rank}: {text}" for rank, text in sorted(said.items())[:FAILURES_SHOWN]] + more
+        reasons = {**self.forgiven, **self.failures}
+        more = [f"and {len(reasons) - FAILURES_SHOWN} more ranks"] if len(reasons) > FAILURES_SHOWN else []
+        return [f"rank {rank}: {text}" for rank, text in sorted(reasons.items())[:FAILURES_SHOWN]] + more
 
     def use(self, layout: Layout) -> None:
         """Replace the layout by a more accurate one."""

@@ -84,7 +84,7 @@ class Participant:
             recover=recover,
             elastic=elastic,
         )
-        self._said = threading.Lock()
+        self._saying = threading.Lock()
         self._seat = Seat(config.resolved_run_dir())
         self._handlers: dict[HandlerKind, Handler] = {}
         self._loop, self._pause = Loop(), PausePoint()
@@ -171,7 +171,7 @@ class Participant:
 
     def _say(self, **changed: Any) -> None:
         """Change some fields of the report of what this rank can do, and send it once the rank has joined."""
-        with self._said:
+        with self._saying:
             self._able = replace(self._able, **changed)
             if self._processor is not None:
                 recover = self._able.recover and all(kind in self._handlers for kind in RECOVERING)
