@@ -46,7 +46,7 @@ from ttp.adapters.torch.saving.trial import Trial, try_before_training
 from ttp.adapters.torch.saving.unsaved import refuse_schedules
 from ttp.adapters.torch.sharding.data_parallel import LayoutWatch, ddps_of, hook_refusal
 from ttp.adapters.torch.sharding.exchange import connected, gather_or_refuse, refuse_everywhere
-from ttp.adapters.torch.sharding.names import ModelNames
+from ttp.adapters.torch.sharding.names import ModelNames, parameters_of
 from ttp.adapters.torch.sharding.sharding import Sharding, TrainingObjects, sharding_of
 from ttp.adapters.torch.source import TorchSource
 from ttp.core.layout import Layout, Rank
@@ -106,7 +106,7 @@ class TorchAdapter(Restoring):
         self._names = ModelNames(model, self._optimizer)
         refuse_shared(members_of(self._optimizer), self._names)
         tell_forgotten(self._optimizer, self._names)
-        owned = [p for group in self._optimizer.param_groups for p in group["params"]]
+        owned = [*parameters_of(self._optimizer)]
         averages = [t for module in self._extra.modules.values() for t in (*module.parameters(), *module.buffers())]
         devices = devices_of([*model.parameters(), *model.buffers(), *owned, *averages])
         self.source = TorchSource(model, self._names, self._optimizer, self.capture, self._extra, devices)

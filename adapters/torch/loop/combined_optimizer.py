@@ -7,13 +7,13 @@ handles one optimizer only.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ttp.adapters.torch.sharding.names import ModelNames, first_of
+from ttp.adapters.torch.sharding.names import ModelNames, first_of, parameters_of
 from ttp.errors import ConfigError
 
 log = logging.getLogger("ttp.adapters.torch")
@@ -49,7 +49,7 @@ class _States(MutableMapping[Any, Any]):
 
     def __init__(self, members: Sequence[Optimizer]) -> None:
         self._members = members
-        self._owners = {id(p): member for member in members for group in member.param_groups for p in group["params"]}
+        self._owners = {id(p): member for member in members for p in parameters_of(member)}
 
     def _of(self, key: Any) -> MutableMapping[Any, Any]:
         if isinstance(key, Tensor):
@@ -92,7 +92,7 @@ def refuse_shared(members: Sequence[Optimizer], names: ModelNames) -> None:
     owners: dict[int, int] = {}
     shared: list[str] = []
     for number, member in enumerate(members):
-        for parameter in _parameters(member):
+        for parameter in parameters_of(member):
             other = owners.setdefault(id(parameter), number)
             if other != number:
                 shared.append(f"{names.of(parameter)} is in optimizers {other + 1} and {number + 1}")
@@ -106,7 +106,7 @@ def refuse_shared(members: Sequence[Optimizer], names: ModelNames) -> None:
 
 def tell_forgotten(optimizer: Optimizer, names: ModelNames) -> None:
     """Log the names of parameters that require gradients but that ``optimizer`` does not update."""
-    updated = {id(parameter) for parameter in _parameters(optimizer)}
+    updated = {id(parameter) for parameter in parameters_of(optimizer)}
     left = [name for name, p in names.parameters.items() if p.requires_grad and id(p) not in updated]
     if left:
         log.warning(
@@ -116,7 +116,3 @@ def tell_forgotten(optimizer: Optimizer, names: ModelNames) -> None:
             len(left),
             first_of(left, _LISTED_MAX),
         )
-
-
-def _parameters(optimizer: Optimizer) -> Iterable[Any]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])

@@ -27,7 +27,7 @@ from ttp.adapters.torch.device.accelerator import copied_bytes, sample_of
 from ttp.adapters.torch.loop.hook import Hook
 from ttp.adapters.torch.loop.misuse import capturing
 from ttp.adapters.torch.sharding.dtensor_chunks import is_distributed
-from ttp.adapters.torch.sharding.names import first_of
+from ttp.adapters.torch.sharding.names import first_of, parameters_of
 from ttp.errors import UsageError
 
 log = logging.getLogger("ttp.adapters.torch")
@@ -49,8 +49,7 @@ _State = tuple[Any, Tensor | None]
 
 def untrained(parameters: Mapping[str, Tensor], optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
     """Return the parameters that are in none of the optimizers, or frozen, by name."""
-    given = (p for each in optimizers for group in each.param_groups for p in group["params"])
-    trained = {id(p) for p in given if p.requires_grad}
+    trained = {id(p) for p in parameters_of(*optimizers) if p.requires_grad}
     return {name: p for name, p in parameters.items() if id(p) not in trained}
 
 

@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ttp.adapters.torch.local_state.extra_state import by_name
 from ttp.adapters.torch.loop.hook import Hook
+from ttp.adapters.torch.sharding.names import parameters_of
 from ttp.errors import ConfigError, UsageError
 from ttp.processor.faults import is_collective_error
 
@@ -192,7 +193,7 @@ class Strangers:
         if any(thing is known for thing in _held_by(optimizer) for known in self._optimizers):
             return False
         own = set(map(id, self._model.parameters()))
-        return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+        return any(id(parameter) in own for parameter in parameters_of(optimizer))
 
 
 def _held_by(thing: Any) -> Iterator[Any]:
@@ -223,9 +224,7 @@ def _is_first_of_several() -> bool:
 
 def warn_of_unheard(optimizer: Optimizer) -> None:
     """Warn, on rank 0 of several, if there are gradients at a first step before which no backward pass was seen."""
-    if _is_first_of_several() and any(
-        parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]
-    ):
+    if _is_first_of_several() and any(parameter.grad is not None for parameter in parameters_of(optimizer)):
         log.warning(
             "optimizer.step() is called with gradients that no backward pass of autograd has made, as far as ttp sees. "
             "If a rank dies after its gradients were exchanged and before it calls optimizer.step(), its extra_state "

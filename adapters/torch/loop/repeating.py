@@ -27,6 +27,7 @@ from ttp.adapters.torch.loop.hooks import gathering
 from ttp.adapters.torch.loop.unwrap_optimizer import is_sharded
 from ttp.adapters.torch.sharding.data_parallel import ddps_of
 from ttp.adapters.torch.sharding.ddp_buckets import Ddp, renew_reducer, why_not_renewed
+from ttp.adapters.torch.sharding.names import parameters_of
 from ttp.core.layout import Layout, Version
 
 TRIALS = 2
@@ -62,7 +63,7 @@ class Repeating:
         self._left_out = False  # the last call that returned has made no update
         self._image: bytes | None = None
         self._trials_left = TRIALS
-        self._parameters = [p for each in self._optimizers for group in each.param_groups for p in group["params"]]
+        self._parameters = [*parameters_of(*self._optimizers)]
         self._gradients: list[_Gradient] = []
         self._none = True  # the first parameter had no gradient when the call began
         self._handles: list[Any] = []

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from ttp.adapters.torch.device.accelerator import Event, Runtime, flat_bytes, holder, poll
 from ttp.adapters.torch.loop.misuse import capturing
 from ttp.adapters.torch.sharding.dtensor_chunks import is_distributed, local
+from ttp.adapters.torch.sharding.names import parameters_of
 
 log = logging.getLogger("ttp.adapters.torch")
 
@@ -99,7 +100,7 @@ class Swapped:
         runtimes: Sequence[Runtime],
         reduced: Collection[int] = (),
     ) -> None:
-        given = [[p for group in each.param_groups for p in group["params"]] for each in optimizers]
+        given = [[*parameters_of(each)] for each in optimizers]
         chosen = [parameter for each in given for parameter in _chosen(each)][:_SAMPLES_MAX]
         others = _chosen([p for each in given for p in each if id(p) not in reduced])
         chosen += [other for other in others if not any(other is each for each in chosen)]

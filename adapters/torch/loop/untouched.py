@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from ttp.adapters.torch.device.accelerator import sample_of
 from ttp.adapters.torch.sharding.dtensor_chunks import is_distributed
+from ttp.adapters.torch.sharding.names import parameters_of
 from ttp.errors import UsageError
 
 log = logging.getLogger("ttp.adapters.torch")
@@ -40,7 +41,7 @@ class Untouched:
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], on_host: Callable[[Tensor], bool]) -> None:
-        self._every = [p for each in optimizers for group in each.param_groups for p in group["params"]]
+        self._every = [*parameters_of(*optimizers)]
         self._parameters = [p for p in self._every if p.requires_grad and p.numel() and not is_distributed(p)]
         self._on_host = on_host
         self._always = any(hasattr(each, "first_step") and hasattr(each, "second_step") for each in optimizers)

@@ -13,6 +13,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ttp.adapters.torch.sharding.names import parameters_of
 from ttp.adapters.torch.sharding.replicated_optimizer import ReplicatedOptimizer
 from ttp.errors import ConfigError, UsageError
 
@@ -93,8 +94,8 @@ def wrapped_by(optimizer: Optimizer) -> list[Optimizer]:
     for value in list(vars(optimizer).values()):
         found.update((id(each), each) for each in _optimizers_in(value) if each is not optimizer)
     inside = list(found.values())
-    owned = [id(p) for each in inside for group in each.param_groups for p in group["params"]]
-    shown = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    owned = [id(p) for each in inside for p in parameters_of(each)]
+    shown = {id(p) for p in parameters_of(optimizer)}
     return inside if inside and shown <= set(owned) else []
 
 

@@ -21,7 +21,7 @@ from ttp.adapters.torch.loop.unwrap_optimizer import is_sharded, unwrap_optimize
 from ttp.adapters.torch.saving.piece_index import IndexEntry
 from ttp.adapters.torch.saving.state import optimizer_kind
 from ttp.adapters.torch.sharding.dtensor_chunks import is_distributed, local
-from ttp.adapters.torch.sharding.names import ModelNames
+from ttp.adapters.torch.sharding.names import ModelNames, parameters_of
 from ttp.core.rank.kept_state import Origin
 
 PLAIN = (bool, int, float, str, type(None))
@@ -166,7 +166,7 @@ def hand_over(kept: Kept, names: ModelNames, optimizer: Optimizer, saved: Sequen
     Raises:
         UnlikeError: the new objects differ from the old ones. Nothing has been modified.
     """
-    owners = {names.of(p): p for group in optimizer.param_groups for p in group["params"]}
+    owners = {names.of(p): p for p in parameters_of(optimizer)}
     _compare(kept, names, optimizer, owners, saved)
     state = {
         name: {key: _given(value, owners[name]) for key, value in kept.optimizer[name].items()}

@@ -26,7 +26,7 @@ from ttp.adapters.torch.saving.piece_index import IndexEntry, items_of, left_out
 from ttp.adapters.torch.saving.state import frozen
 from ttp.adapters.torch.sharding.data_parallel import apply_layouts, ddps_of
 from ttp.adapters.torch.sharding.dtensor_chunks import Cutter, empty_beside, is_distributed
-from ttp.adapters.torch.sharding.names import ModelNames
+from ttp.adapters.torch.sharding.names import ModelNames, parameters_of
 from ttp.errors import CheckpointError, OtherModelError
 from ttp.store.manifest import Manifest
 
@@ -233,7 +233,7 @@ def _load_optimizer(saved: _Saved, names: ModelNames, optimizer: Optimizer, cutt
     owners = {names.of(parameter): (parameter, other) for group, other in pairs for parameter in group["params"]}
     parameters = {str(item.path[1]): item for item in saved.model}
     kept = unwrap_optimizer(optimizer)
-    here = {names.of(parameter) for group in kept.param_groups for parameter in group["params"]}
+    here = {names.of(parameter) for parameter in parameters_of(kept)}
     items = [item for item in saved.optimizer if item.path[2] in here or item.path[2] not in owners]
     items = [item for item in items if not (item.path[2] in owners and cutter.absent(str(item.path[2])))]
     tensors = {item.path: _empty(item, owners, parameters, cutter) for item in items if item.is_tensor}
@@ -366,7 +366,7 @@ def added_since(saved: SavedGroups, names: ModelNames, optimizer: Optimizer) -> 
             does not tell which member had these groups.
     """
     more = saved[len(optimizer.param_groups) :]
-    owned = {names.of(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    owned = {names.of(parameter) for parameter in parameters_of(optimizer)}
     wanted = [name for group in more for name in group.get("params", ())]
     if len(members_of(optimizer)) > 1 or not (names.parameters.keys() - owned).issuperset(wanted):
         return []

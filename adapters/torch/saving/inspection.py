@@ -27,7 +27,7 @@ from ttp.adapters.torch.device.accelerator import Runtime, flat_bytes, holder, p
 from ttp.adapters.torch.saving.flatten_state import leaves
 from ttp.adapters.torch.saving.piece_index import StatePath
 from ttp.adapters.torch.saving.state import optimizer_state
-from ttp.adapters.torch.sharding.names import ModelNames
+from ttp.adapters.torch.sharding.names import ModelNames, parameters_of
 from ttp.adapters.torch.sharding.sharding import Sharding, local_tensors
 from ttp.core.layout import Shard
 from ttp.processor.sampling import BAD_MAX, Blocks, blocks_of
@@ -70,7 +70,7 @@ class Findings:
 
 def replicated(names: ModelNames, optimizer: Optimizer) -> list[ComparedTensor]:
     """Return the tensors to compare, each once. The module's docstring says which tensors are left out."""
-    trained = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    trained = {id(p) for p in parameters_of(optimizer) if p.requires_grad}
     state = optimizer_state(names, optimizer)["state"]
     found: dict[int, ComparedTensor] = {}
     for name, parameter in sorted(names.parameters.items()):

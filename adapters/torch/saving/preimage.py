@@ -31,6 +31,7 @@ from ttp.adapters.torch.loop.combined_optimizer import members_of
 from ttp.adapters.torch.loop.schedule_habit import copied
 from ttp.adapters.torch.loop.unwrap_optimizer import unwrap_optimizer
 from ttp.adapters.torch.sharding.dtensor_chunks import is_distributed, local
+from ttp.adapters.torch.sharding.names import parameters_of
 from ttp.errors import CheckpointError
 
 log = logging.getLogger("ttp.adapters.torch")
@@ -167,7 +168,7 @@ class PreImage:
         image.members.add(id(member))
 
     def _copy_parameters(self, number: int, member: Optimizer, image: Image, copies: _Copies) -> None:
-        live = [parameter for group in member.param_groups for parameter in group["params"]]
+        live = [*parameters_of(member)]
         for position, tensor in enumerate(live):
             image.copies[id(tensor)] = self._copy(tensor, (number, "live", position), copies)
 

@@ -19,6 +19,7 @@ from ttp.adapters.torch.loop.swapped import Swapped
 from ttp.adapters.torch.loop.unwrap_optimizer import unwrap_optimizer
 from ttp.adapters.torch.saving.preimage import PreImage
 from ttp.adapters.torch.saving.state import tensors_in
+from ttp.adapters.torch.sharding.names import parameters_of
 from ttp.core.layout import Version
 from ttp.core.messages import Phase
 from ttp.core.rank import letting_go
@@ -104,7 +105,7 @@ class Standing(PagedSource):
 
     def has_state_on_host(self) -> bool:
         """Return whether any parameter, or any non-scalar tensor of the optimizer's state, is on the host."""
-        owned = [p for group in self._optimizer.param_groups for p in group["params"]]
+        owned = [*parameters_of(self._optimizer)]
         kept = [v for values in list(unwrap_optimizer(self._optimizer).state.values()) for v in tensors_in(values)]
         return any(map(self.on_host, [*owned, *(v for v in kept if v.dim())]))
 

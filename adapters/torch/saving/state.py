@@ -14,7 +14,7 @@ from ttp.adapters.torch.loop.combined_optimizer import members_of
 from ttp.adapters.torch.loop.unwrap_optimizer import unwrap_optimizer
 from ttp.adapters.torch.saving.job_state import JobState
 from ttp.adapters.torch.saving.preimage import Image
-from ttp.adapters.torch.sharding.names import ModelNames
+from ttp.adapters.torch.sharding.names import ModelNames, parameters_of
 
 
 def checkpoint_state(
@@ -113,7 +113,7 @@ def frozen(names: ModelNames, optimizer: Optimizer, toggled: Collection[int] = (
         optimizer: the registered optimizer.
         toggled: identities of parameters to leave out.
     """
-    owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}.difference(toggled)
+    owned = {id(parameter) for parameter in parameters_of(optimizer)}.difference(toggled)
     return [name for name, p in names.parameters.items() if id(p) in owned and not p.requires_grad]
 
 

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from ttp.adapters.torch.saving.checkpoint import objection
 from ttp.adapters.torch.saving.flatten_state import StateValue, dump, leaves
 from ttp.adapters.torch.sharding.dtensor_chunks import local
-from ttp.adapters.torch.sharding.names import ModelNames
+from ttp.adapters.torch.sharding.names import ModelNames, parameters_of
 from ttp.errors import ConfigError, UsageError
 
 _log = logging.getLogger("ttp.adapters.torch")
@@ -206,7 +206,7 @@ class Trial:
     def _refuse_replaced(self) -> None:
         """Refuse parameters that were replaced after the objects were wrapped and before training."""
         now = ModelNames(self._model, None).parameters
-        trained = {id(p) for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]}
+        trained = {id(p) for optimizer in self._optimizers for p in parameters_of(optimizer)}
         replaced = [
             name
             for name, parameter in self._names.parameters.items()

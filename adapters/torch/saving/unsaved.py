@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ttp.adapters.torch.loop.unwrap_optimizer import is_sharded, owners_of, wrappers_of
+from ttp.adapters.torch.sharding.names import parameters_of
 from ttp.errors import UsageError
 
 log = logging.getLogger("ttp.adapters.torch")
@@ -137,7 +138,7 @@ def refuse_schedules(given: Sequence[Optimizer], schedulers: Sequence[Any]) -> N
 
 def _kept_by(optimizer: Optimizer, inside: Sequence[Optimizer]) -> str:
     """Return an attribute that holds tensors with shapes of parameters and is not saved; empty if there is none."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = [*parameters_of(optimizer)]
     shapes = {parameter.shape for parameter in parameters}
     known = {id(p) for p in parameters} | {id(each.state) for each in inside} | {id(optimizer.param_groups)}
     known |= {id(group) for each in (optimizer, *inside) for group in each.param_groups}

@@ -14,6 +14,7 @@ import contextlib
 import logging
 from collections.abc import Collection, Iterator
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,11 @@ def first_of(texts: Collection[str], most: int, separator: str = ", ") -> str:
     """Return the first ``most`` of these names or texts in one line, and how many more there are."""
     more = [f"and {len(texts) - most} more"] if len(texts) > most else []
     return separator.join([*islice(texts, most), *more])
+
+
+def parameters_of(*optimizers: Optimizer) -> Iterator[Any]:
+    """Yield the parameters of these optimizers, in the order of their param groups."""
+    return (parameter for each in optimizers for group in each.param_groups for parameter in group["params"])
 
 
 class ModelNames:

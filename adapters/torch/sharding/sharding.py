@@ -18,7 +18,7 @@ from ttp.adapters.torch.sharding.data_parallel import ddps_of, not_replicated
 from ttp.adapters.torch.sharding.ddp_buckets import Ddp
 from ttp.adapters.torch.sharding.dtensor_chunks import Cutter, is_distributed
 from ttp.adapters.torch.sharding.exchange import connected, gather_or_refuse
-from ttp.adapters.torch.sharding.names import ModelNames
+from ttp.adapters.torch.sharding.names import ModelNames, parameters_of
 from ttp.core.layout import Layout, Shard
 from ttp.errors import ConfigError
 
@@ -80,7 +80,7 @@ class TrainingObjects:
     def left_alone(self) -> Mapping[str, bool]:
         """The unsharded parameters that DistributedDataParallel was told to ignore: name -> whether it is trained."""
         alone = {id(parameter) for parameter in not_replicated(self.ddps)}
-        given = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
+        given = {id(parameter) for parameter in parameters_of(self.optimizer)}
         return {
             name: parameter.requires_grad and id(parameter) in given
             for name, parameter in self.names.parameters.items()
