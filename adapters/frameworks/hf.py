@@ -197,14 +197,14 @@ class TtpCallback(TrainerCallback):
         self._pause_for(control)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Keep a mark: all stages after the last step are done."""
+        """Keep a mark: all stages after the last step are done, or after the last epoch.
+
+        A next epoch has drawn no random numbers yet.
+        """
         self._pause.close()
         self._marked(state, control, done=True)
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Keep a mark: all stages after the last epoch are done, and the next epoch has drawn no random numbers yet."""
-        self._pause.close()
-        self._marked(state, control, done=True)
+    on_epoch_begin = on_step_begin
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End the pause, if one is open."""

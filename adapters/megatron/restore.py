@@ -199,7 +199,7 @@ def _refuse_foreign(path: Path, wants: Wants, saved: Mapping[str, Sequence[Index
     if problems:
         raise OtherModelError(
             f"{path} belongs to another model: {first_of(problems, _LISTED_MAX, '; ')}. Nothing was loaded. Use "
-            " the code that wrote it, or another save_dir to start at step 0"
+            "the code that wrote it, or another save_dir to start at step 0"
         )
 
 

@@ -132,13 +132,7 @@ class MindSporeSource(PagedSource):
         return not self.in_step
 
     def write_pieces(
-        self,
-        *,
-        order: SaverOrder,
-        version: Version,
-        draft: Path,
-        generation: int,
-        cancelled: Callable[[], bool],
+        self, *, order: SaverOrder, version: Version, draft: Path, generation: int, cancelled: Callable[[], bool]
     ) -> list[Piece]:
         """See ``StateSource``."""
         undo = order.how is How.UNDO

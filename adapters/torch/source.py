@@ -182,13 +182,7 @@ class TorchSource(Standing):
         return Findings("", ()) if self._inspector is None else self._inspector.look(leaves, version)
 
     def write_pieces(
-        self,
-        *,
-        order: SaverOrder,
-        version: Version,
-        draft: Path,
-        generation: int,
-        cancelled: Callable[[], bool],
+        self, *, order: SaverOrder, version: Version, draft: Path, generation: int, cancelled: Callable[[], bool]
     ) -> list[Piece]:
         """See ``StateSource``."""
         image = self._image(order.how, version)

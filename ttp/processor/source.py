@@ -103,13 +103,7 @@ class StateSource:
         return version
 
     def write_pieces(
-        self,
-        *,
-        order: SaverOrder,
-        version: Version,
-        draft: Path,
-        generation: int,
-        cancelled: Callable[[], bool],
+        self, *, order: SaverOrder, version: Version, draft: Path, generation: int, cancelled: Callable[[], bool]
     ) -> list[Piece]:
         """Write what ``order`` asks for to ``draft``, durably. The gate is closed; the state is of the planned version.
 

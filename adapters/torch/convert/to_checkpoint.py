@@ -7,9 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from ttp.adapters.torch.convert.contents import LazyTensor, WholeState, parts, tree
+from ttp.adapters.torch.convert.contents import WholeState, parts, tree
 from ttp.adapters.torch.saving.checkpoint import write_shard
 from ttp.adapters.torch.saving.job_state import JOB_KIND, JobState
 from ttp.adapters.torch.saving.metadata import finalise
@@ -86,7 +84,7 @@ def _write_pieces(
 
 
 def _state(version: Version, contents: WholeState, *, optimizer: bool) -> dict[str, Any]:
-    state = tree(contents.below(*parts(optimizer)), _read)
+    state = tree(contents.below(*parts(optimizer)), lambda entry: entry.read())
     state["ttp"] = {
         "version": version,
         "optimizer": contents.optimizer if optimizer else "",
@@ -94,10 +92,6 @@ def _state(version: Version, contents: WholeState, *, optimizer: bool) -> dict[s
     }
     scheduler = (contents.job or {}).get("scheduler") if optimizer else None
     return state if scheduler is None else state | {"scheduler": scheduler}
-
-
-def _read(entry: LazyTensor) -> Tensor:
-    return entry.read()
 
 
 def _order(version: Version, incident: str, contents: WholeState, pieces: tuple[Piece, ...]) -> Commit:

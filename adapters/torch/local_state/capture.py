@@ -74,8 +74,8 @@ class LocalCapture:
             set_home(devices[0])
         self._streams = RngState(devices)
         self._rng: RngState | None = self._streams
-        self._extra = extra or ExtraState()
-        self._names = self._extra.changing
+        self.extra = extra or ExtraState()
+        self._names = self.extra.changing
         self._lengths = struct.Struct(f"<{1 + len(self._names)}Q")
         if runtimes is None:
             runtimes = runtimes_on(devices)
@@ -232,7 +232,7 @@ class LocalCapture:
     def _capture_extra(self, name: str) -> _Section:
         if name not in self._given_up:
             try:
-                return self._extra.capture(name)
+                return self.extra.capture(name)
             except Exception as problem:
                 self._give_up(name, f"extra_state {name!r}", problem)
         return _GIVEN_UP
@@ -333,7 +333,7 @@ class LocalCapture:
             CheckpointError: the state does not fit the registered model or the objects of ``extra_state``.
         """
         notes = restore_buffers(self._module, state.buffers)
-        notes += self._extra.restore(state.extra)
+        notes += self.extra.restore(state.extra)
         if state.rng:
             notes += self._streams.restore(state.rng)
         else:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -277,14 +276,10 @@ def _is_plain(memory: Tensor) -> bool:
     return plain and memory.numel() > 0 and memory.is_contiguous()
 
 
-def _pointer(parameter: Tensor) -> int:
-    return local(parameter).data_ptr()
-
-
 def _sample(parameter: Tensor, runtimes: Sequence[Runtime]) -> _Sample:
     memory = local(parameter)
     runtime, count = holder(runtimes, memory), len(_bytes_of(memory))
-    pointer: Callable[[], int] = partial(_pointer, parameter) if is_distributed(parameter) else parameter.data_ptr
+    pointer = (lambda: local(parameter).data_ptr()) if is_distributed(parameter) else parameter.data_ptr
     zeros = torch.zeros(count, dtype=torch.uint8, device="cpu") if runtime is None else runtime.on_device(count).zero_()
     pinned = [] if runtime is None else list(torch.split(runtime.pinned(_ROWS * count), count))
     return _Sample(parameter, pointer, not parameter.requires_grad, runtime, zeros, pinned)

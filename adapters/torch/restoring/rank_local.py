@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from ttp.adapters.torch.local_state.capture import LocalCapture
-from ttp.adapters.torch.local_state.extra_state import ExtraState
 from ttp.adapters.torch.local_state.image import LocalState, read_local_state
 from ttp.adapters.torch.saving.job_state import JobState
 from ttp.processor.local_state.local_piece import (
@@ -42,7 +41,6 @@ def load_rank_local(
     same_places: bool,
     number: int,
     capture: LocalCapture,
-    extra: ExtraState,
 ) -> list[str]:
     """Load the rank-local state, and return notes for the log. In another layout it is derived anew.
 
@@ -54,13 +52,13 @@ def load_rank_local(
         world_size: number of ranks of this job.
         same_places: whether each rank holds the shards that the rank of the same number held in the job that saved.
         number: see ``reseed``.
-        capture: loads what the rank itself had captured.
-        extra: the user's objects.
+        capture: loads what the rank itself had captured, and knows the user's objects.
 
     Raises:
         CheckpointError: the state cannot be read.
         OtherModelError: an object does not accept its state.
     """
+    extra = capture.extra
     constant = job.extra.get("constant", {})
     owner = rank if same_places else 0
     local = read_local_state(checkpoint, manifest.pieces, owner)

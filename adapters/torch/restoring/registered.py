@@ -108,12 +108,7 @@ class Restoring(abc.ABC):
         return self._load(checkpoint, Manifest.load(checkpoint), rank, world_size, protected=protected)
 
     def load_going_on(
-        self,
-        checkpoint: Path,
-        rank: int,
-        world_size: int,
-        state: KeptState,
-        verify: Callable[[], None],
+        self, checkpoint: Path, rank: int, world_size: int, state: KeptState, verify: Callable[[], None]
     ) -> Version:
         """Load a checkpoint where survivors go on in their processes, with tensors from memory as far as possible.
 
@@ -264,7 +259,6 @@ class Restoring(abc.ABC):
             same_places=self._same_places(manifest, world_size),
             number=self._number(rank, world_size),
             capture=self.capture,
-            extra=self._extra,
         )
 
     def _number(self, rank: int, world_size: int) -> int:

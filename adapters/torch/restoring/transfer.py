@@ -39,7 +39,7 @@ def give(kept: Kept, to: int) -> None:
         found = [_bytes(tensors[index]) for index in pack]
         data = found[0] if len(found) == 1 else torch.cat(found)
         sent = dist.isend(data, to)
-        digest.update(_memory(data))
+        digest.update(data.numpy().data)
         assert sent is not None
         sent.wait()
     dist.send(torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8), to)
@@ -66,10 +66,11 @@ def receive(source: int) -> Kept:
         direct = len(parts) == 1 and tensors[pack[0]].is_contiguous()
         data = parts[0] if direct else torch.empty(sum(part.numel() for part in parts), dtype=torch.uint8, device="cpu")
         dist.recv(data, source)
-        digest.update(_memory(data))
+        digest.update(data.numpy().data)
         if not direct:
             for index, part in zip(pack, torch.split(data, [part.numel() for part in parts]), strict=True):
-                _fill(tensors[index], part)
+                tensor = tensors[index]
+                tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))  # a clone is aligned for every dtype
     sent = torch.empty(digest.digest_size, dtype=torch.uint8, device="cpu")
     dist.recv(sent, source)
     if sent.numpy().tobytes() != digest.digest():
@@ -118,13 +119,5 @@ def _packs(sizes: Sequence[int]) -> Iterator[list[int]]:
         yield pack
 
 
-def _memory(data: Tensor) -> Any:
-    return data.numpy()
-
-
 def _bytes(tensor: Tensor) -> Tensor:
     return flat_bytes(tensor.contiguous())
-
-
-def _fill(tensor: Tensor, data: Tensor) -> None:
-    tensor.copy_(data.clone().view(tensor.dtype).view(tensor.shape))  # a clone is aligned for every dtype

@@ -95,11 +95,7 @@ class Trial:
     """
 
     def __init__(
-        self,
-        optimizers: Sequence[Optimizer],
-        model: nn.Module,
-        names: ModelNames,
-        make_state: Callable[[], State],
+        self, optimizers: Sequence[Optimizer], model: nn.Module, names: ModelNames, make_state: Callable[[], State]
     ) -> None:
         self._optimizers, self._model, self._names = tuple(optimizers), model, names
         self._make_state = make_state

@@ -34,13 +34,7 @@ class HostServices:
     """
 
     def __init__(
-        self,
-        config: Config,
-        env: RankEnv,
-        run_dir: Path,
-        *,
-        nonce: str,
-        died: Callable[[int, str, str], None],
+        self, config: Config, env: RankEnv, run_dir: Path, *, nonce: str, died: Callable[[int, str, str], None]
     ) -> None:
         self._config, self._env, self._run_dir, self._nonce = config, env, run_dir, nonce
         self._died = died
