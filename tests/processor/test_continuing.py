@@ -29,28 +29,30 @@ def survivor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Contin
     found.update_begins()
 
 
+def of_launch(survivor: Continuing) -> Any:
+    """Return the processor of a launch, as far as one that goes on uses it."""
+    return SimpleNamespace(survivor=survivor, copying=None, gate=Gate(), source=None)
+
+
 def test_it_is_on_its_way_until_an_update_has_passed_the_gate(survivor: Continuing, tmp_path: Path) -> None:
     """A training thread may reach the old gate only after the release."""
-    old, new = Gate(), Gate()
-    old.close()
-    of_old: Any = SimpleNamespace(survivor=survivor, copying=None, gate=old, source=None)
-    survivor.released(of_old, "incident")
+    old, new = of_launch(survivor), of_launch(survivor)
+    old.gate.close()
+    survivor.released(old, "incident")
     with pytest.raises(Halted):
-        Processor.begin_update(of_old)
+        Processor.begin_update(old)
     survivor.update_begins()  # its training thread was about to enter the barrier before the update
     assert survivor.clock.runs and os.getpid() in Again(tmp_path).marks()
     survivor.releasing = False  # it is out of train()
-    of_new: Any = SimpleNamespace(survivor=survivor, copying=None, gate=new)
-    Processor.begin_update(of_new)
-    assert not survivor.clock.runs and not Again(tmp_path).marks() and new.updating
+    Processor.begin_update(new)
+    assert not survivor.clock.runs and not Again(tmp_path).marks() and new.gate.updating
 
 
 def test_a_second_release_before_the_first_update_stops_the_clock_of_the_first(survivor: Continuing) -> None:
-    of_launch: Any = SimpleNamespace(survivor=survivor, copying=None, gate=Gate(), source=None)
-    survivor.released(of_launch, "incident")
+    survivor.released(of_launch(survivor), "incident")
     before = survivor.clock._timer
     survivor.releasing = False
-    survivor.released(of_launch, "another incident")
+    survivor.released(of_launch(survivor), "another incident")
     assert before is not None and before.finished.is_set() and survivor.clock._timer is not before
     survivor.releasing = False
 
@@ -59,8 +61,7 @@ def test_a_rank_whose_mark_stays_makes_no_update(monkeypatch: pytest.MonkeyPatch
     """The launcher kills a rank that has its mark when its time is over, and the updates that it has made are lost."""
     left: list[str] = []
     monkeypatch.setattr(continuing, "end_process", lambda code, text, *_: left.append(text))
-    processor: Any = SimpleNamespace(gate=Gate(), source=None)
-    survivor.released(processor, "incident")
+    survivor.released(of_launch(survivor), "incident")
     survivor.releasing = False
     with monkeypatch.context() as broken:
         broken.setattr(Path, "unlink", refuse)
@@ -87,8 +88,7 @@ def test_a_collective_that_fails_while_the_rank_is_released_does_not_end_it(
         failed.append(True)
 
     monkeypatch.setattr(threading.Timer, "start", start)
-    of_launch: Any = SimpleNamespace(gate=Gate(), source=None)
-    survivor.released(of_launch, "incident")
+    survivor.released(of_launch(survivor), "incident")
     assert failed
     survivor.releasing = False
 

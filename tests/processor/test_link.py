@@ -20,12 +20,12 @@ from ttp.processor.link.second import SecondStream
 
 
 class FakeStream:
-    """Notes what is done with it."""
+    """Notes what is done with it, and keeps the functions to call, such as ``on_up``."""
 
     made: list[FakeStream]
 
-    def __init__(self, *_: object, **__: object) -> None:
-        self.open = True
+    def __init__(self, *_: object, **calls: Any) -> None:
+        self.open, self.calls = True, calls
         self.made.append(self)
 
     def start(self) -> None:
@@ -75,49 +75,34 @@ def test_a_rank_that_leaves_while_it_connects_keeps_no_stream(
 
 
 def test_a_stream_that_ends_is_said_even_if_the_reason_cannot_be_found_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    made: list[FakeStream], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The diagnosis reads settings and files once more. Without the event the rank would never connect again."""
-    downs: list[Any] = []
-
-    class Refused(FakeStream):
-        def __init__(self, *args: object, on_down: Any, **more: object) -> None:
-            super().__init__(*args, **more)
-            downs.append(on_down)
 
     def diagnose(*_: object) -> str:
         raise ConfigError("TTP_TLS_CERT=gone cannot be read")
 
-    monkeypatch.setattr(connecting, "Stream", Refused)
     monkeypatch.setattr("ttp.wire.tls.diagnose", diagnose)
     said: list[ev.Event] = []
     link_of(tmp_path, said).connect(act.Connect(start_controller=False, address="127.0.0.1:1"))
     with pytest.raises(ConfigError):
-        downs[0]("UNAVAILABLE: nobody is there")
+        made[0].calls["on_down"]("UNAVAILABLE: nobody is there")
     assert [type(event) for event in said] == [ev.StreamDown]
 
 
 def test_a_problem_that_lasts_is_logged_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    made: list[FakeStream], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With a broken certificate, for example, an attempt fails every few seconds."""
-    streams: list[dict[str, Any]] = []
-
-    class Noted(FakeStream):
-        def __init__(self, *args: object, **calls: Any) -> None:
-            super().__init__(*args, **calls)
-            streams.append(calls)
-
-    monkeypatch.setattr(connecting, "Stream", Noted)
     monkeypatch.setattr(connecting, "aside", lambda name, job: None)
     link = link_of(tmp_path, [])
     link._joining.joined()
     for times in (1, 2):
         for _ in range(3):
             link.connect(act.Connect(start_controller=False, address="127.0.0.1:1"))
-            streams[-1]["on_down"]("UNAVAILABLE: bad certificate")
+            made[-1].calls["on_down"]("UNAVAILABLE: bad certificate")
         assert caplog.text.count("bad certificate") == times
-        streams[-1]["on_up"]()
+        made[-1].calls["on_up"]()
 
 
 def test_a_second_stream_without_a_thread_is_said_to_be_down(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,9 +180,10 @@ def test_nobody_waits_while_a_second_stream_that_is_not_wanted_any_more_is_close
     assert waits == [False]
 
 
-def test_orders_do_not_wait_for_the_name_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_orders_do_not_wait_for_the_name_service(
+    made: list[FakeStream], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The stream's reader says that the stream is up, and then reads the first orders."""
-    ups: list[Any] = []
     aside: list[Any] = []
     asked: list[str] = []
 
@@ -205,21 +191,15 @@ def test_orders_do_not_wait_for_the_name_service(tmp_path: Path, monkeypatch: py
         asked.append(host)
         return (f"ipv4:{host}:{port}",)
 
-    class Accepted(FakeStream):
-        def __init__(self, *args: object, on_up: Any, **more: object) -> None:
-            super().__init__(*args, **more)
-            ups.append(on_up)
-
-    monkeypatch.setattr(connecting, "Stream", Accepted)
     monkeypatch.setattr(connecting, "aside", lambda name, job: aside.append(job))
     monkeypatch.setattr(connecting, "peers", found)
     said: list[ev.Event] = []
     link = link_of(tmp_path, said)
     link.connect(act.Connect(start_controller=False, address="slow:1"))
-    ups[0]()
+    made[0].calls["on_up"]()
     assert (asked, [type(event) for event in said]) == ([], [ev.StreamUp])
     link.connect(act.Connect(start_controller=False, address="next:1"))
-    ups[1]()
+    made[1].calls["on_up"]()
     for look in reversed(aside):
         look()
     assert link._peers == ("ipv4:next:1",), "a late answer is about a stream that has ended"
