@@ -30,11 +30,11 @@ class Teller:
     def __init__(self, folder: Path) -> None:
         self.run_dir, self.save_dir = folder / "run", folder / "checkpoints"
         self.journal = Journal(self.run_dir, [str(folder / "other")])
-        self.told: list[str] = []
+        self.kinds: list[str] = []
 
     def tell(self, kind: str, **facts: Any) -> None:
-        happening = Happening(len(self.told) + 1, 1.8e9, 50.0, kind, "one", json.dumps(facts))
-        self.told.append(kind)
+        happening = Happening(len(self.kinds) + 1, 1.8e9, 50.0, kind, "one", json.dumps(facts))
+        self.kinds.append(kind)
         self.journal._told |= {str(self.save_dir)}  # which tests change
         self.journal.write(str(self.save_dir), happening)
 
@@ -49,6 +49,13 @@ def teller(tmp_path: Path) -> Iterator[Teller]:
     made.finish()
 
 
+def begin_launch(journal: Journal, save_dir: Path, *, run_id: str = "job", resumed: bool = False) -> None:
+    """Record that a launch begins, or, if ``resumed``, that another controller has begun to lead it."""
+    facts = json.dumps({"run_id": run_id, "incarnation": 1})
+    happening = Happening(1, 1.8e9, 50.0, "incarnation", "", facts)
+    journal.launch_begins(str(save_dir), happening, resumed, lambda *_: None)
+
+
 def kinds(place: Path) -> list[str]:
     """Return the kinds of the lines in a directory; all lines must be readable."""
     log = read_incident(place / NAME)
@@ -60,7 +67,7 @@ def test_a_story_is_in_save_dir_and_nowhere_else(teller: Teller) -> None:
     for kind in ("opened", "plan", "closed"):
         teller.tell(kind)
     teller.finish()
-    assert kinds(teller.save_dir) == teller.told
+    assert kinds(teller.save_dir) == teller.kinds
     assert not teller.run_dir.exists()
 
 
@@ -70,7 +77,7 @@ def test_what_save_dir_refuses_is_in_run_dir_from_the_beginning(teller: Teller) 
     teller.tell("plan")
     teller.tell("released")
     teller.finish()
-    assert kinds(teller.run_dir) == teller.told
+    assert kinds(teller.run_dir) == teller.kinds
 
 
 def test_a_story_follows_its_checkpoint_to_the_fallback(teller: Teller, tmp_path: Path) -> None:
@@ -79,7 +86,7 @@ def test_a_story_follows_its_checkpoint_to_the_fallback(teller: Teller, tmp_path
     teller.tell("fallback", directory=str(tmp_path / "other"))
     teller.tell("committed", version=12)
     teller.finish()
-    assert kinds(tmp_path / "other") == kinds(teller.save_dir) == teller.told
+    assert kinds(tmp_path / "other") == kinds(teller.save_dir) == teller.kinds
 
 
 def test_lines_are_made_durable_with_their_name(teller: Teller, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +131,7 @@ def test_a_line_that_did_not_fit_is_written_when_there_is_room(
     filler.unlink()
     teller.tell("released")
     teller.finish()
-    assert kinds(teller.save_dir) == kinds(teller.run_dir) == teller.told
+    assert kinds(teller.save_dir) == kinds(teller.run_dir) == teller.kinds
 
 
 def test_a_full_disk_holds_no_empty_story_beside_the_one_in_run_dir(tmp_path: Path, full_disk: Path) -> None:
@@ -135,7 +142,7 @@ def test_a_full_disk_holds_no_empty_story_beside_the_one_in_run_dir(tmp_path: Pa
     teller.tell("opened")
     teller.tell("released")
     teller.finish()
-    assert kinds(teller.run_dir) == teller.told
+    assert kinds(teller.run_dir) == teller.kinds
     assert not list((teller.save_dir / "incidents").iterdir())
 
 
@@ -149,7 +156,7 @@ def test_a_directory_that_hangs_keeps_nobody_waiting(tmp_path: Path, teller: Tel
         teller.tell("evidence")
         teller.tell("released")
         teller.finish(timeout_s=1.0)
-        assert kinds(teller.run_dir) == teller.told
+        assert kinds(teller.run_dir) == teller.kinds
         disk.thaw()
 
 
@@ -184,7 +191,7 @@ def test_what_has_come_meanwhile_is_one_write(teller: Teller, monkeypatch: pytes
     go_on.set()
     teller.finish()
     assert appends == [(1, False), (1002, True)]
-    assert kinds(teller.save_dir) == teller.told
+    assert kinds(teller.save_dir) == teller.kinds
 
 
 def test_a_directory_that_was_named_once_is_remembered_when_a_cleaner_has_removed_the_run_directory(
@@ -194,8 +201,7 @@ def test_a_directory_that_was_named_once_is_remembered_when_a_cleaner_has_remove
     save_dir.mkdir()
     allow_journal(run_dir, save_dir)
     journal = Journal(run_dir)
-    facts = json.dumps({"run_id": "a", "incarnation": 1})
-    journal.launch_begins(str(save_dir), Happening(1, 1.8e9, 50.0, "incarnation", "", facts), False, lambda *_: None)
+    begin_launch(journal, save_dir, run_id="a")
     until(lambda: bool(read_launches(save_dir)))
     shutil.rmtree(run_dir)
     journal.write(str(save_dir), Happening(2, 1.8e9, 50.0, "opened", "one", "{}"))
@@ -208,8 +214,7 @@ def test_a_launch_whose_first_rank_joins_from_another_host_is_written_down(tmp_p
     save_dir = tmp_path / "checkpoints"
     save_dir.mkdir()
     journal = Journal(tmp_path / "run")
-    facts = json.dumps({"run_id": "job", "incarnation": 1})
-    journal.launch_begins(str(save_dir), Happening(1, 1.8e9, 50.0, "incarnation", "", facts), False, lambda *_: None)
+    begin_launch(journal, save_dir)
     passed = threading.Event()
     journal._writers[save_dir].read(None, lambda *_: passed.set())  # in its turn, after the line
     assert passed.wait(60)
@@ -228,8 +233,7 @@ def test_launches_are_written_down_in_the_fallback_directory_too(tmp_path: Path)
         place.mkdir()
     journal = Journal(tmp_path / "run", map(str, places), str(places[1]))
     (places[0] / "incidents").write_text("in the way")
-    facts = json.dumps({"run_id": "job", "incarnation": 1})
-    journal.launch_begins(str(places[0]), Happening(1, 1.8e9, 50.0, "incarnation", "", facts), False, lambda *_: None)
+    begin_launch(journal, places[0])
     journal.launch_goes_on(str(places[0]), Happening(2, 1.8e9, 50.0, "finished", "", '{"version": 7}'))
     journal.close(60)
     (launch,) = read_launches(places[1])
@@ -239,11 +243,9 @@ def test_launches_are_written_down_in_the_fallback_directory_too(tmp_path: Path)
 @pytest.mark.parametrize("taken_over", [False, True])
 def test_a_launch_names_the_controller_that_leads_it(tmp_path: Path, taken_over: bool) -> None:
     """Another job that is started in the directory asks this controller."""
-    facts = json.dumps({"run_id": "job", "incarnation": 1})
     for address in ("first:1", "second:2")[: 1 + taken_over]:
         journal = Journal(tmp_path / "run", [str(tmp_path)], address=address)
-        happening = Happening(1, 1.8e9, 50.0, "incarnation", "", facts)
-        journal.launch_begins(str(tmp_path), happening, address != "first:1", lambda *_: None)
+        begin_launch(journal, tmp_path, resumed=address != "first:1")
         journal.close(60)
     (launch,) = read_launches(tmp_path)
     assert (launch.run_id, launch.controller) == ("job", "second:2" if taken_over else "first:1")
@@ -251,7 +253,6 @@ def test_a_launch_names_the_controller_that_leads_it(tmp_path: Path, taken_over:
 
 def test_a_controller_that_was_replaced_does_not_tell_how_the_launch_ended(tmp_path: Path) -> None:
     """It was stopped for a while, and finds that all of its ranks are gone."""
-    facts = json.dumps({"run_id": "job", "incarnation": 1})
     old, new = (Journal(tmp_path / "run", [str(tmp_path)], address=address) for address in ("first:1", "second:2"))
 
     def released(journal: Journal, code: int) -> int | None:
@@ -262,8 +263,7 @@ def test_a_controller_that_was_replaced_does_not_tell_how_the_launch_ended(tmp_p
         return launch.code
 
     for journal in (old, new):
-        happening = Happening(1, 1.8e9, 50.0, "incarnation", "", facts)
-        journal.launch_begins(str(tmp_path), happening, journal is new, lambda *_: None)
+        begin_launch(journal, tmp_path, resumed=journal is new)
         journal.close(60)
     assert released(old, 70) is None
     assert released(new, 75) == 75

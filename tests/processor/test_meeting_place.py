@@ -30,14 +30,14 @@ def find(tmp_path: Path) -> Iterator[Find]:
     sentinels: list[Sentinel] = []
 
     def all_find(names: Sequence[str | None], hidden: Sequence[int] = (), contained: bool = False) -> list[Place]:
-        ranks, told = len(names), [b""] * len(names)
+        ranks, sent = len(names), [b""] * len(names)
         come = threading.Barrier(ranks)
         found: dict[int, Place] = {}
 
         def gather(rank: int, data: bytes) -> list[bytes]:
-            told[rank] = data
+            sent[rank] = data
             come.wait(PATIENCE_S)
-            everything = list(told)
+            everything = list(sent)
             come.wait(PATIENCE_S)
             return everything
 
