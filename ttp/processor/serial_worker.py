@@ -25,14 +25,14 @@ class SerialWorker:
 
     def __init__(self, name: str, *, at_once: bool = False) -> None:
         self._name = name
-        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._jobs: queue.Queue[Callable[[], object] | None] = queue.Queue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()  # any thread submits jobs: held for as long as a thread takes to start
         if at_once:
             with contextlib.suppress(RuntimeError):  # the first job tries again
                 self._begin()
 
-    def submit(self, job: Callable[[], None]) -> None:
+    def submit(self, job: Callable[[], object]) -> None:
         """Run ``job`` after the jobs before it.
 
         Raises:
@@ -73,7 +73,7 @@ class SerialWorker:
         self._jobs.put(None)
 
 
-def _run(jobs: queue.Queue[Callable[[], None] | None]) -> None:
+def _run(jobs: queue.Queue[Callable[[], object] | None]) -> None:
     while (job := jobs.get()) is not None:
         try:
             job()

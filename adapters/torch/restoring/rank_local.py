@@ -13,13 +13,7 @@ import torch
 from ttp.adapters.torch.local_state.capture import LocalCapture
 from ttp.adapters.torch.local_state.image import LocalState, read_local_state
 from ttp.adapters.torch.saving.job_state import JobState
-from ttp.processor.local_state.local_piece import (
-    is_provisional,
-    lender,
-    may_be_behind,
-    objects_kept,
-    why_lost,
-)
+from ttp.processor.local_state.local_piece import is_provisional, lender, may_be_behind, objects_kept, why_lost
 from ttp.store.manifest import Manifest
 
 log = logging.getLogger("ttp.adapters.torch")

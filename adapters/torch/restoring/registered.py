@@ -39,9 +39,7 @@ from ttp.core.restore_choice import agree
 from ttp.core.restore_messages import Candidate, RestoreView
 from ttp.core.stripes import base_of
 from ttp.errors import RestoreError, TtpError
-from ttp.processor.local_state.local_piece import (
-    ranks_kept,
-)
+from ttp.processor.local_state.local_piece import ranks_kept
 from ttp.store.encoding import decode, encode
 from ttp.store.manifest import Manifest
 
@@ -250,14 +248,15 @@ class Restoring(abc.ABC):
         if self.start is not None:
             self.start.put_back(self.capture)
             return []
+        same, number = self._same_places(manifest, world_size), self._number(rank, world_size)
         return load_rank_local(
             checkpoint,
             manifest,
             job,
             rank,
             world_size=world_size,
-            same_places=self._same_places(manifest, world_size),
-            number=self._number(rank, world_size),
+            same_places=same,
+            number=number,
             capture=self.capture,
         )
 

@@ -168,8 +168,7 @@ class PreImage:
         image.members.add(id(member))
 
     def _copy_parameters(self, number: int, member: Optimizer, image: Image, copies: _Copies) -> None:
-        live = [*parameters_of(member)]
-        for position, tensor in enumerate(live):
+        for position, tensor in enumerate(parameters_of(member)):
             image.copies[id(tensor)] = self._copy(tensor, (number, "live", position), copies)
 
     def _copy_modules(self, image: Image, copies: _Copies) -> None:

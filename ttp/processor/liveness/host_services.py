@@ -82,20 +82,19 @@ class HostServices:
             source.watch_pages(mirror.changed)
         return path
 
-    def store(self, order: Keep, said: Callable[[str], None] = lambda _: None) -> None:
-        """Write the page of another host's rank to memory. ``said`` gets the reason if that fails. Any thread."""
-
-        def job() -> None:
-            said(self._kept.store(order) if self._kept is not None else "this rank has not joined yet")
-
-        self._keeper.submit(job)
+    def store(self, order: Keep) -> None:
+        """Write the page of another host's rank to memory. Does not wait. Any thread."""
+        self._keeper.submit(lambda: self._store(order))
 
     def keep(self, order: Keep) -> str:
-        """Like ``store``, but returns the reason if the page is not kept. Any thread."""
+        """Like ``store``, but waits, and returns the reason if the page is not kept. Any thread."""
         refused = [f"it was not stored within {STORE_S:g} s"]
-        self.store(order, refused.append)
+        self._keeper.submit(lambda: refused.append(self._store(order)))
         self._keeper.wait_done(STORE_S)
         return refused[-1]
+
+    def _store(self, order: Keep) -> str:
+        return self._kept.store(order) if self._kept is not None else "this rank has not joined yet"
 
     def mirror_to(self, order: MirrorTo) -> None:
         """Send the pages of this rank from now on to the keeper that the order names."""
