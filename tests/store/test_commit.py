@@ -16,10 +16,19 @@ from tests.damage import flip
 from ttp.core.layout import Rank, Shard
 from ttp.core.messages import Piece
 from ttp.errors import CheckpointError
+from ttp.processor.local_state.local_piece import (
+    Pages,
+    is_provisional,
+    lent,
+    ranks_kept,
+    read_local_image,
+    write_local_piece,
+)
 from ttp.store.catalog import find_whole, scan
 from ttp.store.commit import tidy
 from ttp.store.disk import Disk
 from ttp.store.manifest import Manifest
+from ttp.store.verify import verify_checkpoint
 
 if TYPE_CHECKING:
     from tests.store.conftest import World
@@ -81,6 +90,43 @@ def test_of_two_sides_of_a_job_that_the_network_has_parted_the_one_with_more_pag
     assert saved("one rank", incidents[0], (1, 2, 3)) == path
     assert world.holds(path, 12, "the rest")
     assert sorted(e.name for e in world.save_dir.iterdir()) == [".superseded-step_12-0", path.name]
+
+
+@pytest.mark.parametrize("incidents", [("one half", "the other half"), ("both", "both")])
+def test_two_sides_of_a_parted_job_put_their_pages_together(world: World, incidents: tuple[str, str]) -> None:
+    """The side that commits last takes over the pages that only the other side's checkpoint has."""
+
+    def saved(side: str, incident: str, ranks: tuple[int, ...]) -> Path:
+        draft = world.write_draft(12, side)
+        order = replace(world.order(12, side), incident=incident, missing_pages=not_in(ranks))
+        pages = Pages({Rank(rank): f"of rank {rank}".encode() for rank in ranks}, (Rank(ranks[0]),), {})
+        piece = write_local_piece(draft, "rank_local_1_1.msgpack", pages, Rank(ranks[0]))
+        return world.commit(replace(order, pieces=(*order.pieces, piece)), lend=lent)[0]
+
+    def not_in(ranks: tuple[int, ...]) -> tuple[Rank, ...]:
+        return tuple(Rank(rank) for rank in range(4) if rank not in ranks)
+
+    saved("one half", incidents[0], (0, 1))
+    path = saved("the other half", incidents[1], (1, 2))
+    manifest = Manifest.load(path)
+    assert (manifest.missing_pages, ranks_kept(manifest.pieces)) == ((3,), [0, 1, 2])
+    images = [read_local_image(path, manifest.pieces, rank) for rank in range(4)]
+    assert images == [b"of rank 0", b"of rank 1", b"of rank 2", None]
+    early = [is_provisional(manifest.pieces, rank) for rank in range(4)]
+    assert early == [True, True, False, False], "rank 1 as the later side has it"
+    assert not verify_checkpoint(path)
+    assert saved("one half", incidents[0], (0, 1)) == path and Manifest.load(path) == manifest
+
+
+def test_pages_that_cannot_be_read_are_not_taken_over(world: World) -> None:
+    order = world.order(12)
+    draft = world.write_draft(12)
+    piece = write_local_piece(draft, "rank_local_0_1.msgpack", Pages({Rank(0): b"page"}, (), {}), Rank(0))
+    path, _ = world.commit(replace(order, pieces=(*order.pieces, piece), missing_pages=(Rank(1),)), lend=lent)
+    flip(path / piece.file)
+    world.write_draft(12, "second")
+    world.commit(world.order(12, "second"), lend=lent)
+    assert world.holds(path, 12, "second") and Manifest.load(path).missing_pages == (0,)
 
 
 @pytest.mark.parametrize("why", ["another launch", "disputed", "damaged", "other bytes"])

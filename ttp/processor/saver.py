@@ -15,7 +15,7 @@ from ttp.core.layout import Layout, Version
 from ttp.core.rank import events as ev
 from ttp.processor.copies.copier import Copying
 from ttp.processor.holding import Holding
-from ttp.processor.local_state.local_piece import not_kept
+from ttp.processor.local_state.local_piece import lent, not_kept
 from ttp.processor.serial_worker import SerialWorker
 from ttp.processor.source import Cancelled, MovedError, StateSource
 from ttp.store.commit import commit, tidy
@@ -218,6 +218,7 @@ def make_checkpoint(
         groups=layout.groups,
         framework=source.framework,
         finalise=lambda directory: source.finalise(directory, order),
+        lend=lent,
         disk=Disk(progress),
     )
 

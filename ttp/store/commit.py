@@ -22,9 +22,10 @@ file. One of them wins the rename to the final name; the other one finds the che
 repeated order is harmless as well.
 
 If a checkpoint of another incident has the final name, the two are exchanged atomically, and the old one stays as
-``.superseded-step_12-<n>``, unless it is of the same launch and has the pages of more ranks: then it is the one. Where
-the file system cannot exchange, two renames are used; a reader between them finds the old checkpoint under that name
-(``catalog``). Where the file system cannot link, the pieces are moved.
+``.superseded-step_12-<n>``. If that is of the same launch, the new one first takes over the rank-local state that only
+the old one has; but if the old one has all that the new one has, and more, it stays. Where the file system cannot
+exchange, two renames are used; a reader between them finds the old checkpoint under that name (``catalog``). Where the
+file system cannot link, the pieces are moved.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ttp.core import stripes
@@ -42,13 +43,19 @@ from ttp.core.layout import Rank, Shard
 from ttp.core.messages import Commit, Piece
 from ttp.errors import CheckpointError, ToldAs
 from ttp.store import catalog, names, verify
+from ttp.store.digest import digest_bytes
 from ttp.store.disk import OCCUPIED, UNSUPPORTED, Disk
 from ttp.store.manifest import MANIFEST, Manifest, safe_path
+from ttp.store.plain_file import read_plain
 
 _log = logging.getLogger("ttp.store")
 
 Finalise = Callable[[Path], Sequence[Piece]]
 """Adds framework files to the given directory, durably, and returns them as pieces. It may be called repeatedly."""
+
+Lend = Callable[[Sequence[Piece], Sequence[Piece]], Mapping[Rank, Piece]]
+"""Takes the pieces of two checkpoints of one version and launch. Returns, for each rank whose rank-local state only the
+second one has, the piece that has it, listed as a piece that has no other state."""
 
 
 def commit(
@@ -60,6 +67,7 @@ def commit(
     groups: Mapping[Shard, Sequence[Rank]],
     framework: str,
     finalise: Finalise,
+    lend: Lend = lambda _ours, _theirs: {},
     disk: Disk | None = None,
     manifest: Manifest | None = None,
 ) -> tuple[Path, int]:
@@ -75,6 +83,7 @@ def commit(
         groups: replica groups of the job; every shard must be in some piece.
         framework: name of the adapter.
         finalise: see ``Finalise``.
+        lend: see ``Lend``.
         disk: makes the disk calls.
         manifest: the manifest to write, from a copy of this checkpoint elsewhere; None: it is made from the order.
 
@@ -85,7 +94,7 @@ def commit(
         CheckpointError: there is no checkpoint: a piece is missing or has another size, the disk refused, or a newer
             incarnation of the job has committed this version. All earlier checkpoints still exist.
     """
-    job = _Job(Path(save_dir), order, run_id, world_size, groups, framework, finalise, disk or Disk(), manifest)
+    job = _Job(Path(save_dir), order, run_id, world_size, groups, framework, finalise, lend, disk or Disk(), manifest)
     return job.run()
 
 
@@ -136,6 +145,7 @@ class _Job:
     groups: Mapping[Shard, Sequence[Rank]]
     framework: str
     finalise: Finalise
+    lend: Lend
     disk: Disk
     manifest: Manifest | None
 
@@ -266,6 +276,7 @@ class _Job:
                 raise
             if self._committed() is None:
                 self._check_not_fenced()
+                self._borrow(claim)
                 self._supersede(claim)
 
     def _check_not_fenced(self) -> None:
@@ -282,6 +293,31 @@ class _Job:
                 f"version {self.order.version} was committed by incarnation {there.incarnation} of this job;"
                 f" this is incarnation {self.order.incarnation}, which is over"
             )
+
+    def _borrow(self, claim: Path) -> None:
+        """Take over the rank-local state that only the checkpoint under the final name has, if it is of this launch."""
+        there = self._there()
+        if there is None or not self._is_ours(there):
+            return
+        ours = Manifest.load(claim)
+        lent = self.lend(ours.pieces, there.pieces)
+        added: dict[str, Piece] = {}
+        for piece in dict.fromkeys(lent.values()):
+            try:
+                data = read_plain(self.final / piece.file)
+            except OSError:
+                continue  # it is gone or damaged: what this checkpoint has does not depend on it
+            if digest_bytes(data) == piece.digest:
+                name = f"{piece.digest[-16:]}_{Path(piece.file).name}"  # of no other piece
+                self.disk.write(claim / name, data)
+                added[piece.file] = replace(piece, file=name)
+        if not added:
+            return
+        missing = [rank for rank in ours.missing_pages if rank not in lent or lent[rank].file not in added]
+        fuller = replace(ours, pieces=(*ours.pieces, *added.values()), missing_pages=tuple(missing))
+        self.disk.remove(claim / MANIFEST)
+        self.disk.write(claim / MANIFEST, fuller.to_json().encode())
+        self.disk.sync_directory(claim)
 
     def _supersede(self, claim: Path) -> None:
         """Exchange the new checkpoint with the one that has the final name; the old one is kept as superseded."""
@@ -310,21 +346,25 @@ class _Job:
         """Return the manifest of this incident's checkpoint under the final name; None if there is no whole one.
 
         Where the network parts the job, each side saves the version, and a side that holds one rank must not win: one
-        with the pages of fewer ranks will not do, and one with more will do if it is of another incident of this
+        that lacks a page which this one has will not do, and one with more will do if it is of another incident of this
         launch. Its digests must be right: an earlier launch with these numbers may have made it, and none could restore
         it.
         """
         manifest = self._there()
-        if manifest is None:
-            return None
-        ours = (manifest.run_id, manifest.incarnation, manifest.version)
-        if ours != (self.run_id, self.order.incarnation, self.order.version):
+        if manifest is None or not self._is_ours(manifest):
             return None
         fuller = len(self.order.missing_pages) - len(manifest.missing_pages)  # so many pages more than this one
+        if fuller < 0 or self.lend(manifest.pieces, self.order.pieces):
+            return None
         if manifest.incident == self.order.incident:
-            return None if fuller < 0 or verify.size_problems(self.final, manifest) else manifest
+            return None if verify.size_problems(self.final, manifest) else manifest
         good = fuller > 0 and "disputed" not in manifest.extra and self._is_whole(manifest)
         return manifest if good else None
+
+    def _is_ours(self, manifest: Manifest) -> bool:
+        """Return whether a checkpoint is of this version and launch."""
+        numbers = (manifest.run_id, manifest.incarnation, manifest.version, manifest.world_size)
+        return numbers == (self.run_id, self.order.incarnation, self.order.version, self.world_size)
 
     def _is_whole(self, manifest: Manifest) -> bool:
         """Read what has the final name, and return whether its digests are right."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +166,24 @@ def not_kept(pieces: Sequence[Piece], world_size: int) -> tuple[Rank, ...]:
     """Return the ranks whose state is not in these pieces."""
     known = set(ranks_kept(pieces))
     return tuple(Rank(rank) for rank in range(world_size) if rank not in known)
+
+
+def lent(ours: Sequence[Piece], theirs: Sequence[Piece]) -> dict[Rank, Piece]:
+    """Return, for each rank whose state is only in ``theirs``, the piece that has it, with a table of such ranks only.
+
+    Args:
+        ours: the pieces of a checkpoint.
+        theirs: the pieces of another one, of the same version and launch.
+    """
+    known, found = set(ranks_kept(ours)), {}
+    for piece in theirs:
+        new = [] if piece.kind != LOCAL_KIND else [rank for rank in ranks_kept([piece]) if rank not in known]
+        if new:
+            early = [rank for rank in _listed(piece, "provisional", list, []) if rank in new]
+            table = {**parse_json(piece.table), "ranks": new, "provisional": early}
+            found.update(dict.fromkeys(map(Rank, new), replace(piece, table=json.dumps(table))))
+            known.update(new)
+    return found
 
 
 def why_lost(pieces: Sequence[Piece], rank: int) -> str:
