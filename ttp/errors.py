@@ -55,6 +55,10 @@ class RestoreError(CheckpointError):
     """The ranks could not agree on one checkpoint to restore; the text says why. Another start may help."""
 
 
+class StorageAwayError(RestoreError):
+    """Some ranks do not see the checkpoints at a restart. Their storage may come back in a moment."""
+
+
 class RefusedError(TtpError):
     """The controller refused this process: wrong protocol, wrong token, rank taken, fenced."""
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ttp.config import of_launcher
 from ttp.core.layout import Version
-from ttp.core.restore_choice import is_fallback_note
+from ttp.core.restore_choice import LOOK_AGAIN_S, is_fallback_note
 from ttp.core.restore_messages import Candidate
-from ttp.errors import RestoreError
+from ttp.errors import CheckpointError, RestoreError, StorageAwayError
 from ttp.launch.rank_names import in_torchruns_names
 from ttp.processor import continuing
 from ttp.store import choice
@@ -52,7 +53,7 @@ class Restoring:
             RestoreError: the ranks have no checkpoint in common, or do not restore together.
         """
         with choice.held_for(self._save_dir).reading():
-            found, chosen = self._find()
+            found, chosen = self._find_in_time()
             choice.warn_of_lost_steps(found.candidates, chosen)
             if self._processor is not None and not chosen.name:
                 choice.warn_of_new_beginning(self._save_dir, self._processor.env)
@@ -88,6 +89,16 @@ class Restoring:
         """Return the pieces that this rank reads: without a controller to combine the ranks' results, all of them."""
         return WHOLE if self._processor is None else share_of(directory, *place(self._processor), os.environ)
 
+    def _find_in_time(self) -> tuple[choice.Found, Candidate]:
+        """Return the result of ``_find``; at a restart, wait for storage that is away, up to ``sum(LOOK_AGAIN_S)``."""
+        for pause_s in LOOK_AGAIN_S:
+            try:
+                return self._find()
+            except StorageAwayError as away:
+                log.warning("%s Looking again in %g s", away, pause_s)
+                time.sleep(pause_s)
+        return self._find()
+
     def _find(self) -> tuple[choice.Found, Candidate]:
         """Return what this rank found and the checkpoint that all ranks restore.
 
@@ -114,9 +125,13 @@ class Restoring:
     def _look_back(
         self, share: Callable[[Path], Share], *, older: bool = False, before: choice.Found | None = None
     ) -> choice.Found:
-        found = choice.look_back(
-            self._save_dir, self._fallback_dir, share, older=older, later=self._survivor() is not None
-        )
+        later = self._survivor() is not None
+        try:
+            found = choice.look_back(self._save_dir, self._fallback_dir, share, older=older, later=later)
+        except CheckpointError as problem:
+            if self._processor is None or not self._processor.env.launch:
+                raise
+            raise StorageAwayError(f"{problem}. Is save_dir mounted?") from problem
         for reason in found.skipped:
             if before is None or reason not in before.skipped:
                 log.warning("restore %s %s", "found" if is_fallback_note(reason) else "skipped", reason)

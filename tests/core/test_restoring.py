@@ -7,7 +7,7 @@ from dataclasses import replace
 from tests.core.talk import Talk
 from ttp.core import messages as m
 from ttp.core.layout import Rank, Version
-from ttp.core.restore_choice import none_whole_note
+from ttp.core.restore_choice import LOOK_AGAIN_S, none_whole_note
 from ttp.core.restore_messages import Candidate, Reading, Restored, RestoreDecision, RestoreView
 from ttp.testing.scenario import grid
 
@@ -156,9 +156,45 @@ def restart(talk: Talk, launch: int, save_dir: str = "/save") -> None:
     assert talk.machine.stage == "training" and talk.machine.job.incarnation == launch + 1
 
 
+def looks_in_vain(talk: Talk, *found: tuple[int, str]) -> str:
+    """Let both ranks find the same as often as they are told to look again; return the first reason to do so."""
+    reasons: list[str] = []
+    for _ in LOOK_AGAIN_S:
+        talk.report(0, view(0, *found))
+        assert talk.report(1, view(1, *found)) == "[waits] RestoreDecision:0,1"
+        decision = talk.orders(RestoreDecision)[0]
+        assert decision.unread and not decision.version
+        reasons.append(decision.error)
+    return reasons[0]
+
+
+def test_a_restart_looks_again_for_storage_that_is_away_on_a_host() -> None:
+    talk = restarted()
+    talk.report(0, view(0, (7, "a"), (5, "b")))
+    assert talk.report(1, view(1)) == "[waits] RestoreDecision:0,1"
+    assert "rank 1 found nothing whole" in talk.orders(RestoreDecision)[0].error
+    talk.report(0, view(0, (7, "a"), (5, "b")))
+    assert talk.report(1, view(1, (5, "b"))) == "[waits] RestoreDecision:0,1"
+    assert talk.orders(RestoreDecision)[0].error == (
+        "step 7 was committed as /save/step, and rank 1 cannot see it. Is save_dir mounted?"
+    )
+    talk.report(0, view(0, (7, "a"), (5, "b")))
+    assert talk.report(1, view(1, (7, "a"))) == "[restore] RestoreDecision:0,1"
+    assert (talk.orders(RestoreDecision)[0].version, talk.orders(RestoreDecision)[0].unread) == (7, False)
+
+
+def test_a_restart_under_a_new_controller_looks_again_too() -> None:
+    talk = Talk(grid(1, 2), formed=False)
+    for rank in range(2):
+        talk.hello(rank, launch=rank)
+    talk.report(0, view(0, (7, "a")))
+    assert talk.report(1, view(1)) == "[waits] RestoreDecision:0,1"
+
+
 def test_what_was_committed_may_not_vanish() -> None:
     """A lost mount looks like an empty directory."""
     talk = restarted()
+    assert "ranks 0-1 cannot see it" in looks_in_vain(talk, (5, "b"))
     talk.report(0, view(0, (5, "b")))
     talk.report(1, view(1, (5, "b")))
     decision = talk.orders(RestoreDecision)[0]
@@ -172,6 +208,7 @@ def test_it_is_not_forgotten_by_an_incarnation_that_saves_nothing() -> None:
     talk.frozen(1, 0)
     talk.lost(1)
     restart(talk, 2)
+    looks_in_vain(talk)
     talk.report(0, view(0))
     talk.report(1, view(1))
     assert "the ranks find no checkpoint at all" in talk.orders(RestoreDecision)[0].error
@@ -186,8 +223,9 @@ def test_what_is_there_but_damaged_has_not_vanished() -> None:
 
 def test_what_one_rank_has_seen_has_not_vanished() -> None:
     talk = restarted()
-    talk.report(0, view(0, (7, "a"), (5, "b")))
-    talk.report(1, view(1, (5, "b")))
+    for _ in range(1 + len(LOOK_AGAIN_S)):
+        talk.report(0, view(0, (7, "a"), (5, "b")))
+        talk.report(1, view(1, (5, "b")))
     assert (talk.orders(RestoreDecision)[0].version, talk.orders(RestoreDecision)[0].error) == (5, "")
 
 

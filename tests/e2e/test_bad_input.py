@@ -213,9 +213,11 @@ def two_ranks(
     steps: int,
     places: tuple[int, int] = (0, 1),
     hosts: tuple[str, str] = ("a", "a"),
+    launch: int = 0,
+    meanwhile: Callable[[Forked, Forked], None] = lambda _one, _other: None,
 ) -> list[tuple[int, str, str]]:
     """Return exit codes and output of a job of two ranks, each with its ``save_dir`` and the name of its host."""
-    env = solo_env(tmp_path) | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    env = solo_env(tmp_path) | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": str(launch)}
     ranks = [
         Forked(
             "tests.e2e.solo",
@@ -225,6 +227,7 @@ def two_ranks(
         )
         for rank, directory in enumerate(directories)
     ]
+    meanwhile(*ranks)
     return [(rank.wait(), rank.out, rank.err) for rank in ranks]
 
 
@@ -233,6 +236,23 @@ def test_ranks_that_do_not_see_the_same_storage_fail_and_say_who_saw_what(checkp
         assert code != 0 and "start" not in out
         assert "rank 0 found step 4" in err and "rank 1 found nothing whole" in err
         assert "Is save_dir shared by all hosts?" in err
+
+
+def test_a_restart_looks_again_for_a_directory_that_one_host_does_not_see(checkpoint: Path, tmp_path: Path) -> None:
+    """A mount that is away for some seconds must not cost launches, of which three without progress end the job."""
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "below the mount")
+    (tmp_path / "below the mount").mkdir()
+
+    def mount(_: Forked, other: Forked) -> None:
+        until(lambda: "Looking again in 1 s" in other.err, 100)
+        link.unlink()
+        link.symlink_to(checkpoint.parent)
+
+    said = two_ranks(tmp_path, checkpoint.parent, link, steps=5, hosts=("a", "b"), launch=1, meanwhile=mount)
+    for code, out, err in said:
+        assert code == 0 and "start 4" in out, err
+        assert "rank 1 found nothing whole. Is save_dir shared by all hosts? Looking again in 1 s" in err
 
 
 def test_damage_that_one_rank_finds_in_its_share_is_damage_for_all(solo: Run, checkpoint: Path, tmp_path: Path) -> None:

@@ -120,6 +120,7 @@ def told(place: BadDisk) -> str:
     return story(place.directory) if incident_files(place.directory) else ""
 
 
+@pytest.mark.slow
 def test_a_restart_does_not_throw_away_what_was_committed(solo: Run, tmp_path: Path) -> None:
     """A lost mount looks like an empty directory, so the same controller refuses it. A new controller accepts it."""
     job = {"TTP_PORT": str(free_port()), "TTP_ABANDONED_S": "100"}

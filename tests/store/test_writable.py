@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ttp.core.restore_choice import LOOK_AGAIN_S
 from ttp.errors import ConfigError
 from ttp.store.disk import Disk
 from ttp.store.writable import check_places, check_writable
@@ -198,6 +199,33 @@ def test_without_a_fallback_the_save_dir_must_work(tmp_path: Path, file: str) ->
     assert check_places(str(tmp_path / "ck"), None) == tmp_path / "ck"
     with pytest.raises(ConfigError, match="choose another save_dir"):
         check_places(file, None, restart=True)
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+@pytest.mark.parametrize(("code", "looks"), [(errno.ENOTCONN, 3), (errno.ENOSPC, 3), (errno.EACCES, 0)])
+def test_a_restart_waits_for_storage_that_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, looks: int, fallback: bool
+) -> None:
+    """A mount that has lost its server for some seconds must not end the job with 64."""
+    pauses: list[float] = []
+
+    def refuse(_self: Disk, path: Path) -> None:
+        if len(pauses) < 3:
+            raise OSError(code, os.strerror(code), str(path))
+        path.mkdir()
+
+    monkeypatch.setattr(Disk, "make_directory", refuse)
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    places = str(tmp_path / "ck"), str(tmp_path / "other") if fallback else None
+    with pytest.raises(ConfigError, match="cannot hold checkpoints"):
+        check_places(*places)
+    assert not pauses, "at the first start it is a mistake"
+    if looks:
+        assert check_places(*places, restart=True) == tmp_path / "ck"
+    else:
+        with pytest.raises(ConfigError, match="give this user write permission"):
+            check_places(*places, restart=True)
+    assert pauses == [*LOOK_AGAIN_S[:looks]]
 
 
 def test_a_fallback_that_cannot_be_used_is_said_at_the_first_start(

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from ttp.core.layout import Version
 from ttp.core.restore_messages import Candidate, Reading, RestoreView
 
+LOOK_AGAIN_S = (1.0, 2.0, 4.0, 8.0, 16.0)
+"""Seconds that a restart waits, time after time, for storage that is away on a host."""
 _IN_FALLBACK = "in the fallback directory "
 _NONE_WHOLE = "every checkpoint: none is whole, and the newest is of step "
 

@@ -11,7 +11,7 @@ from ttp.config import Config, RankEnv
 from ttp.core.layout import Version
 from ttp.core.messages import RefusalCode
 from ttp.core.restore_messages import RestoreDecision
-from ttp.errors import ConfigError, RefusedError, RestoreError, SeatTakenError, TtpError
+from ttp.errors import ConfigError, RefusedError, RestoreError, SeatTakenError, StorageAwayError, TtpError
 from ttp.inbox import Inbox
 
 log = logging.getLogger("ttp.processor")
@@ -93,6 +93,7 @@ class Joining:
         Raises:
             ConfigError: a checkpoint that the job has committed has vanished, or no checkpoint is whole.
             RestoreError: the ranks have no checkpoint in common, or the other ranks did not ask in time.
+            StorageAwayError: all ranks shall look again after a pause.
         """
         try:
             decision = self._decision.get(timeout=patience_s)
@@ -101,6 +102,8 @@ class Joining:
                 f"restore() waited {patience_s:g} s (TTP_RESTORE_S) for the other ranks: "
                 "every rank must call ttp.restore()"
             ) from None
+        if decision.error and decision.unread:
+            raise StorageAwayError(decision.error)
         if decision.error:
             raise ConfigError(decision.error) if decision.version else RestoreError(decision.error)
         return decision

@@ -6,10 +6,12 @@ import errno
 import logging
 import os
 import re
+import time
 import uuid
 from contextlib import suppress
 from pathlib import Path
 
+from ttp.core.restore_choice import LOOK_AGAIN_S
 from ttp.errors import ConfigError
 from ttp.store import durable, names
 from ttp.store.disk import Disk
@@ -33,6 +35,9 @@ _HINTS = {
     errno.ESTALE: "the mount has lost its server; mount it again, or choose another {what}",
 }
 
+_LASTING = {errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG}
+"""Errors that no server mends by coming back."""
+
 _PATH_BYTES_MAX = 4096 - 256
 """The longest path of a directory for checkpoints: Linux takes 4,096 bytes, and the names in it need up to 256."""
 
@@ -54,21 +59,36 @@ def check_places(save_dir: str, fallback_dir: str | None, *, restart: bool = Fal
         fallback_dir: absolute path, or None.
         restart: whether the job was launched before with the same settings.
 
+    A restart waits for storage that refuses, up to ``sum(LOOK_AGAIN_S)``: a mount may be away for a moment.
+
     Raises:
         ConfigError: neither directory can be used; the fallback cannot be used and this is not a restart; or both are
             the same directory.
     """
+    for pause_s in LOOK_AGAIN_S if restart else ():
+        try:
+            return _check_places(save_dir, fallback_dir, restart=restart)
+        except ConfigError as problem:
+            refused = problem.__cause__
+            if not isinstance(refused, OSError) or refused.errno in _LASTING:
+                raise
+            _log.warning("%s. Looking again in %g s", problem, pause_s)
+            time.sleep(pause_s)
+    return _check_places(save_dir, fallback_dir, restart=restart)
+
+
+def _check_places(save_dir: str, fallback_dir: str | None, *, restart: bool) -> Path:
     if fallback_dir is None:
         return check_writable(save_dir)
     path = as_path(save_dir)
     if path == Path(fallback_dir):
         raise ConfigError(f"{FALLBACK} is the save_dir itself, {path}; give a directory on other storage, or none")
-    broken = [(what, text) for what, place in (("save_dir", save_dir), (FALLBACK, fallback_dir))
-              if (text := _problem(place, what))]  # fmt: skip
+    broken = [(what, problem) for what, place in (("save_dir", save_dir), (FALLBACK, fallback_dir))
+              if (problem := _problem(place, what))]  # fmt: skip
     if len(broken) == 2:
-        raise ConfigError("; ".join(text for _, text in broken))
+        raise ConfigError("; ".join(str(problem) for _, problem in broken)) from broken[0][1].__cause__
     if broken and broken[0][0] == FALLBACK and not restart:
-        raise ConfigError(broken[0][1])
+        raise broken[0][1]
     for what, text in broken:
         _log.error("%s. Checkpoints can only go to the %s", text, "save_dir" if what == FALLBACK else f"{FALLBACK} now")
     if not broken and path.stat().st_dev == Path(fallback_dir).stat().st_dev:
@@ -76,12 +96,12 @@ def check_places(save_dir: str, fallback_dir: str | None, *, restart: bool = Fal
     return path
 
 
-def _problem(place: str, what: str) -> str:
+def _problem(place: str, what: str) -> ConfigError | None:
     try:
         check_writable(place, what)
     except ConfigError as problem:
-        return str(problem)
-    return ""
+        return problem
+    return None
 
 
 def check_writable(save_dir: str, what: str = "save_dir") -> Path:

@@ -8,8 +8,8 @@ from dataclasses import replace
 from ttp.core import messages as m
 from ttp.core.controller.membership import Membership
 from ttp.core.controller.outbox import Outbox
-from ttp.core.layout import Rank, Version
-from ttp.core.restore_choice import agree, is_unread, none_whole
+from ttp.core.layout import Rank, Version, ranks_text
+from ttp.core.restore_choice import LOOK_AGAIN_S, agree, is_unread, none_whole
 from ttp.core.restore_messages import Candidate, Restored, RestoreDecision, RestoreView
 
 
@@ -28,6 +28,8 @@ class Restoring:
         self._views: dict[Rank, RestoreView] = {}
         self._restored: dict[Rank, Restored] = {}
         self._committed: tuple[Version, str] | None = None
+        self._restarted = False
+        self._looks = 0
 
     def reset(self) -> None:
         """Forget everything, because a new incarnation begins."""
@@ -46,6 +48,7 @@ class Restoring:
             same_job: whether the new incarnation is of the same job and save directory; else nothing is expected.
         """
         self._committed = (committed or self._committed) if same_job else None
+        self._restarted, self._looks = same_job, 0
 
     def viewed(self, view: RestoreView) -> None:
         """Take the view of a rank: the checkpoints it found. The view of the last rank triggers the decision."""
@@ -66,9 +69,13 @@ class Restoring:
             self._outbox.record("restored", version=report.version, size=size)
 
     def _decide(self) -> None:
-        verdict = agree(self._views.values())
+        verdict, views = agree(self._views.values()), self._views.values()
         chosen, error = (Candidate(Version(0), "", ""), verdict) if isinstance(verdict, str) else (verdict, "")
-        if self._committed is not None and not error and vanished(self._committed, self._views.values()):
+        away = error or self._not_everywhere(chosen)
+        if away and self._looks < len(LOOK_AGAIN_S) and self._is_restart:
+            self._look_again(away)
+            return
+        if self._committed is not None and not error and vanished(self._committed, views):
             chosen, error = Candidate(self._committed[0], "", ""), _gone(*self._committed, chosen.version)
         elif not error and not chosen.name:
             version, error = none_whole(self._views.values())
@@ -87,6 +94,29 @@ class Restoring:
         self._tell(self._views)
         if self.decision.unread:
             self.reset()  # the ranks now read more, send new views, and get another decision
+
+    @property
+    def _is_restart(self) -> bool:
+        return self._restarted or any(member.hello.launch for member in self._job.members.values())
+
+    def _not_everywhere(self, chosen: Candidate) -> str:
+        """Return in words that some ranks do not see the committed checkpoint, which no rank found damaged."""
+        if self._committed is None or chosen.version >= self._committed[0]:
+            return ""
+        version, path = self._committed
+        views = sorted(self._views.values(), key=lambda view: view.rank)
+        if any(path.rpartition("/")[2] in text for view in views for text in view.skipped):
+            return ""
+        without = (view.rank for view in views if all(c.version < version for c in view.candidates))
+        return f"step {version} was committed as {path}, and {ranks_text(without)} cannot see it. Is save_dir mounted?"
+
+    def _look_again(self, error: str) -> None:
+        """Have all ranks look again after a pause: the storage of a host may be away for a moment."""
+        self._looks += 1
+        self._outbox.record("waits", reason=error)
+        self.decision = RestoreDecision(m.SEVERAL, self._job.term, Version(0), "", "", error, unread=True)
+        self._tell(self._views)
+        self.reset()
 
     def _tell(self, ranks: Iterable[Rank]) -> None:
         assert self.decision is not None
