@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from tests.launch.conftest import FRESH
+from tests.ports import free_port
 from tests.waiting import until
 from ttp.config import Config
 from ttp.errors import ConfigError
@@ -272,3 +273,26 @@ def test_a_restart_that_cannot_begin_leaves_the_job_saved(monkeypatch: pytest.Mo
     monkeypatch.setattr("torch.distributed.run.run", torchrun)
     monkeypatch.setattr(launch, "_our_agent", lambda _: nullcontext())
     assert launch.run(Config()) == 75
+
+
+@pytest.mark.parametrize(
+    "flags", [["--rdzv-backend", "c10d", "--rdzv-id", "job", "--rdzv-endpoint"], ["--master-port"]]
+)
+def test_a_host_that_leaves_while_another_waits_for_it_is_told_in_words(
+    start: Start, environ: dict[str, str], tmp_path: Path, flags: list[str]
+) -> None:
+    """The first host, whose launcher serves the meeting, gets SIGTERM. torch raises an error with its own frames."""
+    port, jobs = free_port(), []
+    environ |= {"TTP_PORT": str(free_port()), "TTP_TOKEN": "secret"}
+    meeting = [*flags, f"localhost:{port}" if "c10d" in flags else str(port)]
+    for number in (0, 1):
+        environ |= {"TTP_HOST": f"h{number}", "TTP_RUN_DIR": str(tmp_path / str(number))}
+        here = [f"--rdzv-conf=is_host={1 - number}"] if "c10d" in flags else ["--node-rank", str(number)]
+        jobs.append(start("ttp-run", ["--nnodes", "3", *meeting, *here], "env_worker.py", "0", name=f"h{number}"))
+        until(lambda: any(c.laddr.port == port for c in psutil.Process(jobs[0].process.pid).net_connections()))
+    waits = psutil.Process(jobs[1].process.pid)
+    until(lambda: any(c.raddr and c.raddr.port == port for c in waits.net_connections()))
+    jobs[0].process.terminate()
+    assert jobs[1].finish() == 1
+    assert "ttp run: the hosts of the job cannot meet: " in jobs[1].log and "its log says why" in jobs[1].log
+    assert "Traceback" not in jobs[1].log, jobs[1].log

@@ -190,6 +190,15 @@ def _nodes(nnodes: str) -> int:
         raise ConfigError(f"--nnodes {nnodes!r} is neither a number nor MIN:MAX") from None
 
 
+def _of_meeting(problem: Exception) -> str:
+    """Return the message for hosts that cannot meet: torch raises the same for a lost host and a wrong address."""
+    reason = (str(problem.__cause__ or problem) or type(problem).__name__).partition("\nException raised from")[0]
+    return (
+        f"ttp run: the hosts of the job cannot meet: {reason}\nProbably the launcher on another host has left, such as "
+        "after SIGTERM: its log says why. Start the job again on all hosts; what was saved stays"
+    )
+
+
 class _TorchLaunch(Launch):
     """One call of torch's launcher with ttp's agent."""
 
@@ -200,8 +209,10 @@ class _TorchLaunch(Launch):
         self._agent: Any = None
 
     def run(self, config: Config) -> int:
+        from torch.distributed import DistError
         from torch.distributed.elastic.multiprocessing import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+        from torch.distributed.elastic.rendezvous.api import RendezvousError
         from torch.distributed.run import run as torchrun
 
         try:
@@ -217,6 +228,8 @@ class _TorchLaunch(Launch):
             return 128 + problem.sigval if code == EXIT_FAILED else code
         except ChildFailedError as problem:
             print(problem, file=sys.stderr)
+        except (RendezvousError, DistError) as problem:
+            print(_of_meeting(problem), file=sys.stderr)
         except Exception as problem:
             if self._agent is None and isinstance(problem, (ValueError, AssertionError, RuntimeError, OSError)):
                 return refuse(str(problem) or f"torch's launcher does not accept these flags: {problem!r}")
