@@ -26,7 +26,7 @@ from ttp.core.controller.program_recovery import MakeRecovery, no_recovery
 from ttp.core.layout import Rank, Version
 from ttp.errors import EXIT_BAD_CONFIG
 from ttp.launch.log_format import FACTS
-from ttp.store.history import HISTORY_KINDS, Launch
+from ttp.store.history import BEGINS, HISTORY_KINDS, Launch
 from ttp.wire.sockets import Sockets
 
 log = logging.getLogger("ttp.controller")
@@ -97,6 +97,7 @@ class Driver:
         self.history: collections.deque[Happening] = collections.deque()
         self._history_bytes = 0
         self._journal = journal
+        self._beginning: Happening | None = None  # of a launch of which no rank of this host has joined
         self._connections: dict[ce.ConnectionId, Peer] = {}
         self._ids = itertools.count(1)
         self._sequence = itertools.count(1)
@@ -305,13 +306,22 @@ class Driver:
             self._watchers = {watch for watch in self._watchers if watch.add(happening)}
         if incident:
             self._journal.write(self.machine.job.save_dir, happening)
-        if kind == "incarnation":
-            found = functools.partial(self._remembered, self.machine.job.incarnation)
-            self._journal.launch_begins(self.machine.job.save_dir, happening, bool(facts.get("resumed")), found)
-        elif kind in HISTORY_KINDS:
+        if kind == BEGINS:
+            self._beginning = happening
+        if facts.get("resumed") or kind in HISTORY_KINDS or self.machine.job.at_home >= 0:
+            self._note_beginning()
+        if kind in HISTORY_KINDS:
             self._journal.launch_goes_on(self.machine.job.save_dir, happening)
         for observe in self.observers:
             observe(kind, facts, happening.monotonic_s, happening.unix_s)
+
+    def _note_beginning(self) -> None:
+        """Record that a launch begins, once it is known how this host names the directory of the job."""
+        happening, self._beginning = self._beginning, None
+        if happening is not None:
+            found = functools.partial(self._remembered, self.machine.job.incarnation)
+            resumed = bool(json.loads(happening.facts).get("resumed"))
+            self._journal.launch_begins(self.machine.job.save_dir, happening, resumed, found)
 
     def _remembered(self, incarnation: int, fruitless: int, present: Launch | None) -> None:
         """Give the machine the result of ``Journal.launch_begins``. Called on the journal's thread."""

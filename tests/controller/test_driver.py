@@ -18,6 +18,7 @@ from ttp.controller.driver import Driver
 from ttp.controller.journal import Journal
 from ttp.core import messages as m
 from ttp.core.controller.events import (
+    ConnectionId,
     HostsDrained,
     RankWasWrong,
     Received,
@@ -27,7 +28,7 @@ from ttp.core.controller.events import (
 )
 from ttp.core.layout import Rank, Version
 from ttp.core.layout_messages import TellLayout
-from ttp.store.history import Launch
+from ttp.store.history import Launch, read_launches
 from ttp.testing.scenario import grid
 from ttp.testing.toy import hello
 
@@ -187,3 +188,26 @@ def test_what_a_slow_disk_tells_of_the_launch_before_is_not_taken_for_this_one()
         driver.close()
 
     quietly(run)
+
+
+@pytest.mark.parametrize("first", ["here", "there"])
+def test_launches_are_recorded_where_the_host_of_the_controller_sees_the_directory(tmp_path: Path, first: str) -> None:
+    """Hosts may mount one directory in different places, and the first rank to join may be on any of them."""
+    (tmp_path / "here").mkdir()
+
+    async def run() -> None:
+        journal = Journal(tmp_path / "run", [str(tmp_path / "here")])
+        driver, layout = Driver(PATIENCE, journal, "here"), grid(1, 2)
+        driver.machine.job.learn(layout)
+        for rank, host in enumerate(("here", "there") if first == "here" else ("there", "here")):
+            stream = driver.connect(lambda: None)
+            greeting = replace(hello(rank, layout), host=host, save_dir=str(tmp_path / host))
+            driver.feed(Received(stream.id, greeting))
+        for number in range(2):
+            driver.feed(Received(ConnectionId(number + 1), m.Goodbye(Rank(number), m.GoodbyeReason.DONE, Version(7))))
+        driver.close()
+        journal.close(60)
+
+    quietly(run)
+    (launch,) = read_launches(tmp_path / "here")
+    assert (launch.code, launch.text) == (0, "trained to the end") and launch.joined_unix_s

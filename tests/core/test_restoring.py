@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from tests.core.talk import Talk
 from ttp.core import messages as m
 from ttp.core.layout import Rank, Version
@@ -227,6 +229,26 @@ def test_what_one_rank_has_seen_has_not_vanished() -> None:
         talk.report(0, view(0, (7, "a"), (5, "b")))
         talk.report(1, view(1, (5, "b")))
     assert (talk.orders(RestoreDecision)[0].version, talk.orders(RestoreDecision)[0].error) == (5, "")
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_hosts_may_name_the_directory_differently(first: int) -> None:
+    """Whichever rank joins first in the next launch, it is the same job, and the controller's host names its place."""
+    talk = Talk(grid(1, 2), formed=False)
+    where = {0: {"host": "h", "save_dir": "/here"}, 1: {"host": "other", "save_dir": "/there"}}
+    for rank in (1, 0):
+        talk.hello(rank, **where[rank])
+    assert talk.machine.job.save_dir == "/here"
+    talk.accuse(1, m.FaultKind.EXITED)
+    talk.frozen(0, 7)
+    talk.saved(0)
+    talk.committed(0)
+    talk.lost(0)
+    for rank in (first, 1 - first):
+        talk.streams[rank] += 10
+        talk.hello(rank, launch=1, nonce=f"n{rank}.1", **where[rank])
+    assert talk.machine.job.save_dir == "/here"
+    looks_in_vain(talk)
 
 
 def test_another_directory_is_another_job() -> None:

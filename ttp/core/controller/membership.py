@@ -94,10 +94,16 @@ class Membership:
     gather_until: float | None = None
     """Time until which missing ranks may say hello to a controller that takes over; None: it waits for none."""
 
+    home: str = ""
+    """The host of this controller."""
+    at_home: Rank = Rank(-1)  # noqa: RUF009 - a number
+    """A rank of that host; -1: there is none yet."""
+
     @property
     def save_dir(self) -> str:
-        """The directory that the job saves to, from its ranks' hellos."""
-        return next((mb.hello.save_dir for mb in self.members.values()), "")
+        """The directory that the job saves to, as ranks of the controller's host name it if there are any."""
+        member = self.members.get(self.at_home) or next(iter(self.members.values()), None)
+        return member.hello.save_dir if member is not None else ""
 
     @property
     def complete(self) -> bool:
@@ -134,7 +140,7 @@ class Membership:
         self.suspects, self.suspects_on = OrderedDict(), Counter()
         self.live, self.silent, self.broken, self.done = set(), set(), set(), set()
         self.formed, self.gather_until, self.seats = False, None, set()
-        self.moving, self.guests, self.exited = set(), {}, {}
+        self.moving, self.guests, self.exited, self.at_home = set(), {}, {}, Rank(-1)
 
     def learn(self, layout: Layout) -> None:
         """Remember a layout by its digest; only the last few are kept."""
@@ -167,6 +173,8 @@ class Membership:
         self.members[hello.rank] = member
         self.by_connection.setdefault(connection, set()).add(hello.rank)
         self.live.add(hello.rank)
+        if hello.host == self.home:
+            self.at_home = hello.rank
         if seated:
             self.seats.discard(hello.rank)
             self.broken.discard(hello.rank)

@@ -35,7 +35,7 @@ class ControllerParts:
         self, timeouts: ControllerTimeouts, new_id: Callable[[int], str], host: str, port: int, program: MakeRecovery
     ) -> None:
         self.timeouts = timeouts
-        job = self.job = Membership()
+        job = self.job = Membership(home=host)
         outbox = self.outbox = Outbox(job)
         self.layouts = Layouts(job, outbox)
         self.mirrors = Mirrors(job, outbox)
