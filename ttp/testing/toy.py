@@ -147,9 +147,9 @@ class ToyStorage:
     def commit(self, order: m.Commit) -> None:
         """Commit a draft. Raises ``InvariantBroken`` where a real store would make a bad checkpoint."""
         there = self.checkpoints.get(order.version)
-        pages = self.layout.world_size - len(order.missing_pages)
-        same = there is not None and (there.incident, there.incarnation) == (order.incident, order.incarnation)
-        if there is not None and same and len(there.random) >= pages:
+        pages = {Rank(r) for r in range(self.layout.world_size)}.difference(order.missing_pages)
+        lent = there.random if there is not None and there.incarnation == order.incarnation else {}
+        if there is not None and there.incident == order.incident and pages <= lent.keys():
             return  # this rank or another one has committed it before, not without pages that are there now
         words: dict[Shard, dict[int, int]] = {}
         random: dict[Rank, int] = {}
@@ -168,7 +168,7 @@ class ToyStorage:
             raise InvariantBroken(f"I1: the order calls pages {order.missing_pages} missing, but {sorted(absent)} are")
         if there is not None and there.incarnation > order.incarnation:
             raise InvariantBroken(f"I1: version {order.version} of a later incarnation is replaced by an earlier one")
-        checkpoint = Checkpoint(order.version, order.incident, order.incarnation, shards, random)
+        checkpoint = Checkpoint(order.version, order.incident, order.incarnation, shards, {**lent, **random})
         self.checkpoints[order.version] = checkpoint
         for old in sorted(self.checkpoints)[: -self.keep]:
             del self.checkpoints[old]
