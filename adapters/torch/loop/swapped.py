@@ -9,6 +9,8 @@ these; any other value belongs to an evaluation.
 
 The same is done with a frozen parameter: adapters such as LoRA are often merged into frozen weights for an evaluation.
 
+Schedule-free optimizers move the weights themselves, and their param groups tell when they have.
+
 Some programs change weights between updates on purpose (they clip them, or average them over ranks). If that is seen
 during the first updates, those weights are not compared from then on.
 """
@@ -21,6 +23,7 @@ from itertools import takewhile
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -34,6 +37,11 @@ log = logging.getLogger("ttp.adapters.torch")
 _GIVEN_UP = (
     "the weights could not be noted; training goes on, but if a rank fails while averages are in the model, for an "
     "evaluation, these may be saved"
+)
+_EVALUATES_OTHERS = (
+    "the model is evaluated while %s.eval() has put other weights into it: a rank that is among them when another one "
+    "fails cannot be saved, and if all are, nothing can be. Evaluate a copy instead: "
+    "model_copy, optimizer_copy = copy.deepcopy((model, optimizer)); optimizer_copy.eval()"
 )
 _UPDATES_LEARNED = 5
 _SAMPLES_MAX = 4
@@ -99,7 +107,8 @@ class Swapped:
         runtimes: Sequence[Runtime],
         reduced: Collection[int] = (),
     ) -> None:
-        given = [[*parameters_of(each)] for each in optimizers]
+        self._optimizers = tuple(optimizers)
+        given = [[*parameters_of(each)] for each in self._optimizers]
         chosen = [parameter for each in given for parameter in _chosen(each)][:_SAMPLES_MAX]
         others = _chosen([p for each in given for p in each if id(p) not in reduced])
         chosen += [other for other in others if not any(other is each for each in chosen)]
@@ -114,6 +123,7 @@ class Swapped:
         self._updates = -1  # the program may still load weights before the first one
         self._used = True  # training has used the weights since the last update
         self._learned: list[Event] = []  # marks of the devices after the first updates
+        self._others_evaluated = 0  # the value of ``evaluations`` at the last one while an optimizer had moved weights
         self.evaluations = 0
         """Number of forward passes without gradients so far."""
         self.updated()
@@ -158,6 +168,14 @@ class Swapped:
         if self._pointers:
             self._places = kept
         self.evaluations += 1
+        if (optimizer := self._in_evaluation()) and self._updates >= 0:
+            self._tell_of(optimizer)
+
+    def _tell_of(self, optimizer: str) -> None:
+        """Note an evaluation of the other weights that an optimizer has; said once, on rank 0."""
+        first, self._others_evaluated = not self._others_evaluated, self.evaluations
+        if first and not (dist.is_available() and dist.is_initialized() and dist.get_rank() > 0):
+            log.warning(_EVALUATES_OTHERS, optimizer)
 
     def _note(self, row: int) -> None:
         """Keep the bytes in a row; on a device it is done in the order of its work. Never raises."""
@@ -203,11 +221,22 @@ class Swapped:
         Raises:
             TimeoutError: a device did not answer in time.
         """
-        return self._holds_others(_NOW)
+        return bool(self._in_evaluation()) or self._holds_others(_NOW)
 
     def since(self, evaluations: int) -> bool:
         """Return whether the model holds other weights, or did so in an evaluation after the first ``evaluations``."""
-        return self.now() or (self.evaluations > evaluations and self._holds_others(_EVALUATED))
+        if self._others_evaluated > evaluations or self.now():
+            return True
+        return self.evaluations > evaluations and self._holds_others(_EVALUATED)
+
+    def _in_evaluation(self) -> str:
+        """Return the class of an optimizer that holds other weights now, as its param groups say; empty: none does.
+
+        Schedule-free optimizers do: their ``eval()`` moves the weights, and ``train()`` moves them back, but for the
+        last bits. So the comparison may take the program for one that changes weights between updates.
+        """
+        moved = (o for o in self._optimizers if any(group.get("train_mode") is False for group in o.param_groups))
+        return next((type(optimizer).__name__ for optimizer in moved), "")
 
     def _holds_others(self, row: int) -> bool:
         addresses = self._places.addresses

@@ -73,6 +73,8 @@ def refuse_unsaved(given: Sequence[Optimizer], extra: Collection[Any]) -> None:
 def numbers_of(given: Sequence[Optimizer], extra: Collection[Any]) -> Numbers:
     """Return the attributes of optimizers, but for torch's own, that hold only numbers. They are in no checkpoint.
 
+    Tensors of one element on the host count as numbers. Those on a device are not read: that would wait for it.
+
     Args:
         given: the optimizers as the user gave them.
         extra: the objects that the user gave as ``extra_state``. What they hold is saved.
@@ -106,6 +108,8 @@ def _numbers_in(value: Any, depth: int = _DEPTH_MAX) -> list[float] | None:
     """Return the numbers in a value that holds nothing else, whatever the keys of its dicts are; else None."""
     if type(value) in (int, float):
         return [value]
+    if type(value) is Tensor and value.numel() == 1 and value.device.type == "cpu":
+        return [value.item()]
     if not depth or not isinstance(value, (list, tuple, deque, Mapping)):
         return None
     found = [_numbers_in(each, depth - 1) for each in list(value.values() if isinstance(value, Mapping) else value)]

@@ -29,10 +29,13 @@ class Job(Loop):
         between: Callable[[Job], None] = lambda _: None,
         networks: int = 1,
         model: nn.Module | None = None,
+        optimizer: type[Any] = torch.optim.SGD,
+        **setting: Any,
     ) -> None:
         made = [nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 1)) for _ in range(networks)]
         self.networks = made if model is None else [model]
-        self.optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in self.networks]
+        groups = [[{"params": [*each.parameters()], **setting}] for each in self.networks]
+        self.optimizers = [optimizer(group, lr=0.1) for group in groups]
         self.averages = [torch.full_like(p, 0.5) for p in self.networks[0].parameters()]
         whole = self.networks[0] if networks == 1 else nn.ModuleList(self.networks)
         super().__init__(directory, whole, self.optimizers)
@@ -148,7 +151,8 @@ def clip(job: Job) -> None:
 
 
 def test_a_program_that_changes_weights_after_each_update_is_not_suspected(tmp_path: Path) -> None:
-    """It clips them, as in WGAN. One update tells."""
+    """It clips them, as in WGAN. One update tells, if it makes weights that are clipped."""
+    torch.manual_seed(0)
     job = Job(tmp_path, between=clip)
     job.step()
     assert job.swapped, "nothing has shown yet that training goes on with these weights"
@@ -281,3 +285,48 @@ def test_parameters_that_no_bytes_can_be_read_of_are_left_alone() -> None:
     swapped.updated()
     frozen.data.zero_()
     assert not swapped.now()
+
+
+class ScheduleFree(torch.optim.SGD):
+    """Like those of the package schedulefree: ``eval()`` moves the weights, and ``train()`` moves them back."""
+
+    def eval(self) -> None:
+        self._move(1.5, train_mode=False)
+
+    def train(self) -> None:
+        self._move(1 / 1.5, train_mode=True)
+
+    @torch.no_grad()
+    def _move(self, factor: float, *, train_mode: bool) -> None:
+        for group in self.param_groups:
+            if group["train_mode"] is not train_mode:
+                group["train_mode"] = train_mode
+                for parameter in group["params"]:
+                    parameter.mul_(factor)
+
+
+@pytest.mark.supports("schedule-free optimizers")
+@pytest.mark.parametrize("copied", [False, True])
+def test_an_optimizer_that_moves_the_weights_for_an_evaluation(
+    copied: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log says once that no save is possible meanwhile. A copy of both may be evaluated at any time."""
+
+    def evaluate(job: Job) -> None:
+        model, optimizer = copy.deepcopy((job.model, job.optimizers[0])) if copied else (job.model, job.optimizers[0])
+        optimizer.eval()
+        with torch.no_grad():
+            model(INPUT)
+        assert job.swapped is not copied
+        optimizer.train()
+
+    job = Job(tmp_path, evaluate, optimizer=ScheduleFree, train_mode=False)
+    with torch.no_grad():
+        job.model(INPUT)  # before the training, when there are no other weights yet
+    job.optimizers[0].train()
+    for _ in range(3):
+        job.step()
+    said = [text for text in caplog.messages if "the model is evaluated while ScheduleFree.eval() has put" in text]
+    assert len(said) == (0 if copied else 1)
+    if copied:
+        job.save_and_go_on()

@@ -113,12 +113,14 @@ class Counting(Sign):
         self.count, self.warm_up, self.told = 0, 10, True
         self.cycle: list[Any] = [0]
         self.cycle.append(self.cycle)
+        self.scales = {id(p): {"scale": torch.ones(())} for group in self.param_groups for p in group["params"]}
         self.rates = {p: 1.0 for group in self.param_groups for p in group["params"]}
 
     def direction(self, number: int, p: Any) -> Any:
         self.size = 4  # made by the first update, and the same from then on, in each launch
         self.count += 1
         self.norms.append(float(p.grad.norm()))
+        self.scales[id(p)]["scale"].mul_(0.5)
         return super().direction(number, p) / self.count
 
     def state_dict(self) -> dict[str, Any]:
@@ -138,7 +140,7 @@ def test_numbers_that_are_in_no_checkpoint_are_told_once(
             loop.model(torch.ones(1, 3)).sum().backward()
             optimizer.step()
     said = [text for text in caplog.messages if "is in no checkpoint" in text]
-    assert [text.split(" changes")[0] for text in said] == ([] if as_extra else ["Counting.count, Counting.norms"])
+    assert [text.split(" changes")[0] for text in said] == ([] if as_extra else ["Counting.count, Counting.norms, Counting.scales"])
 
 
 def test_weights_moved_between_two_backward_passes_are_refused(start: Callable[..., Job]) -> None:
