@@ -49,13 +49,21 @@ def refuse_unsaved(given: Sequence[Optimizer], extra: Collection[Any]) -> None:
     for optimizer in given:
         owners = owners_of(optimizer)
         for wrapper in wrappers_of(optimizer):
-            kept = _kept_by(wrapper, owners)
-            if kept and not any(each is wrapper for each in extra):
+            if any(each is wrapper for each in extra):
+                continue
+            if kept := _kept_by(wrapper, owners):
                 inside = ", ".join(type(owner).__name__ for owner in owners)
                 raise UsageError(
                     f"{type(wrapper).__name__} keeps tensors of its own (.{kept}), and a checkpoint holds only the "
                     f"state of {inside} inside of it. If its state_dict() and load_state_dict() include these tensors, "
                     'give the object to wrap_optimizer() as extra state too: extra_state={"optimizer": optimizer}'
+                )
+            if isinstance(getattr(wrapper, "train_mode", None), bool):
+                raise UsageError(
+                    f"{type(wrapper).__name__}.train_mode tells which weights are in the model, and is in no "
+                    "checkpoint: a resumed job would move the weights once more. Use an optimizer that keeps it in its "
+                    "param groups (schedulefree.AdamWScheduleFree), or give the object as extra state too if its "
+                    "state_dict() has it"
                 )
         for owner in owners:
             if owner.state or is_sharded(owner) or type(owner).__module__.partition(".")[0] == "torch":

@@ -44,6 +44,12 @@ class Hiding(Sign):
         return self.momenta.setdefault(number, torch.zeros_like(p)).mul_(0.9).add_(p.grad)
 
 
+class WithMode(LookaheadInside):
+    """Like ``schedulefree.ScheduleFreeWrapper``."""
+
+    train_mode = False
+
+
 Make = Callable[[nn.Module], Any]
 
 
@@ -72,6 +78,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
         yield started
 
 
+@pytest.mark.supports("schedule-free optimizers")
 @pytest.mark.parametrize(
     ("make", "options", "said"),
     [
@@ -79,6 +86,11 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
             lambda model: Lookahead(Adam(model.parameters())),
             {"done": True},
             r"Lookahead keeps tensors of its own \(\.state\), and a checkpoint holds only.* of Adam.*extra_state=",
+        ),
+        (
+            lambda model: WithMode(Adam(model.parameters())),
+            {"done": True},
+            r"WithMode\.train_mode tells which weights are in the model, and is in no checkpoint.*param groups",
         ),
         (
             lambda model: Hiding(model.parameters()),
@@ -91,7 +103,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
             r"LookaheadInside wraps another optimizer.*give ttp the inner.*call ttp\.step_done\(\) at the end",
         ),
     ],
-    ids=["slow weights", "hidden moments", "a step that cannot be seen"],
+    ids=["slow weights", "a mode", "hidden moments", "a step that cannot be seen"],
 )
 def test_what_would_be_forgotten_is_refused_right_away(
     start: Callable[..., Job], make: Make, options: dict[str, bool], said: str
