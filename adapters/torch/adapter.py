@@ -181,7 +181,12 @@ class TorchAdapter(Restoring):
         others = {} if gathering(self._model) else untrained(self._names.parameters, [self._optimizer, *self._given])
         post_step = self._post_step = source.post_step = self._make_post_step()
         self._followers = Followers(
-            self._model, others, source.on_host, self._followed, lambda: not (processor.env.rank or turns.by_hand)
+            self._model,
+            others,
+            source.on_host,
+            self._followed,
+            self._extra.tensors_in_place,
+            lambda: not (processor.env.rank or turns.by_hand),
         )
         self._hooks.callback(self._followers.close)
         self._followed(self._followers.small)

@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves
 
 from ttp.adapters.torch.restoring.compare import hand_to
+from ttp.adapters.torch.sharding.dtensor_chunks import is_distributed
 from ttp.adapters.versions import TORCHDATA, require
 from ttp.errors import CheckpointError, ToldAs, UsageError
 from ttp.processor.local_state.host_rng import memory_at
@@ -90,6 +91,17 @@ class ExtraState:
     def objects(self) -> tuple[Any, ...]:
         """All given objects."""
         return (*self.modules.values(), *self._changing.values(), *self._constant.values())
+
+    def tensors_in_place(self) -> dict[str, Tensor]:
+        """Return the tensors of the modules by name, without statistics of BatchNorm, which ``notes`` tells of."""
+        return {
+            ".".join(filter(None, (_path(name), prefix, key))): tensor
+            for name, module in self.modules.items()
+            for prefix, each in module.named_modules()
+            if not isinstance(each, _NormBase)
+            for key, tensor in (*each.named_parameters(recurse=False), *each.named_buffers(recurse=False))
+            if not is_distributed(tensor) and key not in each._non_persistent_buffers_set
+        }
 
     def object(self, name: str) -> Any:
         """Return the object of this name, which is one of ``changing``."""

@@ -8,6 +8,9 @@ first updates. Changes before the first update are ignored: layers may still ini
 or one on a device, may only be written to with the values that it has: then it counts as one that changes, but is not
 refused.
 
+Modules that the user gives as ``extra_state`` are compared in the same way: they are read in place when a checkpoint is
+written, so their tensors must not change in the forward pass either (the running center of a loss).
+
 Buffers are another matter: the next forward pass changes them too, so they are captured when an update ends, and what
 the program writes to them after that belongs to the next version. The log says so if the first updates show it; which
 iteration has written them it cannot know.
@@ -63,6 +66,7 @@ class Followers:
             device.
         found: called with the names of parameters that changed inside of a version, or after an update and before the
             next forward pass; and with whether it was after the update.
+        beside: returns the tensors of modules beside the model that are read in place too, by name.
         tells: returns whether to log that buffers are written to after an update. On ranks other than the first one
             DistributedDataParallel does it.
     """
@@ -73,9 +77,10 @@ class Followers:
         parameters: Mapping[str, Tensor],
         on_host: Callable[[Tensor], bool],
         found: Callable[[list[str], bool], None],
+        beside: Callable[[], Mapping[str, Tensor]],
         tells: Callable[[], bool],
     ) -> None:
-        self._model, self._on_host, self._tells = model, on_host, tells
+        self._model, self._on_host, self._beside, self._tells = model, on_host, beside, tells
         self._named = {name: p for name, p in parameters.items() if p.numel() and not is_distributed(p)}
         self._found = found
         self.small: list[str] = []
@@ -87,9 +92,11 @@ class Followers:
         self._updates = 0
         self._mark: dict[str, _State] | None = None  # the parameters at the last look; None: they are not compared now
         self._entered = False  # a forward pass has begun since the last update
+        self._beside_mark: dict[str, _State] | None = None  # what is beside the model, at the last forward pass
         self._written: dict[str, _State] | None = None  # the buffers at the end of an update, until a forward pass
         forward, uses = Hook(self._forward), Hook(self._uses_buffers)
-        self._handles = [each.register_forward_pre_hook(forward) for each in called(model) if self._named]
+        compares = bool(self._named or beside())
+        self._handles = [each.register_forward_pre_hook(forward) for each in called(model) if compares]
         # Before hooks of the program, which may change buffers as a part of the forward pass.
         self._handles += [each.register_forward_pre_hook(uses, prepend=True) for each in called(model)]
 
@@ -110,7 +117,7 @@ class Followers:
         if self._updates > _UPDATES_WATCHED:
             self.close()
             return False
-        self._mark, self._entered = self._look(), False
+        self._mark, self._entered, self._beside_mark = self._look(), False, None
         self.captured()
         return True
 
@@ -123,8 +130,10 @@ class Followers:
         """Check the parameters, just before the next update.
 
         Raises:
-            UsageError: the program has changed parameters since the last forward pass began.
+            UsageError: the program has changed parameters, or modules beside the model, since a forward pass began.
         """
+        if self._beside_mark:
+            self._refuse_changed(self._beside_mark, self._states_of(self._beside()))
         before, moved, now = self._mark or {}, self._moved(), self._mark or {}
         changed = [name for name in moved if self._entered and _differ(before[name][1], now[name][1])]
         if moved and not changed:  # if no forward pass was seen, the change may have been made before it
@@ -141,7 +150,7 @@ class Followers:
         """Stop comparing, and remove the hooks."""
         for handle in self._handles:
             handle.remove()
-        self._handles, self._mark, self._written = [], None, None
+        self._handles, self._mark, self._written, self._beside_mark = [], None, None, None
         self._named, self.small = {}, []
 
     def _uses_buffers(self, module: nn.Module, _args: Any) -> None:
@@ -151,9 +160,7 @@ class Followers:
         before, self._written = self._written, None
         if not (module.training and torch.is_grad_enabled() and self._tells()):
             return
-        now = self._look_at_buffers()
-        moved = [name for name in now if name in before and now[name][0] != before[name][0]]
-        if changed := [name for name in moved if _differ(before[name][1], now[name][1])]:
+        if changed := _changed(before, self._look_at_buffers()):
             self._tells = lambda: False
             log.warning(_WRITTEN, first_of(changed, _LISTED_MAX))
 
@@ -162,6 +169,7 @@ class Followers:
             return
         if module.training and torch.is_grad_enabled():
             self._entered = True
+            self._beside_mark = self._states_of(self._beside())
             if moved := self._moved():  # changed after the update, or after one that the gradient scaler has skipped
                 self._found(moved, True)
 
@@ -173,17 +181,27 @@ class Followers:
         now = self._mark = self._look()
         return [name for name in self._named if now[name][0] != before[name][0]]
 
-    def _look_at_buffers(self) -> dict[str, _State]:
-        try:
-            return self._states_of_buffers()
-        except Exception:  # a device may have no memory left for the samples
-            log.debug("the buffers of the model are not compared", exc_info=True)
-            return {}
+    def _refuse_changed(self, before: Mapping[str, _State], now: Mapping[str, _State]) -> None:
+        if changed := _changed(before, now):
+            raise UsageError(
+                f"the program changes {first_of(changed, _LISTED_MAX)} between the beginning of a forward pass and optimizer.step(), "
+                "and a module given as extra_state is read when a checkpoint is written: a checkpoint made there would "
+                "hold it as it is one step later. Give the module within model= instead, whose buffers are kept for "
+                'each version: model=nn.ModuleDict({"model": model, "loss": loss}). Or give an object that is no module'
+            )
 
-    def _states_of_buffers(self) -> dict[str, _State]:
-        found = {name: each for name, each in self._model.named_buffers() if each.numel() and _is_readable(each)}
+    def _look_at_buffers(self) -> dict[str, _State]:
+        return self._states_of(dict(self._model.named_buffers()))
+
+    def _states_of(self, tensors: Mapping[str, Tensor]) -> dict[str, _State]:
+        """Return the states of tensors that can be read; none if a device has no memory left for the samples."""
+        found = {name: each for name, each in tensors.items() if each.numel() and _is_readable(each)}
         small = [n for n, each in found.items() if self._on_host(each) and each.nbytes <= _COPIED_BYTES_MAX]
-        return {n: (copied_bytes(each), None) if n in small else _moving(each) for n, each in found.items()}
+        try:
+            return {n: (copied_bytes(each), None) if n in small else _moving(each) for n, each in found.items()}
+        except Exception:
+            log.debug("tensors of the program are not compared", exc_info=True)
+            return {}
 
     def _look(self) -> dict[str, _State]:
         try:
@@ -207,6 +225,11 @@ def _moving(tensor: Tensor) -> _State:
 def _is_readable(tensor: Tensor) -> bool:
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
     return plain and not (tensor.is_inference() or tensor.is_meta or tensor.is_quantized)
+
+
+def _changed(before: Mapping[str, _State], now: Mapping[str, _State]) -> list[str]:
+    moved = [name for name in now if name in before and now[name][0] != before[name][0]]
+    return [name for name in moved if _differ(before[name][1], now[name][1])]
 
 
 def _differ(before: Tensor | None, now: Tensor | None) -> bool:

@@ -152,7 +152,9 @@ def test_numbers_that_are_in_no_checkpoint_are_told_once(
             loop.model(torch.ones(1, 3)).sum().backward()
             optimizer.step()
     said = [text for text in caplog.messages if "is in no checkpoint" in text]
-    assert [text.split(" changes")[0] for text in said] == ([] if as_extra else ["Counting.count, Counting.norms, Counting.scales"])
+    assert [text.split(" changes")[0] for text in said] == (
+        [] if as_extra else ["Counting.count, Counting.norms, Counting.scales"]
+    )
 
 
 def test_weights_moved_between_two_backward_passes_are_refused(start: Callable[..., Job]) -> None:
