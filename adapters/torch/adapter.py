@@ -180,14 +180,8 @@ class TorchAdapter(Restoring):
         ddps = ddps_of(self._model)
         others = {} if gathering(self._model) else untrained(self._names.parameters, [self._optimizer, *self._given])
         post_step = self._post_step = source.post_step = self._make_post_step()
-        self._followers = Followers(
-            self._model,
-            others,
-            source.on_host,
-            self._followed,
-            self._extra.tensors_in_place,
-            lambda: not (processor.env.rank or turns.by_hand),
-        )
+        seen = source.on_host, self._followed, self._extra.tensors_in_place
+        self._followers = Followers(self._model, others, *seen, lambda: not (processor.env.rank or turns.by_hand))
         self._hooks.callback(self._followers.close)
         self._followed(self._followers.small)
         buckets = source.buckets = LayoutWatch(ddps, self._names)

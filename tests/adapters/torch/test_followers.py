@@ -190,64 +190,6 @@ def test_frozen_ones_that_an_optimizer_has_are_watched_too(tmp_path: Path, move:
     assert [job.step(model.follow) for _ in range(4)] == [False, True, True, True]
 
 
-class Centred(nn.Module):
-    """A loss with a running center that it replaces, as DINO's."""
-
-    center: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("center", torch.zeros(1, 3))
-
-    def forward(self, x: Tensor) -> Any:
-        loss = (x - self.center).square().mean()
-        self.center = 0.9 * self.center + 0.1 * x.detach().mean(0, keepdim=True)
-        return loss
-
-
-@supports("losses with a state of their own")
-@pytest.mark.parametrize("small", [True, False])
-def test_a_module_beside_the_model_that_changes_in_the_forward_pass_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: bool
-) -> None:
-    """It is read in place, when the center may be that of the next version already. An average is not refused."""
-    if not small:
-        monkeypatch.setattr(followers, "_COPIED_BYTES_MAX", 0)
-    model, loss = net(), Centred()
-    average: Any = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
-    job = Job(tmp_path, model, model, extra_state={"loss": loss, "average": average})
-
-    def step(forward: Callable[[Tensor], Any]) -> None:
-        job.optimizer.zero_grad()
-        forward(model(data())).backward()
-        job.optimizer.step()
-        average.update_parameters(model)
-
-    step(loss)
-    for _ in range(3):
-        step(Tensor.sum)
-    with pytest.raises(UsageError, match=r"changes extra_state\['loss'\]\.center between .* within model= instead"):
-        step(loss)
-
-
-@supports("losses with a state of their own")
-def test_a_loss_within_the_model_comes_back(tmp_path: Path) -> None:
-    def make() -> Program:
-        model, loss = net(), Centred()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-        def step(_number: int) -> Any:
-            optimizer.zero_grad()
-            found = loss(model(data()))
-            found.backward()
-            optimizer.step()
-            return found
-
-        return Program(nn.ModuleDict({"model": model, "loss": loss}), optimizer, step)
-
-    assert_goes_on_with_its_bits(tmp_path, make)
-
-
 @pytest.mark.parametrize("small", [True, False])
 def test_layers_that_write_what_is_there_already_are_not_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: bool
