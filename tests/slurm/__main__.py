@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -10,4 +11,6 @@ from ttp.chaos import world
 if __name__ == "__main__":
     if problem := world.obstacle():
         sys.exit(f"tests/slurm cannot run here: {problem}")
+    # The batch script calls ttp by its name, also if this environment is not activated.
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     sys.exit(world.enter(["-m", "slow", str(Path(__file__).parent), *sys.argv[1:]], module="pytest"))
