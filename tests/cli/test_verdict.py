@@ -143,7 +143,6 @@ def test_of_two_directories_the_one_that_knows_more_is_believed(
     assert ttp("verdict", place / "unmounted").out == "trained\n"
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system: needs root")
 def test_a_disk_that_is_full_is_named(ttp: Ttp) -> None:
     with small_disk() as disk:
         (disk / "incidents").mkdir()
