@@ -147,11 +147,12 @@ class Cluster:
         return done.stdout
 
     def close(self) -> None:
-        """End all processes of the cluster."""
+        """End all processes of the cluster, and remove its files."""
         self.hosts.close()
         for daemon in self._daemons:
             daemon.wait(30)
         os.kill(int((self.folder / "munge.pid").read_text()), signal.SIGTERM)
+        shutil.rmtree(self.folder, ignore_errors=True)  # munged may be removing its own
 
 
 class BatchJob:

@@ -184,5 +184,5 @@ def assert_resumed(job: BatchJob, unbroken: Digests, lives_max: int = 2) -> dict
 
 
 def verdict(job: BatchJob) -> tuple[str, int]:
-    done = subprocess.run([TTP, "verdict", str(job.save_dir)], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([TTP, "verdict", str(job.save_dir)], capture_output=True, text=True, timeout=300, check=False)
     return done.stdout.strip(), done.returncode

@@ -69,7 +69,7 @@ def test_a_rule_strikes_where_and_as_often_as_it_says(bad_disk: BadDisk) -> None
     (bad_disk.mountpoint / "a.txt").unlink()
 
 
-def test_it_is_gone_when_it_is_closed(tmp_path: Path) -> None:
+def test_it_is_gone_when_it_is_closed(mounts: None, tmp_path: Path) -> None:
     mountpoint = tmp_path / "mount"
     with BadDisk(mountpoint, tmp_path / "below") as disk:
         (mountpoint / "file").touch()
