@@ -39,7 +39,7 @@ class Controller:
         )
         self.channel = open_channel("127.0.0.1", self.port)
         if wait:
-            grpc.channel_ready_future(self.channel).result(timeout=30)
+            grpc.channel_ready_future(self.channel).result(timeout=60)
         self.stub = stub(self.channel)
         self.ranks: list[FakeRank] = []
 

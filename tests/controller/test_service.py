@@ -209,12 +209,12 @@ def test_the_controller_ends_when_the_job_is_over(controller: Controller) -> Non
         rank.say(m.Goodbye(Rank(rank.number), m.GoodbyeReason.DONE, Version(3)))
     for rank in ranks:
         assert rank.expect(m.Finished)
-    assert controller.process.wait(20) == 0
+    assert controller.process.wait(60) == 0
 
 
 def test_the_controller_ends_when_it_is_abandoned(start: Any) -> None:
     controller = start("--abandoned-s", "0.5", wait=False)
-    assert controller.process.wait(20) == 0
+    assert controller.process.wait(60) == 0
     assert "no rank was connected" in controller.output()
 
 
@@ -231,12 +231,12 @@ def test_the_controller_ends_with_its_launcher(start: Any) -> None:
     assert controller.status().stage == "waiting"
     owner.kill()
     owner.wait()
-    assert controller.process.wait(20) == 0
+    assert controller.process.wait(60) == 0
 
 
 def test_sigterm_ends_the_controller(controller: Controller) -> None:
     controller.process.send_signal(signal.SIGTERM)
-    assert controller.process.wait(20) == 0
+    assert controller.process.wait(60) == 0
 
 
 def test_sigterm_ends_it_only_when_its_ranks_have_left(controller: Controller) -> None:
@@ -249,7 +249,7 @@ def test_sigterm_ends_it_only_when_its_ranks_have_left(controller: Controller) -
     zero.expect(m.Freeze)
     assert controller.process.poll() is None
     controller.process.send_signal(signal.SIGINT)
-    assert controller.process.wait(20) == 0
+    assert controller.process.wait(60) == 0
 
 
 def test_one_that_stood_still_while_its_ranks_went_elsewhere_records_no_loss(start: Any, tmp_path: Path) -> None:

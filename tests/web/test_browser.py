@@ -117,7 +117,7 @@ def test_four_thousand_ranks(page: Any, tmp_path: Path, controller: Controller) 
         with b.served(env=env) as address:
             page.set_window_size(1280, 1000)
             page.get(address)
-            until(lambda: len(page.find_elements("css selector", ".cell.live")) >= world)
+            until(lambda: len(page.find_elements("css selector", ".cell.live")) >= world, 120)
             kind = pb.FAULT_KIND_EXITED
             request = pb.ReportFaultRequest(ranks=[2025], reason="killed by signal 9 (SIGKILL)", kind=kind)
             controller.stub.ReportFault(request)
@@ -127,8 +127,7 @@ def test_four_thousand_ranks(page: Any, tmp_path: Path, controller: Controller) 
             ranks.send_keys("n")
             waits = ("waiting for the answer of", "all ranks wait for")  # freezing, or already saving
             until(lambda: any(text in b.text(page, "waits") for text in waits), 60)
-            worst_ms = page.execute_async_script(SLOWEST)
-            assert worst_ms < 1000, "the page answers"
+            until(lambda: page.execute_async_script(SLOWEST) < 1000, 120, lambda: "the page does not answer")
             assert b.text(page, "detail").startswith("rank2025")
             page.execute_script("scrollTo(0, 0)")
             b.picture(page, "web-4096", tmp_path)
