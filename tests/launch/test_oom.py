@@ -37,7 +37,8 @@ class System:
 
     def mount(self, kind: str, root: str, point: str) -> None:
         """Add a mount. ``kind`` is type, source and options, as after the dash in mountinfo."""
-        self.mounts.append(f"31 23 0:28 {root} {self.root}{point} rw,relatime shared:1 - {kind}\n")
+        place = f"{self.root}{point}".replace(" ", r"\040")
+        self.mounts.append(f"31 23 0:28 {root} {place} rw,relatime shared:1 - {kind}\n")
         self.write("proc/self/mountinfo", "".join(self.mounts))
 
     def unified(self, root: str = "/") -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+
+_OCTAL = re.compile(r"\\([0-7]{3})")
+"""How ``mountinfo`` writes a blank or a backslash in a path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +47,7 @@ def mounts(proc: Path) -> Iterator[Mount]:
     """
     for line in (proc / "self" / "mountinfo").read_text(errors="replace").splitlines():
         fields, _, source = line.partition(" - ")
-        _, _, _, root, point, *_ = fields.split()
+        _, _, _, root, point, *_ = (_OCTAL.sub(lambda found: chr(int(found[1], 8)), field) for field in fields.split())
         kind, _, *options = source.split()
         if kind == "cgroup2":
             yield Mount(2, root, Path(point))
