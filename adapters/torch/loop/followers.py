@@ -185,9 +185,10 @@ class Followers:
         if changed := _changed(before, now):
             raise UsageError(
                 f"the program changes {first_of(changed, _LISTED_MAX)} between the beginning of a forward pass and "
-                "optimizer.step(), and a module given as extra_state is read when a checkpoint is written: a checkpoint "
-                "made there would hold it as it is one step later. Give the module within model= instead, whose buffers are kept for "
-                'each version: model=nn.ModuleDict({"model": model, "loss": loss}). Or give an object that is no module'
+                "optimizer.step(), and a module given as extra_state is read when a checkpoint is written: it would "
+                "hold the module as it is one step later. Give the module within model= instead, whose buffers are "
+                'kept for each version: model=nn.ModuleDict({"model": model, "loss": loss}). Or give an object that is '
+                "no module"
             )
 
     def _look_at_buffers(self) -> dict[str, _State]:
