@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import compress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -44,6 +45,16 @@ def instances_of(kind: type[T]) -> list[T]:
         kinds.update(fresh)
     things = gc.get_objects()
     return list(compress(things, map(kinds.__contains__, map(type, things))))
+
+
+def pipeline_stages(model: nn.Module) -> list[Any]:
+    """Return the ``torch.distributed.pipelining`` stages made of this model, of a part of it, or of a wrapper of it."""
+    library = sys.modules.get("torch.distributed.pipelining.stage")
+    if library is None:
+        return []
+    own = set(map(id, model.modules()))
+    stages = instances_of(library._PipelineStageBase)
+    return [stage for stage in stages if not own.isdisjoint(map(id, stage.submod.modules()))]
 
 
 def ddps_of(model: nn.Module, known: Sequence[Ddp] = ()) -> list[Ddp]:
@@ -140,6 +151,7 @@ class LayoutWatch:
         self._watches |= more
         self.unsettled += more.values()
         _say_hook_state(late)
+        _say_trial_passes(model)
         if resumed and any(missing_layout(ddp) is not None for ddp in late):
             _log.warning(
                 "a DistributedDataParallel was made after ttp.restore(), so its buckets were not laid out as in the "
@@ -249,3 +261,24 @@ def _say_hook_state(ddps: Sequence[Ddp]) -> None:
                 getattr(hook, "__name__", hook),
                 type(state).__name__,
             )
+
+
+def _say_trial_passes(model: nn.Module) -> None:
+    """Warn of pipeline stages that have made a trial pass in this launch, if such a pass changes the results."""
+    for stage in pipeline_stages(model):
+        if getattr(getattr(stage, "_inference_mode", None), "name", "") != "DYNAMIC":
+            continue
+        parts = list(stage.submod.modules())
+        if any(isinstance(part, DistributedDataParallel) for part in parts):
+            changed = "DistributedDataParallel then reduces gradients of the first microbatch on its own"
+        elif any(getattr(part, "running_mean", None) is not None for part in parts):
+            changed = "it changes the running statistics of normalisation layers"
+        else:
+            continue
+        _log.warning(
+            "to learn the shapes, pipeline stage %d made a trial pass before its first step, as it does in each "
+            "launch, and %s: after a restart the results differ from those of an unbroken run. Give PipelineStage "
+            "input_args and output_args; it then needs no trial pass (docs/layouts.md)",
+            stage.stage_index,
+            changed,
+        )

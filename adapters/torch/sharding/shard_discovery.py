@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from ttp.adapters.torch.device.accelerator import flat_bytes
 from ttp.adapters.torch.saving.checkpoint import Chunk, TensorOrChunks
 from ttp.adapters.torch.sharding import dtensor_chunks
-from ttp.adapters.torch.sharding.data_parallel import instances_of
+from ttp.adapters.torch.sharding.data_parallel import pipeline_stages
 from ttp.adapters.torch.sharding.dtensor_chunks import Ranks
 from ttp.adapters.torch.sharding.fsdp1 import flat_scopes
 from ttp.adapters.torch.sharding.names import module_tensors
@@ -229,12 +228,7 @@ def _scopes(parts: TrainingObjects) -> Iterator[Ranks]:
 
 def _stages(model: nn.Module) -> tuple[int, ...]:
     """Return the numbers of the ``torch.distributed.pipelining`` stages made of this model or of its submodules."""
-    library = sys.modules.get("torch.distributed.pipelining.stage")
-    if library is None:
-        return ()
-    own = set(map(id, model.modules()))
-    stages = instances_of(library._PipelineStageBase)
-    return tuple(sorted({stage.stage_index for stage in stages if id(stage.submod) in own}))
+    return tuple(sorted({stage.stage_index for stage in pipeline_stages(model)}))
 
 
 def describe(view: RankShards, rank: int) -> str:

@@ -291,3 +291,46 @@ class TestLeftAlone:
         inner = Ddp(model[1])
         Ddp._set_params_and_buffers_to_ignore_for_model(model, ["1.weight", "1.bias"])
         assert not_replicated([Ddp(model), inner]) == []
+
+
+class TestTrialPassesOfAPipeline:
+    """A PipelineStage that has to learn its shapes runs its module once more than the program, in each launch."""
+
+    @staticmethod
+    def said(module: nn.Module, caplog: pytest.LogCaptureFixture, **shapes: Any) -> list[str]:
+        """Make one step of a pipeline of one stage, and return what is said about it at the first update."""
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+        from torch.distributed.pipelining import stage as library
+
+        if not hasattr(library, "InferenceMode"):
+            pytest.skip("stages of this torch do not tell whether they make a trial pass")
+        stage = PipelineStage(module, 0, 1, torch.device("cpu"), **shapes)
+        Schedule1F1B(stage, 2, loss_fn=nn.functional.mse_loss).step(torch.ones(4, 4), target=torch.ones(4, 2))
+        watch = LayoutWatch(ddps_of(module), ModelNames(module, None))
+        with caplog.at_level(logging.WARNING, logger="ttp"):
+            assert watch.look_again(module, resumed=False) == []
+        watch.close()
+        return [record.getMessage() for record in caplog.records if record.name.startswith("ttp")]
+
+    @staticmethod
+    def known() -> dict[str, Any]:
+        return {"input_args": torch.ones(2, 4, requires_grad=True), "output_args": torch.ones(2, 2, requires_grad=True)}
+
+    def test_the_first_microbatch_is_reduced_on_its_own(self, caplog: pytest.LogCaptureFixture) -> None:
+        said = self.said(Ddp(layers()), caplog)
+        assert len(said) == 1
+        assert "pipeline stage 0 made a trial pass" in said[0]
+        assert "reduces gradients of the first microbatch" in said[0]
+
+    def test_statistics_count_it(self, caplog: pytest.LogCaptureFixture) -> None:
+        model = layers().append(nn.BatchNorm1d(2))
+        assert "it changes the running statistics" in "".join(self.said(model, caplog))
+        assert model[2].num_batches_tracked == 3
+
+    def test_a_stage_that_knows_its_shapes_makes_none(self, caplog: pytest.LogCaptureFixture) -> None:
+        model = layers().append(nn.BatchNorm1d(2))
+        assert self.said(Ddp(model), caplog, **self.known()) == []
+        assert model[2].num_batches_tracked == 2
+
+    def test_one_that_leaves_nothing_behind_is_not_told(self, caplog: pytest.LogCaptureFixture) -> None:
+        assert self.said(layers(), caplog) == []
