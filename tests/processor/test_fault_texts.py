@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from typing import Any
 
 import pytest
 
@@ -110,3 +111,42 @@ def test_an_error_that_was_raised_from_itself_has_an_end() -> None:
     assert errors_of(problem) == [problem]
     problem.__cause__, other.__cause__ = other, problem
     assert errors_of(problem) == [problem]
+
+
+def failing_forward(problem: Exception) -> RuntimeError:
+    """Return the error that a pipeline stage of torch raises if its module raises ``problem``."""
+    library = types.ModuleType("torch.distributed.pipelining.stage")
+    exec("def forward_one_chunk(error, problem): raise error from problem", vars(library))
+    around = RuntimeError("\n   [Stage 3] failed to run forward:\n   args: ('Tensor',)\n")
+    with pytest.raises(RuntimeError) as raised:
+        library.forward_one_chunk(around, problem)
+    return raised.value
+
+
+def failing_backward(problem: Exception) -> RuntimeError:
+    """Return the error that a pipeline stage of torch raises if its backward pass raises ``problem``."""
+    torch = pytest.importorskip("torch")
+    _backward = pytest.importorskip("torch.distributed.pipelining._backward")
+    output = torch.ones(2, requires_grad=True) * 2
+
+    def raise_it(_: object) -> None:
+        raise problem
+
+    output.register_hook(raise_it)
+    with pytest.raises(RuntimeError) as raised:
+        _backward.stage_backward((output,), (torch.ones(2),), [])
+    return raised.value
+
+
+@pytest.mark.parametrize("failing", [failing_forward, failing_backward])
+def test_the_error_of_a_pipeline_stage_is_the_one_inside(failing: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """torch raises one of its own around it, which says the arguments of the stage and not what has happened."""
+    problem = failing(RuntimeError(GLOO))
+    assert is_collective_error(problem) and errors_of(problem) == [problem]
+    assert describe(problem).startswith("RuntimeError: [/__w/pytorch")
+    log_error(3, problem)
+    assert "rank 3: a collective failed at test_fault_texts.py:" in caplog.text and "Traceback" not in caplog.text
+    problem = failing(ValueError("my bug"))
+    assert not is_collective_error(problem)
+    assert describe(problem) == "ValueError: my bug (in a pipeline stage)"
+    assert is_out_of_device_memory(failing(RuntimeError("CUDA error: out of memory")))

@@ -13,11 +13,13 @@ _COLLECTIVE = re.compile(
 )
 _LIBRARIES = ("torch", "ttp")
 _SIGNED = re.compile(r"gloo/transport|ProcessGroup(Gloo|NCCL)|NCCL error")  # by torch's C++ code
+_STAGE = re.compile(r"\s*(\[Stage \d+\] failed to run forward|Failed to run stage backward)")
 _KINDS = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "DistError", "ConnectionError")
 
 
 def is_collective_error(problem: BaseException) -> bool:
     """Return whether an exception is an error of a collective, as the death of another rank causes it here."""
+    problem = _inside(problem)
     named = any(kind.__name__ in _KINDS for kind in type(problem).__mro__)
     return named and bool(_COLLECTIVE.search(f"{type(problem).__name__}: {_text(problem)}"))
 
@@ -34,15 +36,17 @@ def errors_of(problem: BaseException) -> list[BaseException]:
 
 def is_out_of_device_memory(problem: BaseException) -> bool:
     """Return whether a device ran out of memory, for a tensor or for the process's own device context."""
+    problem = _inside(problem)
     out = any(kind.__name__ == "OutOfMemoryError" for kind in type(problem).__mro__)
     return out or (isinstance(problem, RuntimeError) and "CUDA error: out of memory" in _text(problem))
 
 
 def describe(problem: BaseException) -> str:
     """Return an exception as one line of at most 500 characters: the first that says something. MindSpore frames it."""
-    kind, lines = type(problem).__name__, _text(problem).splitlines()
+    inside = _inside(problem)
+    kind, lines = type(inside).__name__, _text(inside).splitlines()
     first = next((line for line in lines if any(map(str.isalnum, line))), "")
-    text = f"{kind}: {first}" if first else kind
+    text = (f"{kind}: {first}" if first else kind) + (" (in a pipeline stage)" if inside is not problem else "")
     return text if len(text) <= 500 else text[:497] + "..."
 
 
@@ -55,6 +59,11 @@ def called_torch_at(problem: BaseException) -> str:
             found = f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}"
         trace = trace.tb_next
     return found if within in _LIBRARIES or _SIGNED.search(_text(problem)) else ""
+
+
+def _inside(problem: BaseException) -> BaseException:
+    """Return the error inside the one that a pipeline stage of torch raises, which tells only the stage's arguments."""
+    return problem.__cause__ if problem.__cause__ is not None and _STAGE.match(_text(problem)) else problem
 
 
 def _text(problem: BaseException) -> str:

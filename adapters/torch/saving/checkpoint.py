@@ -212,10 +212,15 @@ def objection(key: str, tensor: Tensor) -> str:
     """Return why stock torch could not load this tensor without unpickling classes; an empty string if it could."""
     if type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized:
         return ""
+    advice = (
+        "Use an optimizer that keeps plain tensors (for 8 bits that of bitsandbytes, not torchao's)"
+        if key.startswith("optim.")
+        else "Train plain parameters and convert them in the forward pass; register a buffer that the program can make "
+        "again with persistent=False"
+    )
     return (
         f"{key} is a {type(tensor).__name__} of layout {tensor.layout}, dtype {tensor.dtype}: ttp stores plain dense "
-        "tensors only, which torch loads without unpickling a class. Train plain parameters and convert them in the "
-        "forward pass; register a buffer that the program can make again with persistent=False"
+        f"tensors only, which torch loads without unpickling a class. {advice}"
     )
 
 
