@@ -246,6 +246,7 @@ class Driver:
     def close(self) -> None:
         """End every stream once its queued orders are sent, and answer every waiting call."""
         self.closed = True
+        self._note_beginning()
         if self._timer is not None:
             self._timer.cancel()
         for connection in self._connections.values():
@@ -307,6 +308,7 @@ class Driver:
         if incident:
             self._journal.write(self.machine.job.save_dir, happening)
         if kind == BEGINS:
+            self._note_beginning()  # of the launch before, which no rank of this host has joined
             self._beginning = happening
         if facts.get("resumed") or kind in HISTORY_KINDS or self.machine.job.at_home >= 0:
             self._note_beginning()
@@ -319,9 +321,10 @@ class Driver:
         """Record that a launch begins, once it is known how this host names the directory of the job."""
         happening, self._beginning = self._beginning, None
         if happening is not None:
-            found = functools.partial(self._remembered, self.machine.job.incarnation)
-            resumed = bool(json.loads(happening.facts).get("resumed"))
-            self._journal.launch_begins(self.machine.job.save_dir, happening, resumed, found)
+            facts = json.loads(happening.facts)
+            save_dir = self.machine.job.save_dir or facts["save_dir"]
+            found = functools.partial(self._remembered, facts["incarnation"])
+            self._journal.launch_begins(save_dir, happening, bool(facts["resumed"]), found)
 
     def _remembered(self, incarnation: int, fruitless: int, present: Launch | None) -> None:
         """Give the machine the result of ``Journal.launch_begins``. Called on the journal's thread."""

@@ -211,3 +211,24 @@ def test_launches_are_recorded_where_the_host_of_the_controller_sees_the_directo
     quietly(run)
     (launch,) = read_launches(tmp_path / "here")
     assert (launch.code, launch.text) == (0, "trained to the end") and launch.joined_unix_s
+
+
+def test_a_launch_that_ends_before_a_rank_of_this_host_has_joined_is_recorded(tmp_path: Path) -> None:
+    """A controller may run where no rank does, and its ranks may die before all have joined."""
+    save_dir = tmp_path / "checkpoints"
+    save_dir.mkdir()
+
+    async def run() -> None:
+        journal = Journal(tmp_path / "run", [str(save_dir)])
+        driver, layout = Driver(PATIENCE, journal, "here"), grid(1, 2)
+        driver.machine.job.learn(layout)
+        for launch in range(3):
+            stream = driver.connect(lambda: None)
+            greeting = replace(hello(0, layout), host="there", save_dir=str(save_dir), launch=launch, nonce=f"{launch}")
+            driver.feed(Received(stream.id, greeting))
+            driver.disconnect(stream)
+        driver.close()
+        journal.close(60)
+
+    quietly(run)
+    assert [launch.incarnation for launch in read_launches(save_dir)] == [1, 2, 3]

@@ -216,6 +216,22 @@ def test_it_is_not_forgotten_by_an_incarnation_that_saves_nothing() -> None:
     assert "the ranks find no checkpoint at all" in talk.orders(RestoreDecision)[0].error
 
 
+def test_it_is_not_forgotten_by_a_launch_whose_ranks_leave_before_it_is_formed() -> None:
+    talk = restarted()
+    for rank in range(2):
+        talk.lost(rank)
+    talk.after(100)
+    for launch in (2, 3):
+        talk.streams[0] += 10
+        talk.hello(0, launch=launch, nonce=f"n0.{launch}", save_dir="/save")
+        talk.lost(0)
+    restart(talk, 4)
+    looks_in_vain(talk)
+    talk.report(0, view(0))
+    talk.report(1, view(1))
+    assert "the ranks find no checkpoint at all" in talk.orders(RestoreDecision)[0].error
+
+
 def test_what_is_there_but_damaged_has_not_vanished() -> None:
     talk = restarted()
     talk.report(0, view(0, (5, "b")))

@@ -169,8 +169,9 @@ class Admission:
         for rank in sorted(self._job.live):
             text = f"rank {hello.rank}, pid {hello.pid} on {hello.host}, has begun a new incarnation of the job"
             self._outbox.send_to(rank, m.Refused(rank, m.RefusalCode.FENCED, text))
-        places = {member.hello.save_dir for member in self._job.members.values()}  # each host may have its own name
-        same_job = hello.run_id == self._job.run_id and hello.save_dir in places
+        same_job = hello.run_id == self._job.run_id and hello.save_dir in self._job.places
+        if not same_job:
+            self._job.places = set()
         committing = self._rescue.committing
         self._parts.restoring.expect(committing.held or committing.last, same_job=same_job)
         self._job.start_incarnation(hello)

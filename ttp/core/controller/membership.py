@@ -94,10 +94,11 @@ class Membership:
     gather_until: float | None = None
     """Time until which missing ranks may say hello to a controller that takes over; None: it waits for none."""
 
+    places: set[str] = field(default_factory=set)
+    """The directory that the job saves to, as its ranks have named it in any launch: each host may have its own name."""
     home: str = ""
-    """The host of this controller."""
     at_home: Rank = Rank(-1)  # noqa: RUF009 - a number
-    """A rank of that host; -1: there is none yet."""
+    """A rank of ``home``, which is the host of this controller; -1: there is none yet."""
 
     @property
     def save_dir(self) -> str:
@@ -131,7 +132,7 @@ class Membership:
 
     def abdicate(self) -> None:
         """Forget the job, because another controller has led it meanwhile."""
-        self.layout, self.run_id = None, ""
+        self.layout, self.run_id, self.places = None, "", set()
         self._forget_ranks()
         self.ended = True
 
@@ -173,8 +174,8 @@ class Membership:
         self.members[hello.rank] = member
         self.by_connection.setdefault(connection, set()).add(hello.rank)
         self.live.add(hello.rank)
-        if hello.host == self.home:
-            self.at_home = hello.rank
+        self.places.add(hello.save_dir)
+        self.at_home = hello.rank if hello.host == self.home else self.at_home
         if seated:
             self.seats.discard(hello.rank)
             self.broken.discard(hello.rank)
