@@ -196,9 +196,9 @@ class Followers:
 
     def _states_of(self, tensors: Mapping[str, Tensor]) -> dict[str, _State]:
         """Return the states of tensors that can be read; none if a device has no memory left for the samples."""
-        found = {name: each for name, each in tensors.items() if each.numel() and _is_readable(each)}
-        small = [n for n, each in found.items() if self._on_host(each) and each.nbytes <= _COPIED_BYTES_MAX]
         try:
+            found = {name: each for name, each in tensors.items() if _is_readable(each) and each.numel()}
+            small = [n for n, each in found.items() if self._on_host(each) and each.nbytes <= _COPIED_BYTES_MAX]
             return {n: (copied_bytes(each), None) if n in small else _moving(each) for n, each in found.items()}
         except Exception:
             log.debug("tensors of the program are not compared", exc_info=True)

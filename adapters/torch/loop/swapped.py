@@ -235,7 +235,8 @@ class Swapped:
         Schedule-free optimizers do: their ``eval()`` moves the weights, and ``train()`` moves them back, but for the
         last bits. So the comparison may take the program for one that changes weights between updates.
         """
-        moved = (o for o in self._optimizers if any(group.get("train_mode") is False for group in o.param_groups))
+        moving = (optimizer for optimizer in self._optimizers if callable(getattr(optimizer, "eval", None)))
+        moved = (o for o in moving if any(group.get("train_mode") is False for group in o.param_groups))
         return next((type(optimizer).__name__ for optimizer in moved), "")
 
     def _holds_others(self, row: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -117,7 +118,8 @@ def _numbers_in(value: Any, depth: int = _DEPTH_MAX) -> list[float] | None:
     if type(value) in (int, float):
         return [value]
     if type(value) is Tensor and value.numel() == 1 and value.device.type == "cpu":
-        return [value.item()]
+        with suppress(RuntimeError):  # some layouts and types have no ``item()``
+            return [value.item()]
     if not depth or not isinstance(value, (list, tuple, deque, Mapping)):
         return None
     found = [_numbers_in(each, depth - 1) for each in list(value.values() if isinstance(value, Mapping) else value)]

@@ -190,6 +190,14 @@ def test_frozen_ones_that_an_optimizer_has_are_watched_too(tmp_path: Path, move:
     assert [job.step(model.follow) for _ in range(4)] == [False, True, True, True]
 
 
+def test_a_module_beside_the_model_may_have_no_shape_yet(tmp_path: Path) -> None:
+    """A lazy layer of a loss that the first iterations do not use."""
+    model = net()
+    job = Job(tmp_path, model, model, extra_state={"loss": nn.LazyLinear(3)})
+    for _ in range(3):
+        job.step()
+
+
 @pytest.mark.parametrize("small", [True, False])
 def test_layers_that_write_what_is_there_already_are_not_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: bool

@@ -330,3 +330,12 @@ def test_an_optimizer_that_moves_the_weights_for_an_evaluation(
     assert len(said) == (0 if copied else 1)
     if copied:
         job.save_and_go_on()
+
+
+def test_a_key_of_the_programs_own_is_no_mode(tmp_path: Path) -> None:
+    """Only an optimizer with an ``eval()`` moves weights."""
+    job = Job(tmp_path, optimizer=torch.optim.AdamW, train_mode=False)
+    for _ in range(3):
+        job.step()
+    assert not job.swapped
+    job.save_and_go_on()
