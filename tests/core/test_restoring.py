@@ -181,6 +181,9 @@ def test_a_restart_looks_again_for_storage_that_is_away_on_a_host() -> None:
         "step 7 was committed as /save/step, and rank 1 cannot see it. Is save_dir mounted?"
     )
     talk.report(0, view(0, (7, "a"), (5, "b")))
+    assert talk.report(1, view(1, (7, "old"), (5, "b"))) == "[waits] RestoreDecision:0,1"
+    assert "as /save/step, and the ranks see different copies of it" in talk.orders(RestoreDecision)[0].error
+    talk.report(0, view(0, (7, "a"), (5, "b")))
     assert talk.report(1, view(1, (7, "a"))) == "[restore] RestoreDecision:0,1"
     assert (talk.orders(RestoreDecision)[0].version, talk.orders(RestoreDecision)[0].unread) == (7, False)
 

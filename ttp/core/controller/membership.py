@@ -95,7 +95,7 @@ class Membership:
     """Time until which missing ranks may say hello to a controller that takes over; None: it waits for none."""
 
     places: set[str] = field(default_factory=set)
-    """The directory that the job saves to, as its ranks have named it in any launch: each host may have its own name."""
+    """The directory that the job saves to, as the ranks of any launch name it: each host may have its own name."""
     home: str = ""
     at_home: Rank = Rank(-1)  # noqa: RUF009 - a number
     """A rank of ``home``, which is the host of this controller; -1: there is none yet."""

@@ -107,8 +107,9 @@ class Restoring:
         views = sorted(self._views.values(), key=lambda view: view.rank)
         if any(path.rpartition("/")[2] in text for view in views for text in view.skipped):
             return ""
-        without = (view.rank for view in views if all(c.version < version for c in view.candidates))
-        return f"step {version} was committed as {path}, and {ranks_text(without)} cannot see it. Is save_dir mounted?"
+        without = [view.rank for view in views if all(c.version < version for c in view.candidates)]
+        seen = f"{ranks_text(without)} cannot see it" if without else "the ranks see different copies of it"
+        return f"step {version} was committed as {path}, and {seen}. Is save_dir mounted?"
 
     def _look_again(self, error: str) -> None:
         """Have all ranks look again after a pause: the storage of a host may be away for a moment."""
