@@ -246,7 +246,6 @@ class Driver:
     def close(self) -> None:
         """End every stream once its queued orders are sent, and answer every waiting call."""
         self.closed = True
-        self._note_beginning()
         if self._timer is not None:
             self._timer.cancel()
         for connection in self._connections.values():
@@ -257,6 +256,8 @@ class Driver:
         for request, future in self._saves.items():
             if not future.done():
                 future.set_result(_no_more(request))
+        with contextlib.suppress(RuntimeError):  # no thread can be started for the journal
+            self._note_beginning()
 
     # -------------------------------------------------------------------------------------------------------- outwards
 

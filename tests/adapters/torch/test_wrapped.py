@@ -126,7 +126,7 @@ class Counting(Sign):
         self.cycle: list[Any] = [0]
         self.cycle.append(self.cycle)
         self.scales = {id(p): {"scale": torch.ones(())} for group in self.param_groups for p in group["params"]}
-        self.kinds = [torch.empty(1, dtype=torch.uint4)]  # it has no item()
+        self.kinds = [torch.empty(1, dtype=torch.bits8)]  # it has no item()
         self.rates = {p: 1.0 for group in self.param_groups for p in group["params"]}
 
     def direction(self, number: int, p: Any) -> Any:
