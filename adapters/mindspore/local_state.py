@@ -7,8 +7,9 @@ differ between ranks. So these parameters are copied into the page when the vers
 written from the page.
 
 Large ones that have not changed since training began (frozen weights) are not copied: the page has only their digest,
-and they are written once, with the slice. They may be nearly the whole network. Zeros are copied: they may be gradients
-that the first step adds up before the gate, when the version before may still have to be saved.
+and they are written once, with the slice. They may be nearly the whole network. What a restore took from a page is
+copied, because no program begins with it. Zeros are copied, too: they may be gradients that the first step adds up
+before the gate, when the version before may still have to be saved.
 
 The image in the page consists of a header, a description (msgpack), and the sections. It holds no pickle.
 """
@@ -16,7 +17,7 @@ The image in the page consists of a header, a description (msgpack), and the sec
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import mindspore as ms
@@ -108,6 +109,8 @@ class LocalCapture:
         self._unchanged: dict[str, tuple[str, str]] | None = None
         """Digests of what has not changed since training began, of all bytes and of a sample; None: begin anew."""
         self._finished = 0
+        self._own: Collection[str] = ()
+        """Parameters with values from the page of this rank, which a program that begins anew would not have."""
         self._description = b""
         self.on_written: Callable[[int, bool], None] | None = None
         self.restored: LocalState | None = None
@@ -164,7 +167,7 @@ class LocalCapture:
     def _look_for_changes(self) -> None:
         """Find the large parameters that are still as they were when training began, and describe the page."""
         if self._unchanged is None:
-            large = [name for name, size in self._sizes.items() if size >= _LARGE]
+            large = [name for name, size in self._sizes.items() if size >= _LARGE and name not in self._own]
             large = [name for name in large if np.asarray(self._memory.of(name).memory).any()]
             self._unchanged = {name: (self._whole(name), self._sample(name)) for name in large}
         else:
@@ -210,6 +213,7 @@ class LocalCapture:
                     f"the checkpoint has a parameter {name}, {dtype}{list(shape)}, that this network does not have"
                 )
             put(self._memory, name, data)
+        self._own = frozenset(state.beside)
         self.restored = replace(state, beside={})  # a loop of its own never says that training begins
         return self.restore_streams(state)
 

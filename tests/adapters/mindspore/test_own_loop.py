@@ -209,6 +209,32 @@ def test_frozen_weights_that_change_late(tmp_path: Path, caplog: pytest.LogCaptu
     assert {*image().unchanged} == {"table"} and "frozen" in image().beside
 
 
+def test_restored_values_of_each_rank_are_copied_though_they_stay_as_they_were(tmp_path: Path) -> None:
+    """A program begins with its own values, not with those that its rank has restored."""
+
+    def launch(number: int, restored: Path | None) -> list[Loop]:
+        loops = [Loop(tmp_path / str(number), jit=False, rank=rank, ranks=2) for rank in range(2)]
+        for loop in loops:
+            if restored is None:
+                loop.whole.table.set_data(loop.whole.table + 1 + loop.rank)
+            else:
+                loop.adapter.load(restored, loop.rank, 2, protected=True)
+                loop.processor.gate.set_version(number)
+            loop.adapter.begin_update()
+            loop.adapter.end_update()
+        return loops
+
+    def saved(loops: list[Loop], version: int) -> Path:
+        checkpoint = save(loops[0].adapter, loops[0].processor, version, How.AS_IS, pages=(Rank(0), Rank(1)))
+        loops[0].processor.gate.open()
+        return checkpoint
+
+    first = launch(0, None)
+    last = launch(2, saved(launch(1, saved(first, 1)), 2))
+    for before, after in zip(first, last, strict=True):
+        assert np.array_equal(after.whole.table.asnumpy(), before.whole.table.asnumpy())
+
+
 def test_of_large_weights_that_stay_unchanged_a_sample_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(local_state, "blocks_of", lambda *_args, **_named: Blocks(4, 2, LARGE, 8))
     loop = Loop(tmp_path, jit=False)
