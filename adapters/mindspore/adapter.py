@@ -252,9 +252,9 @@ class MindSporeAdapter:
         self.step_ends()  # later callbacks, and those at the end of an epoch, may have changed something since
         self._driven, self._updated = True, False
         self.position = position
-        _python_handles_sigterm()
         processor = self._processor
         if processor is not None:
+            _python_handles_sigterm()
             processor.mark += 1
             self._capture.capture(processor.gate.version + 1, position, final=False, passed=False)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import logging
 import signal
 import threading
@@ -309,6 +310,19 @@ def test_sigterm_reaches_python_though_threads_of_a_dataset_take_it(tmp_path: Pa
     assert handler_in_c() != pythons, "MindSpore leaves the signal alone now"
     loop.adapter.step_begins(Position(step=1))
     assert handler_in_c() == pythons
+
+
+def test_without_ttp_the_handler_of_sigterm_is_left_alone(tmp_path: Path) -> None:
+    """``faulthandler.register``, for example, sets one that Python does not know."""
+    adapter = Loop(tmp_path, jit=False).adapter
+    adapter._processor = None
+    faulthandler.register(signal.SIGTERM)
+    try:
+        its = handler_in_c()
+        adapter.step_begins(Position(step=1))
+        assert handler_in_c() == its
+    finally:
+        faulthandler.unregister(signal.SIGTERM)
 
 
 def handler_in_c() -> bytes:
