@@ -243,7 +243,7 @@ class _Writer:
             self._inbox.put(lambda: self._note(line))
 
     def read(self, resumed: tuple[str, int] | None, found: Callable[[int, history.Launch | None], None]) -> None:
-        """Read the history of launches on the writer's thread, and call ``told``; see ``Journal.launch_begins``."""
+        """Read the history of launches on the writer's thread, and call ``found``; see ``Journal.launch_begins``."""
         self._inbox.put(lambda: found(*history.behind(self._place, resumed)))
 
     def _do(self, job: Callable[[], None]) -> None:
