@@ -232,7 +232,8 @@ def wrap_optimizer(
 
 
 def _check_types(save_dir: object, layout: object, shard_of: object, scaler: object) -> None:
-    if not isinstance(save_dir, (str, os.PathLike)):
+    overridden = save_dir is None and session.current().config.save_dir
+    if not (isinstance(save_dir, (str, os.PathLike)) or overridden):
         raise UsageError(f"wrap_optimizer(save_dir=...) takes a path, but got {save_dir!r}")
     if layout is not None and not isinstance(layout, Layout):
         raise UsageError(f"wrap_optimizer(layout=...) takes a ttp.Layout, but got a {type(layout).__name__}")

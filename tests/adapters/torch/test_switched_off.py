@@ -23,7 +23,7 @@ def _off(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     session.reset()
 
 
-def wrap(place: Path | str) -> None:
+def wrap(place: Path | str | None) -> None:
     model = torch.nn.Linear(2, 2)
     ttp.wrap_optimizer(torch.optim.SGD(model.parameters()), model=model, save_dir=place)
 
@@ -86,6 +86,14 @@ def test_a_directory_that_is_no_path_is_refused(place: Any, tmp_path: Path, monk
     with pytest.raises(SystemExit):
         ttp.ttp_to_persist(wrap)(place)
     assert not list(tmp_path.iterdir())
+
+
+def test_no_directory_is_needed_where_the_environment_gives_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TTP_SAVE_DIR", str(tmp_path))
+    wrap(None)
+    assert session.current().save_dir == tmp_path
 
 
 @pytest.mark.parametrize("name", ["layout", "shard_of", "scaler"])
