@@ -210,9 +210,10 @@ def wrap_optimizer(
         RefusedError: the controller does not accept this rank; the text says why.
         UsageError: the function was called twice with ttp switched on, or with objects of no known framework.
     """
-    _check_types(save_dir, layout, shard_of, scaler)
+    save_dir = _path_of(save_dir)
+    _check_types(layout, shard_of, scaler)
     if session.current().processor is None:  # a second call is an error, and does not count
-        asked_for(str(save_dir))
+        asked_for(save_dir)
     if undo not in UNDO_WAYS:
         raise ConfigError(f"undo={undo!r} is not a way to undo an update; use one of {', '.join(map(repr, UNDO_WAYS))}")
     if "mindspore" in _families(optimizer):
@@ -231,10 +232,15 @@ def wrap_optimizer(
     return optimizer
 
 
-def _check_types(save_dir: object, layout: object, shard_of: object, scaler: object) -> None:
-    overridden = save_dir is None and session.current().config.save_dir
-    if not (isinstance(save_dir, (str, os.PathLike)) or overridden):
+def _path_of(save_dir: object) -> str:
+    given = (os.environ.get("TTP_SAVE_DIR") or None) if save_dir is None else save_dir
+    path = os.fspath(given) if isinstance(given, (str, os.PathLike)) else None
+    if not isinstance(path, str):
         raise UsageError(f"wrap_optimizer(save_dir=...) takes a path, but got {save_dir!r}")
+    return path
+
+
+def _check_types(layout: object, shard_of: object, scaler: object) -> None:
     if layout is not None and not isinstance(layout, Layout):
         raise UsageError(f"wrap_optimizer(layout=...) takes a ttp.Layout, but got a {type(layout).__name__}")
     if shard_of is not None and not callable(shard_of):

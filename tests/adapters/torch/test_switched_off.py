@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ def _off(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     session.reset()
 
 
-def wrap(place: Path | str | None) -> None:
+def wrap(place: Any) -> None:
     model = torch.nn.Linear(2, 2)
     ttp.wrap_optimizer(torch.optim.SGD(model.parameters()), model=model, save_dir=place)
 
@@ -78,7 +79,20 @@ def test_a_model_that_is_no_module_is_refused(model: object, tmp_path: Path) -> 
         ttp.wrap_optimizer(optimizer, model=model, save_dir=tmp_path)
 
 
-@pytest.mark.parametrize("place", [None, 5, b"checkpoints"])
+class AnyPath(os.PathLike[Any]):
+    def __init__(self, path: str | bytes) -> None:
+        self._path = path
+
+    def __fspath__(self) -> Any:
+        return self._path
+
+
+def test_a_path_need_not_be_one_of_pathlib(tmp_path: Path) -> None:
+    wrap(AnyPath(str(tmp_path)))
+    assert session.current().save_dir == tmp_path
+
+
+@pytest.mark.parametrize("place", [None, 5, b"checkpoints", AnyPath(b"checkpoints")])
 def test_a_directory_that_is_no_path_is_refused(place: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a directory of that name, in which a rank that leaves with 64 would say why."""
     monkeypatch.chdir(tmp_path)
@@ -88,9 +102,7 @@ def test_a_directory_that_is_no_path_is_refused(place: Any, tmp_path: Path, monk
     assert not list(tmp_path.iterdir())
 
 
-def test_no_directory_is_needed_where_the_environment_gives_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_directory_is_needed_where_the_environment_gives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TTP_SAVE_DIR", str(tmp_path))
     wrap(None)
     assert session.current().save_dir == tmp_path
