@@ -136,7 +136,7 @@ def test_what_one_rank_alone_is_refused_ends_every_rank_with_64_and_says_why(
 
 def test_a_wrong_call_without_ttp_is_an_error_like_any_other(solo: Run, tmp_path: Path) -> None:
     done = solo(tmp_path / "ck", 9, on=False, SOLO_MISUSE="1")
-    assert done.returncode == 1 and "UsageError: wrap_optimizer() was called twice" in done.stderr
+    assert done.returncode == 1 and "UsageError: wrap_optimizer() needs model=" in done.stderr
 
 
 def test_a_save_dir_that_is_a_url(solo: Run) -> None:
