@@ -196,6 +196,15 @@ def test_a_restart_under_a_new_controller_looks_again_too() -> None:
     assert talk.report(1, view(1)) == "[waits] RestoreDecision:0,1"
 
 
+def test_a_first_start_does_not_wait_for_storage() -> None:
+    """No rank can have lost sight of what was there a moment ago: a wrong mount is told at once."""
+    talk = Talk(grid(1, 2))
+    talk.report(0, view(0, (7, "a")))
+    assert talk.report(1, view(1)) == "[restore] RestoreDecision:0,1"
+    decision = talk.orders(RestoreDecision)[0]
+    assert "rank 1 found nothing whole" in decision.error and not decision.unread
+
+
 def test_what_was_committed_may_not_vanish() -> None:
     """A lost mount looks like an empty directory."""
     talk = restarted()
