@@ -281,13 +281,17 @@ def test_a_restart_that_cannot_begin_leaves_the_job_saved(monkeypatch: pytest.Mo
 def test_a_host_that_leaves_while_another_waits_for_it_is_told_in_words(
     start: Start, environ: dict[str, str], tmp_path: Path, flags: list[str]
 ) -> None:
-    """The first host, whose launcher serves the meeting, gets SIGTERM. torch raises an error with its own frames."""
+    """The first host, whose launcher serves the meeting, gets SIGTERM. torch raises an error with its own frames.
+
+    If the other one is still about to connect, it tries for ``read_timeout`` seconds.
+    """
     port, jobs = free_port(), []
     environ |= {"TTP_PORT": str(free_port()), "TTP_TOKEN": "secret"}
     meeting = [*flags, f"localhost:{port}" if "c10d" in flags else str(port)]
     for number in (0, 1):
         environ |= {"TTP_HOST": f"h{number}", "TTP_RUN_DIR": str(tmp_path / str(number))}
-        here = [f"--rdzv-conf=is_host={1 - number}"] if "c10d" in flags else ["--node-rank", str(number)]
+        conf = f"--rdzv-conf=is_host={1 - number},read_timeout=15"
+        here = [conf] if "c10d" in flags else ["--node-rank", str(number)]
         jobs.append(start("ttp-run", ["--nnodes", "3", *meeting, *here], "env_worker.py", "0", name=f"h{number}"))
         until(lambda: any(c.laddr.port == port for c in psutil.Process(jobs[0].process.pid).net_connections()))
     waits = psutil.Process(jobs[1].process.pid)

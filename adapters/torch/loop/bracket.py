@@ -173,12 +173,18 @@ class Bracket:
         if self._begun:
             self._end()
         elif not hand:  # at the first call the hooks have ended this version already, too early
-            self._safely(self._post_step.step_done)
+            try:
+                self._post_step.step_done()
+            except Exception:
+                self._complain()
             self._capture.capture(self._version(), True)
 
     def settled(self) -> None:
         """Note that scheduler, scaler and averages have followed the last update; for frameworks that tell when."""
-        self._safely(self._post_step.at_gate)
+        try:
+            self._post_step.at_gate()
+        except Exception:
+            self._complain()
         self._capture.capture(self._version(), True)
 
     # --------------------------------------------------------------------------------------------------- the update
@@ -287,7 +293,10 @@ class Bracket:
         again, turns = self._again, self._turns
         self._pass()
         self._no_sync.at_gate()
-        self._safely(self._post_step.at_gate)
+        try:
+            self._post_step.at_gate()
+        except Exception:
+            self._complain()
         self._capture.look_again(self._next_version())
         self._stands = stands = not turns.simple and turns.stands_between
         self.redoable = redoable and not (turns.by_hand or stands)
@@ -325,9 +334,18 @@ class Bracket:
         if not turns.simple:
             turns.over()
         self._capture.capture(version, True)
-        self._safely(self._post_step.update_finished, version, turns.by_hand)
-        self._safely(self._fence.record, version)
-        self._safely(self._calls.after_update)
+        try:
+            self._post_step.update_finished(version, turns.by_hand)
+        except Exception:
+            self._complain()
+        try:
+            self._fence.record(version)
+        except Exception:
+            self._complain()
+        try:
+            self._calls.after_update()
+        except Exception:
+            self._complain()
         self._begun = self._between = False
         self._ended += 1
         self._mark = self._reporter.mark = 0
@@ -364,13 +382,6 @@ class Bracket:
         if text not in self._said:
             self._said.add(text)
             log.warning("%s", text)
-
-    def _safely(self, follow: Callable[..., None], *args: object) -> None:
-        """Call code of ttp that only follows the update: its error is logged, and training goes on."""
-        try:
-            follow(*args)
-        except Exception:
-            self._complain()
 
     def _complain(self) -> None:
         """Log the current exception, which code of ttp has raised; only the first one."""

@@ -143,7 +143,10 @@ class Attachment(Bracket):
                 self._reporter.activity, self._evaluating = EVALUATING, True
             if not capturing():
                 self._calls.evaluating()
-        self._safely(self._post_step.forward_entered, module.training and learning)
+        try:
+            self._post_step.forward_entered(module.training and learning)
+        except Exception:
+            self._complain()
 
     def _on_output(self, _module: nn.Module, _args: Any, output: Any) -> None:
         """Hook the output tensors: a backward pass reaches them before gradients inside of the module are reduced."""

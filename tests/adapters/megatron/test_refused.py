@@ -87,13 +87,15 @@ def test_state_that_is_not_where_it_is_looked_for_is_refused(setting: str) -> No
         _refuse_unknown(SimpleNamespace(config=SimpleNamespace(**{setting: True})))
 
 
-@pytest.mark.parametrize("name", ["scaler", "layout", "shard_of"])
-def test_what_ttp_finds_itself_cannot_be_given(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [("scaler", torch.amp.GradScaler("cpu")), ("layout", Layout.data_parallel(2)), ("shard_of", lambda name: "model")],
+)
+def test_what_ttp_finds_itself_cannot_be_given(name: str, given: Any, tmp_path: Path) -> None:
     """A layout with other names of shards would make empty checkpoints."""
     optimizer = type("DistributedOptimizer", (), {"__module__": "megatron.core.optimizer.distrib_optimizer"})()
-    given: Any = {name: Layout.data_parallel(2)}
     with pytest.raises(UsageError, match=f"takes no {name}="):
-        ttp.wrap_optimizer(optimizer, model=torch.nn.Linear(1, 1), save_dir=tmp_path, **given)
+        ttp.wrap_optimizer(optimizer, model=torch.nn.Linear(1, 1), save_dir=tmp_path, **{name: given})
 
 
 def test_megatron_fsdp_is_refused() -> None:
