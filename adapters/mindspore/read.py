@@ -115,11 +115,11 @@ def _with_peers(checkpoint: Path, manifest: Manifest, rank: int, own: LocalState
     givers = {name: giver for name, giver in (agreed | equal).items() if name != STREAMS or name in equal}
     images = {giver: read_local_image(checkpoint, pieces, giver) for giver in {*givers.values()}}
     states = {giver: decode(image) for giver, image in images.items() if image is not None}
-    told = {name: state for name, giver in givers.items() if (state := states[giver].beside.get(name)) is not None}
-    unchanged = {name: digest for name, digest in own.unchanged.items() if name not in told}
+    taken = {name: state for name, giver in givers.items() if (state := states[giver].beside.get(name)) is not None}
+    unchanged = {name: digest for name, digest in own.unchanged.items() if name not in taken}
     streams = states[givers[STREAMS]] if STREAMS in givers else own
     known = asked if own.passed and STREAMS in asked else mine
-    beside = {**own.beside, **told}
+    beside = {**own.beside, **taken}
     found = replace(own, host=streams.host, stream=streams.stream, beside=beside, unchanged=unchanged)
     return found, sorted(set(known) - equal.keys())
 

@@ -170,6 +170,14 @@ def looks_in_vain(talk: Talk, *found: tuple[int, str]) -> str:
     return reasons[0]
 
 
+def error_without_checkpoints(talk: Talk) -> str:
+    """Let both ranks find nothing until they are no longer told to look again; return the error of the decision."""
+    looks_in_vain(talk)
+    talk.report(0, view(0))
+    talk.report(1, view(1))
+    return talk.orders(RestoreDecision)[0].error
+
+
 def test_a_restart_looks_again_for_storage_that_is_away_on_a_host() -> None:
     talk = restarted()
     talk.report(0, view(0, (7, "a"), (5, "b")))
@@ -222,10 +230,7 @@ def test_it_is_not_forgotten_by_an_incarnation_that_saves_nothing() -> None:
     talk.frozen(1, 0)
     talk.lost(1)
     restart(talk, 2)
-    looks_in_vain(talk)
-    talk.report(0, view(0))
-    talk.report(1, view(1))
-    assert "the ranks find no checkpoint at all" in talk.orders(RestoreDecision)[0].error
+    assert "the ranks find no checkpoint at all" in error_without_checkpoints(talk)
 
 
 def test_it_is_not_forgotten_by_a_launch_whose_ranks_leave_before_it_is_formed() -> None:
@@ -238,10 +243,7 @@ def test_it_is_not_forgotten_by_a_launch_whose_ranks_leave_before_it_is_formed()
         talk.hello(0, launch=launch, nonce=f"n0.{launch}", save_dir="/save")
         talk.lost(0)
     restart(talk, 4)
-    looks_in_vain(talk)
-    talk.report(0, view(0))
-    talk.report(1, view(1))
-    assert "the ranks find no checkpoint at all" in talk.orders(RestoreDecision)[0].error
+    assert "the ranks find no checkpoint at all" in error_without_checkpoints(talk)
 
 
 def test_what_is_there_but_damaged_has_not_vanished() -> None:

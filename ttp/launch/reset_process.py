@@ -249,8 +249,8 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    told = "Kill training processes while broken devices are reset, and start them again in place."
-    parser = argparse.ArgumentParser(prog="ttp reset-process", description=told)
+    purpose = "Kill training processes while broken devices are reset, and start them again in place."
+    parser = argparse.ArgumentParser(prog="ttp reset-process", description=purpose)
     add = parser.add_argument
     add("-p", "--pids", type=int, nargs="+", required=True, help="training processes of this host")
     add("-m", "--mode", choices=("common", "elastic"), default="common", help="common: all are killed at once; "

@@ -302,7 +302,7 @@ class TestTrialPassesOfAPipeline:
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B
         from torch.distributed.pipelining import stage as library
 
-        if not hasattr(library, "InferenceMode"):
+        if not hasattr(library, "InferenceMode"):  # an older torch: ttp says nothing there
             pytest.skip("stages of this torch do not tell whether they make a trial pass")
         stage = PipelineStage(module, 0, 1, torch.device("cpu"), **shapes)
         Schedule1F1B(stage, 2, loss_fn=nn.functional.mse_loss).step(torch.ones(4, 4), target=torch.ones(4, 2))

@@ -97,7 +97,7 @@ class Membership:
     places: set[str] = field(default_factory=set)
     """The directory that the job saves to, as the ranks of any launch name it: each host may have its own name."""
     home: str = ""
-    at_home: Rank = Rank(-1)  # noqa: RUF009 - a number
+    at_home: Rank = Rank(-1)  # noqa: RUF009 - a number, which all instances may share
     """A rank of ``home``, which is the host of this controller; -1: there is none yet."""
 
     @property
