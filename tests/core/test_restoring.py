@@ -175,7 +175,7 @@ def error_without_checkpoints(talk: Talk) -> str:
     looks_in_vain(talk)
     talk.report(0, view(0))
     talk.report(1, view(1))
-    return talk.orders(RestoreDecision)[0].error
+    return str(talk.orders(RestoreDecision)[0].error)
 
 
 def test_a_restart_looks_again_for_storage_that_is_away_on_a_host() -> None:
