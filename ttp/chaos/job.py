@@ -268,16 +268,18 @@ def train(steps: int, width: int) -> None:
 
 def meet_where_it_goes_on() -> None:
     """Report the phases of ``START_PHASES`` in which a rank continues in its process or replaces a dead rank."""
-    survivor: Any = continuing.current()
+    survivor = continuing.current()
     if survivor is None:
         return
-    for owner, name, phase in (
-        (survivor, "out", "leaving"),
-        (survivor, "_await", "seated"),
-        (survivor._groups, "renew", "regrouping"),
-        (survivor, "over", "updating"),
+    groups, clock = survivor._groups, survivor.clock
+    assert groups is not None
+    for owner, stock, phase in (
+        (survivor, survivor.out, "leaving"),
+        (survivor, survivor._await, "seated"),
+        (groups, groups.renew, "regrouping"),
+        (clock, clock.stop, "updating"),
     ):
-        setattr(owner, name, _met(getattr(owner, name), phase))
+        setattr(owner, stock.__name__, _met(stock, phase))
 
 
 def _met(stock: Any, phase: str) -> Any:
