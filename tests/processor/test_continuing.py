@@ -25,6 +25,7 @@ def survivor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Contin
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
     found = Continuing(Config(run_dir=str(tmp_path)), None, None)
+    found.enter()
     yield found
     found.update_begins()
 
@@ -112,9 +113,9 @@ class OutOfMemoryError(RuntimeError):
 def test_a_newcomer_tries_again_until_the_device_of_the_dead_is_free(
     monkeypatch: pytest.MonkeyPatch, survivor: Continuing, case: str, problem: Exception, again: bool
 ) -> None:
-    groups: Any = SimpleNamespace(untouched=lambda: case != "train() has made groups", listen=lambda: None)
-    survivor._groups, survivor._entered = groups, True
-    survivor._seated, survivor._on_cuda = case != "a survivor", case != "not switched on"
+    groups: Any = SimpleNamespace(untouched=lambda: case != "train() has made groups", listen=lambda: None, wrapped=lambda: None)
+    survivor._groups = groups
+    survivor._newcomer, survivor._on_cuda = case != "a survivor", case != "not switched on"
     survivor.clock.runs = True
     monkeypatch.setattr(continuing, "_continuing", survivor)
     monkeypatch.setattr(continuing, "RETRY_S", 0.0)
@@ -124,7 +125,8 @@ def test_a_newcomer_tries_again_until_the_device_of_the_dead_is_free(
 
     monkeypatch.setattr(Continuing, "leave", leave)
     survivor.enter()
-    survivor._registered = case == "it has joined"
+    if case == "it has joined":
+        survivor.wraps()
     with pytest.raises(TrainAgain if again else SystemExit), watched():
         raise problem
     if again:

@@ -17,6 +17,7 @@ only after a death.
 from __future__ import annotations
 
 import contextlib
+import enum
 import gc
 import logging
 import os
@@ -53,6 +54,14 @@ RETRY_S = 0.5
 _NEVER_RUN = "its state is on a CUDA device, where this never ran with NCCL: TTP_KEEP_CUDA=1 allows it for tests only"
 
 
+class _Agreed(enum.Enum):
+    """What the ranks of the next launch have agreed on when they met."""
+
+    NOTHING = "nothing"  # they have not met
+    LEAVE = "leave"  # all leave their loops, and enter train() again
+    STAY = "stay"  # all stay in their loops; the newcomers join them in wrap_optimizer()
+
+
 class TrainAgain(BaseException):
     """Tells the decorator to call ``train()`` again. Only the decorator may catch this exception."""
 
@@ -72,14 +81,12 @@ class Continuing:
         """Runs until the first update begins after this process was released."""
         self._patience_s = config.rescue_patience_s + config.continue_s
         self._groups, self._next = groups, next_launch
+        self._agreed = _Agreed.NOTHING  # for the launch ``_next``
+        self._newcomer = next_launch is not None  # its first wrap_optimizer() has not begun
         self._on_cuda = config.keep_cuda
         self._refused = self._incident = ""
-        self._entered = self._registered = False
-        self._trains = 0, 0  # both idents of the thread that calls train()
-        self._seated, self._retries = next_launch is not None, False  # takes a seat; calls train() once more
+        self._thread: tuple[int, int] | None = None  # both idents of the thread that calls train()
         self._broken = threading.Event()  # set when connections have been broken
-        self._met = False  # True once the ranks have agreed whether they leave their loops
-        self._alone = False  # takes a seat while the others stay in their loops; joins them in wrap_optimizer()
         self._switch = threading.Lock()
         self._old: weakref.ref[Any] | None = None
         self.state = KeptState()
@@ -98,45 +105,47 @@ class Continuing:
             self._refused = f"the process groups of this rank are not known: {problem!r}"
 
     def _enter(self) -> None:
-        groups, self._registered = self._groups, False
-        self._trains = threading.get_ident(), threading.get_native_id()
+        groups, is_first = self._groups, self._thread is None
+        self._thread = threading.get_ident(), threading.get_native_id()
         if groups is None:
             return
-        if not self._entered:
+        if is_first:
             from ttp.adapters.torch.regroup import self_test
 
-            self._entered = True
             groups.enter()
             self._refused = self_test()
         else:
             groups.listen()
-        if self._next is not None and not self._alone:
+        if self._next is None:
+            return
+        if self._agreed is _Agreed.NOTHING:
+            word = staying.leave("")
             if not self.clock.runs:  # this rank takes a seat; it may have been started while the others save
-                self._next = self._await(self._next.launch)
+                self._next, word = self._await(self._next.launch), staying.SEAT
                 self.clock.start(self._next.launch)
-                self._alone = self._why_left(self._next, staying.SEAT) is None
-            elif not self._met:
-                self._why_left(self._next, staying.leave(""))
-            if not self._alone:
-                self._renew("out of train()")
+            self._meet(self._next, word)
+        if self._agreed is _Agreed.LEAVE:
+            self._renew("out of train()")
 
-    def _why_left(self, meeting: NextLaunch, word: str) -> str | None:
+    def _meet(self, meeting: NextLaunch, word: str) -> str | None:
         """Meet all ranks, and return why loops are left; None: all stay in theirs (see ``ttp.core.rank.staying``)."""
         assert self._groups is not None
-        return staying.why_left(self._groups.meet(meeting.address, meeting.port, self.clock.within_s, word))
+        why = staying.why_left(self._groups.meet(meeting.address, meeting.port, self.clock.within_s, word))
+        self._agreed = _Agreed.STAY if why is None else _Agreed.LEAVE
+        return why
 
     def _renew(self, where: str, *, all_of_them: bool = False) -> None:
         assert self._groups is not None and self._next is not None
         at_s = self.clock.elapsed_s()
         self._groups.renew(self._next.launch, all_of_them=all_of_them)
-        self._next, self._met, self._alone = None, False, False
+        self._next, self._agreed = None, _Agreed.NOTHING
         done_s = self.clock.elapsed_s()
         log.info("%s after %.3f s, the process groups are exchanged after %.3f s", where, at_s, done_s)
 
     def wraps(self) -> None:
         """Note that ``wrap_optimizer()`` begins, from which on a newcomer runs in step with the other ranks."""
-        self._registered = True
-        if self._alone:
+        self._newcomer = False
+        if self._agreed is _Agreed.STAY:
             try:
                 self._renew("its optimizer is wrapped", all_of_them=True)
             except Exception as problem:
@@ -162,8 +171,7 @@ class Continuing:
         try:
             why_not = why_not or ("its state is on a device" if processor.source.on_device else "")
             following = self._next = self._await(RankEnv.from_env().launch + 1)
-            left = self._why_left(following, staying.leave(why_not) if why_not else staying.stay(version))
-            self._met = True
+            left = self._meet(following, staying.leave(why_not) if why_not else staying.stay(version))
             if left is not None:
                 log.info("its loop is left: %s", left)
                 return False
@@ -180,7 +188,7 @@ class Continuing:
             return "only torch programs can go on so far"
         if source.on_device and not self._on_cuda:
             return _NEVER_RUN
-        if not self._entered:
+        if self._thread is None:
             return "wrap_optimizer() was called outside of train()"
         return self._refused or self._groups.why_not()
 
@@ -229,10 +237,7 @@ class Continuing:
         """
         if self._old is not None and self._old() is not None:
             gc.collect()
-        if self._retries:
-            self._retries = False
-            return
-        if self._next is None:  # else the launcher has announced it while the rank was in its loop
+        if self.releasing and self._next is None:  # else it was announced while this rank was in its loop
             self._next = self._await(RankEnv.from_env().launch + 1)
         self.releasing = False
 
@@ -265,7 +270,8 @@ class Continuing:
         processor.gate.halt()
         self._let_go(processor.source)
         self._broken.set()
-        asleep.watch(self._trains, lambda: self.releasing, lambda: self.leave("a broken collective does not return"))
+        assert self._thread is not None
+        asleep.watch(self._thread, lambda: self.releasing, lambda: self.leave("a broken collective does not return"))
 
     def _let_go(self, source: Any) -> None:
         groups, reason = self._groups, ""
@@ -294,13 +300,12 @@ class Continuing:
 
     def tries_again(self, problem: BaseException) -> bool:
         """Wait and return True if train() is to be called again, because the dead rank's device is not free yet."""
-        fresh = self._seated and not self._registered and self._groups is not None and self._groups.untouched()
+        fresh = self._newcomer and self._groups is not None and self._groups.untouched()
         if not (fresh and self._on_cuda and is_out_of_device_memory(problem)):
             return False
         log.warning("the dead rank's device is not free yet, so train() is called again: %s", describe(problem))
         traceback.clear_frames(problem.__traceback__)
         time.sleep(RETRY_S)
-        self._retries = True
         return True
 
 

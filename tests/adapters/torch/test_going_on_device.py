@@ -46,6 +46,7 @@ class Rank:
         stub: Any = StubProcessor(directory)
         self.processor = stub
         self.survivor = Continuing(Config(run_dir=str(directory), keep_cuda=True), None, None)
+        self.survivor.enter()
         groups: Any = SimpleNamespace(aborts=True, let_go=lambda: transport.Nccl().let_go([self.backend]))
         self.survivor._groups, self.survivor.clock.within_s = groups, PATIENCE_S
         self.processor.survivor, self.processor.source = self.survivor, self.adapter.source
