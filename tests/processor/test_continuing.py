@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -113,7 +114,7 @@ class OutOfMemoryError(RuntimeError):
 def test_a_newcomer_tries_again_until_the_device_of_the_dead_is_free(
     monkeypatch: pytest.MonkeyPatch, survivor: Continuing, case: str, problem: Exception, again: bool
 ) -> None:
-    groups: Any = SimpleNamespace(untouched=lambda: case != "train() has made groups", listen=lambda: None, wrapped=lambda: None)
+    groups: Any = Mock(untouched=lambda: case != "train() has made groups")
     survivor._groups = groups
     survivor._newcomer, survivor._on_cuda = case != "a survivor", case != "not switched on"
     survivor.clock.runs = True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,17 +10,13 @@ from ttp.config import Config, RankEnv
 from ttp.core import messages as m
 from ttp.core.rank import events as ev
 from ttp.launch.standby import own_address, reachable, start_standby
+from ttp.processor.aside import aside
 from ttp.processor.liveness import stacks
 
 log = logging.getLogger("ttp.processor")
 
 STACK_S = 3.0
 """Seconds that a process that hangs may take to report its stacks."""
-
-
-def aside(name: str, job: Callable[[], None]) -> None:
-    """Run a function that may block, on a thread of its own with this name."""
-    threading.Thread(target=job, name=name, daemon=True).start()
 
 
 class Errands:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -16,6 +15,7 @@ from ttp.errors import CheckpointError
 from ttp.launch import shadow
 from ttp.launch.leases import write_whole
 from ttp.launch.warm import memory
+from ttp.processor.aside import aside
 from ttp.store.held import Held, Order
 from ttp.store.manifest import Manifest
 from ttp.store.names import parse_checkpoint_name
@@ -43,7 +43,7 @@ class Holding:
         alone = os.environ.get("LOCAL_WORLD_SIZE", "") == str(env.world_size)
         self._may = may and alone and config.shadow_s is not None
         if self._may and env.local_rank == 0 and (env.launch == 0 or not self._held.speed()):
-            threading.Thread(target=self._held.measure, args=(save_dir,), name="ttp-speed", daemon=True).start()
+            aside("ttp-speed", lambda: self._held.measure(save_dir))
         if self._may or self._held.unfinished():
             self._tell_launcher()
 
@@ -92,7 +92,7 @@ class Holding:
         )
         self._tell_launcher()
         if order.order.job_state:  # exactly one rank saves the job state
-            threading.Thread(target=self._serve, name="ttp-shadow", daemon=True).start()
+            aside("ttp-shadow", self._serve)
 
     def _serve(self) -> None:
         """Start the writer while this rank writes; if that fails ``serve`` tries again."""

@@ -20,6 +20,7 @@ from typing import TypeVar
 from ttp.core import messages as m
 from ttp.core.layout import Version
 from ttp.core.rank import events as ev
+from ttp.processor.aside import aside
 from ttp.processor.gate.gate import Gate, GateState
 from ttp.processor.serial_worker import SerialWorker
 from ttp.processor.source import StateSource
@@ -215,7 +216,7 @@ class StateInspector:
                     self._submit(state)
                     return
 
-        threading.Thread(target=run, name="ttp-follower", daemon=True).start()
+        aside("ttp-follower", run)
 
     def _moved_on(self, state: GateState) -> bool:
         """Return whether ``state`` is outdated. If so, report the new state, unless the gate was opened meanwhile."""

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ttp.adapters.torch.local_state.buffers import overlaps
-from ttp.adapters.torch.loop.combined_optimizer import members_of
 from ttp.adapters.torch.loop.unwrap_optimizer import unwrap_optimizer
 from ttp.adapters.torch.restoring.compare import hand_to, is_left_out, model_differences, optimizer_differences
 from ttp.adapters.torch.restoring.kept import Kept, UnlikeError, hand_over
+from ttp.adapters.torch.restoring.param_groups import added_since, groups_for, load_groups
 from ttp.adapters.torch.restoring.reader import by_path, load_chunks, read_value, read_values
 from ttp.adapters.torch.restoring.schedules import load_scaler, load_scheduler
 from ttp.adapters.torch.saving.flatten_state import put
@@ -96,7 +96,7 @@ def restore_into(
         if added or saved.weights_only or saved.left_out:
             raise UnlikeError("the checkpoint has param groups that the program adds later, or lacks some of the state")
         hand_over(kept, names, optimizer, saved.optimizer)
-        _load_groups(saved, optimizer)
+        load_groups(saved.groups, optimizer)
     else:
         fitting(saved.items)  # called for its check
         _load_model(saved, names, cutter)
@@ -249,7 +249,7 @@ def _load_optimizer(saved: _Saved, names: ModelNames, optimizer: Optimizer, cutt
     order = {name: number for number, name in enumerate(owners)}  # in which the optimizer would make its state
     for name in sorted(loaded, key=lambda name: order.get(name, len(order))):
         state[owners[name][0] if name in owners else name] = loaded[name]
-    _load_groups(saved, optimizer)
+    load_groups(saved.groups, optimizer)
 
 
 def _empty(item: IndexEntry, owners: _Owners, parameters: Mapping[str, IndexEntry], cutter: Cutter) -> Tensor:
@@ -282,22 +282,6 @@ def _belongs_to_device(item: IndexEntry, saved_parameter: str, parameter: Tensor
     return bool(group.get("capturable") or group.get("fused"))
 
 
-def _load_groups(saved: _Saved, optimizer: Optimizer) -> None:
-    for group, other in zip(optimizer.param_groups, saved.groups, strict=True):
-        _load_group(group, other)
-
-
-def _load_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    for key, value in saved.items():
-        current = group.get(key)
-        if key == "params":
-            continue
-        if isinstance(current, Tensor) and isinstance(value, Tensor) and current.shape == value.shape:
-            current.detach().copy_(value)  # in place: schedulers and compiled steps keep references to the tensor
-        else:
-            group[key] = value
-
-
 # ------------------------------------------------------------------------------- frozen parameters and bucket layouts
 
 
@@ -318,64 +302,3 @@ def _frozen_otherwise(names: ModelNames, optimizer: Optimizer, job: JobState) ->
 def _load_buckets(model: nn.Module, names: ModelNames, job: JobState) -> list[str]:
     reasons = apply_layouts(ddps_of(model), names, job.ddp_buckets)
     return [f"the next steps may differ in the last bits from an unbroken run: {reason}" for reason in reasons]
-
-
-# --------------------------------------------------------------------------------------------------------- param groups
-#
-# Conversion of a checkpoint's param groups to those of this rank's optimizer, where the two differ.
-#
-# A program may add groups in mid-run, for layers that are trained later. If it resumes after that step, it does not add
-# them again, so the restore adds them.
-#
-# Pipeline stages have different parameters in their groups. Their checkpoint has the settings of each parameter by its
-# name, as torch's ``flatten_optimizer_state_dict`` does, so that another number of stages can load it.
-
-
-SavedGroups = Sequence[Mapping[str, Any]]
-
-
-def groups_for(saved: Any, names: ModelNames, optimizer: Optimizer, elsewhere: Collection[str]) -> SavedGroups:
-    """Return the saved settings, arranged in the groups that ``optimizer`` has, with names of parameters in ``params``.
-
-    Args:
-        saved: a list of groups, or a mapping from the name of each parameter to its settings.
-        names: names of this rank's model.
-        optimizer: the optimizer of this rank.
-        elsewhere: names of parameters of other stages, which are left out.
-    """
-    if isinstance(saved, list) and not elsewhere:
-        return saved
-    each = dict(saved) if isinstance(saved, dict) else {name: g for g in saved for name in g.get("params", ())}
-    found: list[dict[str, Any]] = []
-    for group in optimizer.param_groups:
-        present = [name for name in map(names.of, group["params"]) if name in each]
-        found.append({**(each[present[0]] if present else {}), "params": present})
-    nobodys = each.keys() - {name for group in found for name in group["params"]} - set(elsewhere)
-    if nobodys and found:
-        found[-1]["params"] = [*found[-1]["params"], *sorted(nobodys)]  # so that optimizer_differences reports them
-    return found
-
-
-def added_since(saved: SavedGroups, names: ModelNames, optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the saved groups that this optimizer lacks, in the form for ``add_param_group``; empty if none fit.
-
-    Args:
-        saved: groups as ``groups_for`` returns them.
-        names: names of this rank's model.
-        optimizer: the optimizer of this rank. For a ``CombinedOptimizer`` the result is empty, because the checkpoint
-            does not tell which member had these groups.
-    """
-    more = saved[len(optimizer.param_groups) :]
-    owned = {names.of(parameter) for parameter in parameters_of(optimizer)}
-    wanted = [name for group in more for name in group.get("params", ())]
-    if len(members_of(optimizer)) > 1 or not (names.parameters.keys() - owned).issuperset(wanted):
-        return []
-    return [_for_adding(group, names) for group in more]
-
-
-def _for_adding(group: Mapping[str, Any], names: ModelNames) -> dict[str, Any]:
-    settings = dict(group)
-    parameters: list[Any] = [names.parameters[name] for name in group["params"]]
-    if (given := settings.pop("param_names", None)) is not None:
-        parameters = list(zip(given, parameters, strict=True))
-    return settings | {"params": parameters}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import Optimizer
 
-from ttp.adapters.torch.restoring.restore import groups_for
+from ttp.adapters.torch.restoring.param_groups import groups_for
 from ttp.adapters.torch.sharding import dtensor_chunks, shard_discovery
 from ttp.adapters.torch.sharding.discovery import explicit, named, refuse_strangers, same_shards
 from ttp.adapters.torch.sharding.names import ModelNames

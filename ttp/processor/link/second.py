@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from ttp.core.rank import actions as act
 from ttp.core.rank import events as ev
-from ttp.processor.errands import aside
+from ttp.processor.aside import aside
 from ttp.processor.link.stream import Stream
 from ttp.wire.address import split
 

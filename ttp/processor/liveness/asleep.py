@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import linecache
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+
+from ttp.processor.aside import aside
 
 LOOK_S = 2.0
 """Seconds that the thread has to sleep without a break. A thread that computes, or waits for a CPU, does not sleep."""
@@ -39,7 +40,7 @@ def watch(thread: tuple[int, int], awaited: Callable[[], bool], found: Callable[
                     found()
                 looked_s, before = time.monotonic(), now
 
-    threading.Thread(target=look, name="ttp-asleep", daemon=True).start()
+    aside("ttp-asleep", look)
 
 
 def _sleep(ident: int, native_id: int) -> str:

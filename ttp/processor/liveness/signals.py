@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import logging
 import os
 import signal
@@ -19,6 +20,8 @@ import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
+
+from ttp.processor.aside import aside
 
 log = logging.getLogger("ttp.processor")
 
@@ -80,7 +83,7 @@ class Preemption:
         self._previous = signal.signal(signal.SIGTERM, self._handle)  # last: alone it would swallow the signal
         self._installed = True
         _installed.add(self)
-        threading.Thread(target=self._listen, name="ttp-signals", daemon=True).start()
+        aside("ttp-signals", self._listen)
 
     def program_ends(self) -> None:
         """Report that the main thread ends the program while another one trains. Signals do not end the wait."""
@@ -153,7 +156,7 @@ class Preemption:
         self._came = True
         if self._in_vain is not None:
             with contextlib.suppress(RuntimeError):  # no thread can be started: the process stays
-                threading.Thread(target=self._end_if, args=(self._in_vain,), name="ttp-preempted", daemon=True).start()
+                aside("ttp-preempted", functools.partial(self._end_if, self._in_vain))
             self._in_vain = None
 
     def _end_if(self, in_vain: Callable[[float], bool]) -> None:
