@@ -13,10 +13,11 @@ import sys
 import time
 import traceback
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import NoReturn
 
 from tests.e2e.harness import Job
 from tests.forking import fork
@@ -63,7 +64,7 @@ class Forked:
 
     def wait(self, timeout_s: float = 120) -> int:
         """Return the exit code. A process that has not ended in time is killed (-9)."""
-        (code,) = _ended([self._process], timeout_s)
+        (code,) = ended([self._process], timeout_s)
         return code
 
     def kill(self) -> None:
@@ -100,7 +101,7 @@ class ForkedJob(Job):
 
     def end(self, timeout_s: float) -> list[int]:
         """Wait for the ranks of the running launch and return their exit codes."""
-        codes = _ended(self.ranks_now, timeout_s)
+        codes = ended(self.ranks_now, timeout_s)
         stop_controllers(self.directory / f"run{len(self.lives)}")
         self.lives.append(codes)
         return codes
@@ -153,7 +154,8 @@ class ForkedJob(Job):
         return "\n".join(f"--- {path.name}\n{path.read_text()[-4000:]}" for path in files if path.exists())
 
 
-def _ended(ranks: Sequence[BaseProcess], timeout_s: float) -> list[int]:
+def ended(ranks: Sequence[BaseProcess], timeout_s: float) -> list[int]:
+    """Wait for processes, and return their exit codes. Those that have not ended in time are killed."""
     deadline = time.monotonic() + timeout_s
     for process in ranks:
         process.join(max(0.1, deadline - time.monotonic()))
@@ -168,15 +170,27 @@ def _ended(ranks: Sequence[BaseProcess], timeout_s: float) -> list[int]:
 
 
 def _main(module: str, env: dict[str, str], out: Path, err: Path, argv: list[str]) -> None:
-    for stream, path in ((1, out), (2, err)):
+    sys.argv = argv
+    lead(lambda: importlib.import_module(module).main(), env, out, err)
+
+
+def lead(job: Callable[[], object], env: dict[str, str], out: Path, err: Path | None = None) -> NoReturn:
+    """Run ``job`` as if a fresh process with this environment ran it, and end this process as that one would end.
+
+    Args:
+        job: what the process does.
+        env: its environment, added to this one without the variables of ttp and of launchers.
+        out: the file to which its stdout is appended.
+        err: the same for its stderr; None: that file, too.
+    """
+    for stream, path in ((1, out), (2, err or out)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), stream)
     for name in [n for n in os.environ if n.startswith(("TTP_", "TORCHELASTIC", "PET_"))]:
         del os.environ[name]
     os.environ |= env
-    sys.argv = argv
     code = 0
     try:
-        importlib.import_module(module).main()
+        job()
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     except BaseException:
