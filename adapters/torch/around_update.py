@@ -78,7 +78,7 @@ class AroundUpdate:
             self.barrier.wait()
         elif survivor is not None:  # no update is queued behind a collective that may have to be aborted
             for runtime in self.source.runtimes:
-                runtime.mark(side=False).synchronize()
+                runtime.event(side=False).synchronize()
 
     def _updated(self) -> None:
         if (swapped := self.source.swapped) is not None and swapped.updated():

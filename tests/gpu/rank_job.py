@@ -174,7 +174,7 @@ def note(kind: str, value: int) -> None:
 
 def finish(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     if MADE_UP is not None:
-        MADE_UP.device.mark(MADE_UP.device.training).synchronize()
+        MADE_UP.device.event(MADE_UP.device.training).synchronize()
     result = {
         "weights": digest(value for _, value in sorted(model.state_dict().items())),
         "moments": digest(v for p in model.parameters() for _, v in sorted(optimizer.state[p].items())),

@@ -1,6 +1,6 @@
 """Tells which version an accelerator has finished, and copies numbers from it to the host without stopping it.
 
-``Runtime`` lists the operations of a device that ttp needs, with streams and marks (events) as CUDA has them; see the
+``Runtime`` lists the operations of a device that ttp needs, with streams and events as CUDA has them; see the
 module ``cuda``. Tests use one that is made up. ``Fence`` tells the version of the state in the device's memory, which
 may be behind the host's.
 """
@@ -25,7 +25,7 @@ from ttp.errors import CheckpointError
 log = logging.getLogger("ttp.adapters.torch")
 
 poll = partial(polling.poll, every_s=0.0002)
-"""``ttp.polling.poll`` for marks of a device: the driver's own waits have no time limit."""
+"""``ttp.polling.poll`` for events of a device: the driver's own waits have no time limit."""
 
 AHEAD_MAX = 12
 """Number of updates that a host may be ahead of its device before copies of the oldest version are dropped."""
@@ -41,17 +41,17 @@ NUMBER_S = 5.0
 
 
 class Event(Protocol):
-    """A mark in a stream of work."""
+    """A point in a stream of work, of which can be said whether the device has come to it."""
 
     def query(self) -> bool:
-        """Return whether everything queued before the mark is done. Does not wait.
+        """Return whether everything queued before the event is done. Does not wait.
 
         Raises:
             RuntimeError: the device is broken.
         """
 
     def synchronize(self) -> None:
-        """Block until everything queued before the mark is done, without using the CPU. There is no time limit.
+        """Block until everything queued before the event is done, without using the CPU. There is no time limit.
 
         Raises:
             RuntimeError: the device is broken.
@@ -75,16 +75,16 @@ class Runtime(Protocol):
         """Return whether the memory of the tensor is on this device."""
 
     def capturing(self) -> bool:
-        """Return whether this thread captures a CUDA graph: then ttp must queue nothing, not even a mark."""
+        """Return whether this thread captures a CUDA graph: then ttp must queue nothing, not even an event."""
 
-    def mark(self, *, side: bool) -> Event:
-        """Queue and return a mark: on the side stream, or else on the current stream of this thread."""
+    def event(self, *, side: bool) -> Event:
+        """Queue and return an event: on the side stream, or else on the current stream of this thread."""
 
     def side_waits_for(self, event: Event) -> None:
-        """Make work queued later on the side stream run after the mark."""
+        """Make work queued later on the side stream run after the event."""
 
     def training_waits_for(self, event: Event) -> None:
-        """Make work queued later on the current stream of this thread run after the mark."""
+        """Make work queued later on the current stream of this thread run after the event."""
 
     def on_side(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context manager in whose block this thread queues its work on the side stream."""
@@ -127,7 +127,7 @@ def holder(runtimes: Sequence[Runtime], tensor: Tensor) -> Runtime | None:
 
 @dataclass(frozen=True, slots=True)
 class AllEvents:
-    """Marks on several devices, used as one mark."""
+    """Events on several devices, used as one event."""
 
     events: Sequence[Event]
 
@@ -197,7 +197,7 @@ class Numbers:
         slot = self._pinned[start : start + value.element_size()].view(value.dtype)
         slot.copy_(value.detach().view(-1), non_blocking=True)
         self.turn += 1
-        return Number(self, self.turn - 1, slot, runtime.mark(side=False))
+        return Number(self, self.turn - 1, slot, runtime.event(side=False))
 
     def elsewhere(self, value: Any) -> bool:
         """Return whether ``value`` is a number on a device."""
@@ -232,13 +232,13 @@ class Fence:
         self._pick = max if newest else min
 
     def record(self, version: int) -> None:
-        """Queue the mark of ``version`` behind the work queued so far. For the training thread; does not wait."""
+        """Queue the event of ``version`` behind the work queued so far. For the training thread; does not wait."""
         self._recorded = version
         for device in self._devices:
             device.record(version)
 
     def finished_version(self) -> int:
-        """Return the newest version whose mark the devices have reached. For any thread; does not wait."""
+        """Return the newest version whose event the devices have reached. For any thread; does not wait."""
         return self._pick(device.finished() for device in self._devices) if self._devices else self._recorded
 
     def wait(self, version: int, timeout_s: float) -> bool:
@@ -247,7 +247,7 @@ class Fence:
 
 
 class _DeviceMarks:
-    """The marks of versions in the queue of one device."""
+    """The events of versions in the queue of one device."""
 
     def __init__(self, runtime: Runtime, base: int) -> None:
         self._runtime = runtime
@@ -256,22 +256,22 @@ class _DeviceMarks:
         self._collecting = threading.Lock()
 
     def record(self, version: int) -> None:
-        """Queue a mark. Does not raise on a broken device, which finishes no more versions: the program will raise."""
+        """Queue an event. Does not raise on a broken device, which finishes no more versions: the program raises."""
         try:
-            self._pending.append((version, self._runtime.mark(side=False)))
+            self._pending.append((version, self._runtime.event(side=False)))
         except RuntimeError as problem:
-            log.debug("no mark can be queued on the device: %s", problem)
-        if len(self._pending) > AHEAD_MAX:  # marks that are reached would pile up; to ask for each at once costs more
+            log.debug("no event can be queued on the device: %s", problem)
+        if len(self._pending) > AHEAD_MAX:  # events that are reached would pile up; to ask for each at once costs more
             self.finished()
 
     def finished(self) -> int:
-        """Return the newest version whose mark the device has reached."""
+        """Return the newest version whose event the device has reached."""
         with self._collecting:
             try:
                 while self._pending and self._pending[0][1].query():
                     self._finished = self._pending.popleft()[0]
             except RuntimeError as problem:  # the device is broken, and finishes nothing more
-                log.debug("the marks of the device cannot be queried: %s", problem)
+                log.debug("the events of the device cannot be queried: %s", problem)
             return self._finished
 
 

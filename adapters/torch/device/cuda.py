@@ -107,16 +107,16 @@ class CudaRuntime:
         """See ``Runtime``."""
         return bool(_cuda.is_current_stream_capturing())
 
-    def mark(self, *, side: bool) -> Event:
+    def event(self, *, side: bool) -> Event:
         """See ``Runtime``."""
         return _Mark(self._index, self._side if side else torch.cuda.current_stream(self._index))
 
     def side_waits_for(self, event: Any) -> None:
-        """See ``Runtime``. The event is one of ``mark``."""
+        """See ``Runtime``. The event is one of ``event``."""
         self._side.wait_event(event.event)
 
     def training_waits_for(self, event: Any) -> None:
-        """See ``Runtime``. The event is one of ``mark``."""
+        """See ``Runtime``. The event is one of ``event``."""
         stream: Any = torch.cuda.current_stream(self._index)
         stream.wait_event(event.event)
 
@@ -179,8 +179,8 @@ def _make_stream(device: torch.device) -> int:
     cuda, refused = driver(), "the CUDA driver makes no stream"
     lowest, highest, made = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
     with torch.cuda.device(device):
-        mark: Any = _cuda.Event()
-        mark.record(torch.cuda.current_stream(device))  # makes sure that this thread has the device's context
+        event: Any = _cuda.Event()
+        event.record(torch.cuda.current_stream(device))  # makes sure that this thread has the device's context
         check(cuda.cuCtxGetStreamPriorityRange(ctypes.byref(lowest), ctypes.byref(highest)), refused)
         if highest.value > _OWN_PRIORITY:
             raise RuntimeError(f"its highest priority is {highest.value}")

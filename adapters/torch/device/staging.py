@@ -39,7 +39,7 @@ class Staged:
     Args:
         parts: the memory of the small buffers, valid when ``ready`` is done.
         kept: the stamps and the memory of the large buffers, valid when ``ready`` is done.
-        ready: the mark behind the last copy; None: everything has arrived.
+        ready: the event behind the last copy; None: everything has arrived.
         staging: the host memory of the small buffers.
         large: the copies of the large buffers.
         stands: no write to a buffer was seen since the capture before, of the same version.
@@ -59,7 +59,7 @@ class Staged:
 
 @dataclass(slots=True)
 class _Twin:
-    """Memory on the device to which buffers are copied first; ``left`` is the mark behind the last copy out of it."""
+    """Memory on the device to which buffers are copied first; ``left`` is the event behind the last copy out of it."""
 
     memory: Tensor
     left: Event | None = None
@@ -218,9 +218,9 @@ class DeviceBuffers:
         for held in staged.large:
             self.table.compare(held.entry, held.stamp, _view(held.pinned))
 
-    def mark(self) -> Event:
-        """Return a mark behind the work that is queued on all devices so far."""
-        return AllEvents([runtime.mark(side=False) for runtime in self._runtimes])
+    def event(self) -> Event:
+        """Return an event behind the work that is queued on all devices so far."""
+        return AllEvents([runtime.event(side=False) for runtime in self._runtimes])
 
     def release(self, staged: Staged) -> None:
         """Return the memory of a capture that was written or given up. May be called on any thread."""
@@ -250,9 +250,9 @@ class DeviceBuffers:
     # ----------------------------------------------------------------------------------------------------- bringing
 
     def _bring_small(self, small: _Small, pinned: Tensor) -> Event:
-        """Copy the small buffers of one device. Returns a mark behind the copy; without buffers, behind the work."""
+        """Copy the small buffers of one device. Returns an event behind the copy; without buffers, behind the work."""
         if not small.entries:
-            return small.runtime.mark(side=False)
+            return small.runtime.event(side=False)
         twin, pairs = small.twins[self._turn % 2], small.pairs[self._turn % 2]
         self._turn += 1
         self._reuse(small.runtime, twin)
@@ -265,7 +265,7 @@ class DeviceBuffers:
 
         Args:
             entry: the buffer.
-            events: the marks behind new copies are added to it.
+            events: the events behind new copies are added to it.
             learning: make a new one in any case.
 
         Returns:
@@ -310,10 +310,10 @@ class DeviceBuffers:
     @staticmethod
     def _leave(runtime: Runtime, twin: _Twin, target: Tensor, source: Tensor) -> Event:
         """Queue a copy out of a twin on the side stream, behind the training's work so far."""
-        runtime.side_waits_for(runtime.mark(side=False))
+        runtime.side_waits_for(runtime.event(side=False))
         with runtime.on_side():
             target.copy_(source, non_blocking=True)
-        twin.left = runtime.mark(side=True)
+        twin.left = runtime.event(side=True)
         return twin.left
 
     # ------------------------------------------------------------------------------------------------------ building

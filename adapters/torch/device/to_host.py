@@ -29,7 +29,7 @@ class _Flight:
     """A chunk that is being copied to the host.
 
     Args:
-        event: the mark behind the copy; None: the chunk is on the host already.
+        event: the event behind the copy; None: the chunk is on the host already.
         staged: the pinned memory to which it is copied first.
         target: the memory to which it is copied from there.
         completes: returns the tensor on the host whose last chunk this is; None: more chunks follow.
@@ -111,7 +111,7 @@ class HostCopier:
             self._turn += 1
             with runtime.on_side():
                 staged.copy_(slab, non_blocking=True)
-            yield _Flight(runtime.mark(side=True), staged, target[at:end], whole if end == size else None)
+            yield _Flight(runtime.event(side=True), staged, target[at:end], whole if end == size else None)
             at = end
 
     def _slabs(self, runs: Iterator[Tensor]) -> Iterator[Tensor]:
@@ -140,7 +140,7 @@ def _copy_once(runtime: Runtime, pinned: Tensor) -> None:
     memory = runtime.on_device(min(256, pinned.numel()))
     with runtime.on_side():
         pinned[: memory.numel()].copy_(memory, non_blocking=True)
-    if not poll(runtime.mark(side=True).query, _START_S):
+    if not poll(runtime.event(side=True).query, _START_S):
         raise TimeoutError(f"the device did not finish its first copy within {_START_S:g} s")
 
 

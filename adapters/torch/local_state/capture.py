@@ -260,7 +260,7 @@ class LocalCapture:
         same = version == known[0] and not known[2] and device.stands()
         if same and b"".join(self._small()) == known[1]:
             if final:
-                self._hand_over(device, version, final, None, Staged(ready=device.mark()))
+                self._hand_over(device, version, final, None, Staged(ready=device.event()))
             else:
                 self._in_page, self._at_once = known, at_once
             return

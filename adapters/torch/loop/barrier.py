@@ -144,7 +144,7 @@ class UpdateBarrier:
             stream.queue(self._turn, gate.version + 1)
             return
         for runtime in self._runtimes:
-            runtime.mark(side=False).synchronize()
+            runtime.event(side=False).synchronize()
         with gate.nearby(self._ring):
             try:
                 if not run(self.meeting.come(self._turn)):

@@ -76,7 +76,7 @@ class _Snapshot(NamedTuple):
         updated: whether ``scaler.update()`` was called after the update to this version.
         skipping: the flags by which the scaler has told fused optimizers to skip the step.
         usual: the hyperparameters of the forward pass before the update, or after it if that was seen; None: of none.
-        copied: the mark behind the copies of hyperparameters and of schedules' tensors on a device; None: none are.
+        copied: the event behind the copies of hyperparameters and of schedules' tensors on a device; None: none are.
     """
 
     version: int
@@ -323,13 +323,13 @@ class PostStepState:
         else:
             schedules = tuple(map(Habit.look, self._habits, last.schedules))
             groups = hyperparameters_of(self._optimizers, self._usual or last.groups)
-        usual, mark = self._usual, self._mark(groups, schedules) if self._runtimes else None
+        usual, event = self._usual, self._event(groups, schedules) if self._runtimes else None
         if self._scaler is None:
-            return _Snapshot(version, schedules, None, groups, usual=usual, copied=mark)
+            return _Snapshot(version, schedules, None, groups, usual=usual, copied=event)
         flags = (getattr(each, "found_inf", None) for each in self._optimizers)
         skipping = tuple(self._numbers.bring(flag) for flag in flags if flag is not None)
         scaling, scaler = getattr(self._scaler, _SCALING, None), self._brought(_scaler_numbers(self._scaler))
-        return _Snapshot(version, schedules, scaler, groups, scaling, skipping=skipping, usual=usual, copied=mark)
+        return _Snapshot(version, schedules, scaler, groups, scaling, skipping=skipping, usual=usual, copied=event)
 
     def _after(self, last: _Snapshot, *, schedules: bool = True, training: bool = False) -> _Snapshot:
         """Return ``last`` brought up to now: with the scaler's update and the schedulers' steps that followed it.
@@ -350,13 +350,13 @@ class PostStepState:
         if all(map(is_, now, last.schedules)):
             return last
         groups = hyperparameters_of(self._optimizers, last.groups)
-        return last._replace(schedules=now, groups=groups, copied=self._mark(groups, now) if self._runtimes else None)
+        return last._replace(schedules=now, groups=groups, copied=self._event(groups, now) if self._runtimes else None)
 
-    def _mark(self, groups: Hyperparameters, schedules: Sequence[Reading]) -> Event | None:
-        """Return a mark behind the copies on devices, made by this thread, of what these hold; None: there are none."""
+    def _event(self, groups: Hyperparameters, schedules: Sequence[Reading]) -> Event | None:
+        """Return an event behind this thread's copies, on devices, of what these hold; None: there are none."""
         leaves = tree_leaves([[each.copies for each in groups], [each.state for each in schedules]])
         found = {id(r): r for v in leaves if isinstance(v, Tensor) and (r := holder(self._runtimes, v)) is not None}
-        return AllEvents([runtime.mark(side=False) for runtime in found.values()]) if found else None
+        return AllEvents([runtime.event(side=False) for runtime in found.values()]) if found else None
 
     def _is_updated(self, last: _Snapshot) -> bool:
         return last.updated or (last.scaling is not None and getattr(self._scaler, _SCALING, None) is not last.scaling)

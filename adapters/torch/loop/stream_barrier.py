@@ -1,7 +1,7 @@
 """The barrier before an update, on the device: the training's stream waits for other ranks while the host runs ahead.
 
-Used with ``TTP_STREAM_BARRIER=1``; decision 33 has the theory. The host queues a mark behind the last gradient, and
-behind the mark a wait for a word in host memory. A thread waits for the mark, meets the other ranks, and writes the
+Used with ``TTP_STREAM_BARRIER=1``; decision 33 has the theory. The host queues an event behind the last gradient, and
+behind the event a wait for a word in host memory. A thread waits for the event, meets the other ranks, and writes the
 word.
 """
 
@@ -77,10 +77,10 @@ class StreamBarrier:
         """
         with self._runtime.on_side():
             self._hold.queue(1)
-        mark = self._runtime.mark(side=True)
-        held = not mark.query()
+        event = self._runtime.event(side=True)
+        held = not event.query()
         self._hold.release(1)
-        if not poll(mark.query, _PROBE_S) or not held:
+        if not poll(event.query, _PROBE_S) or not held:
             raise RuntimeError("a stream that had to wait for the host " + ("hangs" if held else "did not wait"))
 
     # ----------------------------------------------------------------------------------------------- training thread
@@ -117,9 +117,9 @@ class StreamBarrier:
                 self._changed.wait(_LOOK_S)
         if self._problem:
             raise RuntimeError(f"the barrier before the update broke: {self._problem}")
-        mark = self._runtime.mark(side=False)
+        event = self._runtime.event(side=False)
         self._hold.queue(turn)
-        self._inbox.put((turn, version, mark))
+        self._inbox.put((turn, version, event))
 
     def _decide(self, reason: str) -> None:
         self._on = not reason
@@ -158,8 +158,8 @@ class StreamBarrier:
 
     def _run(self) -> None:
         try:
-            for turn, version, mark in iter(self._inbox.get, None):
-                mark.synchronize()
+            for turn, version, event in iter(self._inbox.get, None):
+                event.synchronize()
                 self._held = turn, version
                 self._meet(turn, version)
                 self._held = None

@@ -122,7 +122,7 @@ class Swapped:
         self._places = self._found()
         self._updates = -1  # the program may still load weights before the first one
         self._used = True  # training has used the weights since the last update
-        self._learned: list[Event] = []  # marks of the devices after the first updates
+        self._learned: list[Event] = []  # events of the devices after the first updates
         self._others_evaluated = 0  # the value of ``evaluations`` at the last one while an optimizer had moved weights
         self.evaluations = 0
         """Number of forward passes without gradients so far."""
@@ -144,7 +144,7 @@ class Swapped:
         if not used or self._updates != _UPDATES_LEARNED - 1:
             return False
         runtimes = {id(sample.runtime): sample.runtime for sample in self._on_device if sample.runtime is not None}
-        self._learned = [runtime.mark(side=False) for runtime in runtimes.values()]
+        self._learned = [runtime.event(side=False) for runtime in runtimes.values()]
         return True
 
     def entered(self) -> None:
@@ -210,7 +210,7 @@ class Swapped:
         Raises:
             TimeoutError: a device has not made the first updates in time.
         """
-        if not all(poll(mark.query, _EARLY_S) for mark in self._learned):
+        if not all(poll(event.query, _EARLY_S) for event in self._learned):
             raise TimeoutError(f"a device has not made the first updates after {_EARLY_S:g} s")
         pairs = zip((*self._on_host, *self._on_device), self._looked_at(), strict=True)
         return [(each.parameter, b"".join(rows[:_UPDATES_LEARNED])) for each, rows in pairs if not each.frozen]
@@ -262,7 +262,7 @@ class Swapped:
                 rows = [row[number] for row in self._device_rows[:_NOW]]
                 for to, row in zip(sample.pinned, [*rows, device[number]], strict=True):
                     to.copy_(row, non_blocking=True)
-            if not poll(sample.runtime.mark(side=True).query, _PATIENCE_S):
+            if not poll(sample.runtime.event(side=True).query, _PATIENCE_S):
                 raise TimeoutError(f"some bytes of the weights did not leave the device in {_PATIENCE_S:g} s")
             yield [bytes(row.numpy().data) for row in sample.pinned]
 

@@ -211,7 +211,7 @@ class Inspector:
                     source = flat_bytes(row)
                     self._pinned[size : size + source.numel()].copy_(source, non_blocking=True)
                     size += source.numel()
-        event = runtime.mark(side=True)
+        event = runtime.event(side=True)
         if not poll(event.query, _PATIENCE_S):
             raise TimeoutError(f"{size} bytes did not leave the device in {_PATIENCE_S:g} s")
         return self._pinned[:size].view(pieces[0].dtype)

@@ -10,7 +10,7 @@ To undo an update, the checkpoint is written from these copies. The live tensors
 must stand still, the controller may repeat the order or send one for the newer version, and after a false alarm the
 job thaws and trains on.
 
-On a device the copies are queued like other work, between two marks: the mark that the device has passed tells which
+On a device the copies are queued like other work, between two events: the event that the device has passed tells which
 version the copies hold.
 """
 

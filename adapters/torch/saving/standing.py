@@ -137,8 +137,8 @@ class Standing(PagedSource):
             within_s: seconds to wait for the devices.
         """
         try:
-            marks = AllEvents([runtime.mark(side=False) for runtime in self.runtimes])
-            return "" if poll(marks.query, within_s) else "its device does not finish its queued work"
+            events = AllEvents([runtime.event(side=False) for runtime in self.runtimes])
+            return "" if poll(events.query, within_s) else "its device does not finish its queued work"
         except RuntimeError as problem:
             return f"its device is broken: {describe(problem)}"
 

@@ -198,7 +198,7 @@ class FakeDevice:
     def has(self, tensor: Any) -> bool:
         return tensor.untyped_storage().data_ptr() in self._memory
 
-    def mark(self, stream: FakeStream) -> FakeEvent:
+    def event(self, stream: FakeStream) -> FakeEvent:
         self.check()
         event = FakeEvent(self)
         self._queue(event, stream)

@@ -55,9 +55,9 @@ class FakeRuntime:
     def capturing(self) -> bool:
         return self.device.capturing
 
-    def mark(self, *, side: bool) -> FakeEvent:
-        self.log.append("mark side" if side else "mark")
-        return self.device.mark(self.side if side else self.device.current)
+    def event(self, *, side: bool) -> FakeEvent:
+        self.log.append("event side" if side else "event")
+        return self.device.event(self.side if side else self.device.current)
 
     def side_waits_for(self, event: Any) -> None:
         self.log.append("wait")

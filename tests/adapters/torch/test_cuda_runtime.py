@@ -85,9 +85,9 @@ def test_a_thread_asks_with_the_device_of_the_state_as_the_current_one(library: 
     And it leaves a CUDA graph whole that another thread captures meanwhile.
     """
     runtime = cuda.CudaRuntime(torch.device("cuda", OURS))
-    mark = runtime.mark(side=True)
-    assert mark.query()
-    mark.synchronize()
+    event = runtime.event(side=True)
+    assert event.query()
+    event.synchronize()
     with runtime.on_side():
         pass
     assert library.asked_on == [OURS] * 4 and library.current == FIRST
@@ -98,7 +98,7 @@ def test_without_the_driver_of_this_maker_it_asks_all_the_same(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda, "driver", SimpleNamespace)  # has no such function
-    assert cuda.CudaRuntime(torch.device("cuda", OURS)).mark(side=True).query()
+    assert cuda.CudaRuntime(torch.device("cuda", OURS)).event(side=True).query()
 
 
 def test_a_hold_is_on_the_stream_of_its_own_device(library: Library) -> None:

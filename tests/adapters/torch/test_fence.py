@@ -1,4 +1,4 @@
-"""Which versions a made-up device has finished, and where their marks stand in its queue."""
+"""Which versions a made-up device has finished, and where their events stand in its queue."""
 
 from __future__ import annotations
 

@@ -224,8 +224,8 @@ def test_on_a_device_the_copies_are_of_what_the_device_has_done() -> None:
     kept.take(5)
     assert kept.version == 4, "the host is ahead: the device has not begun to copy"
     assert kept.image(4).state[parameter]["step"].item() == 0.0, "the host's own number as it was then"
-    mark: Any = kept._begun._devices[0]._pending[0][1]
-    mark.done = True
+    event: Any = kept._begun._devices[0]._pending[0][1]
+    event.done = True
     assert kept.version is None, "some of it is overwritten"
     device.moving.set()
     assert kept.version == 5 and kept.image(5).state[parameter]["step"].item() == 1.0

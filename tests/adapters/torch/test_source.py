@@ -125,8 +125,8 @@ def test_on_a_device_the_pre_image_goes_with_what_the_device_has_finished(make: 
     device.moving.clear()
     queue_update()
     assert job.gate.version == 2 and source.has_preimage, "the device still stands at 1 and has 0"
-    mark: Any = source.begun._devices[0]._pending[0][1]
-    mark.done = True
+    event: Any = source.begun._devices[0]._pending[0][1]
+    event.done = True
     assert not source.has_preimage, "an update is half done there"
     device.moving.set()
     assert source.has_preimage and all(fence.finished_version() >= 1 for fence in fences)

@@ -194,11 +194,11 @@ def test_the_rescue_does_not_wait_for_a_device_that_is_held(order: str) -> None:
     hold = warm_up.hold()
     hold.queue(1)
     first.device.launch(lambda: None)
-    mark = other.mark(side=True)
-    assert mark.query()
-    assert not first.runtime.mark(side=False).query()
+    event = other.event(side=True)
+    assert event.query()
+    assert not first.runtime.event(side=False).query()
     hold.release(1)
-    assert first.runtime.mark(side=False).query()
+    assert first.runtime.event(side=False).query()
 
 
 def test_a_job_says_that_it_holds_the_gradient_and_makes_the_update_by_order(

@@ -66,7 +66,7 @@ def captured_late(stand: Stand) -> None:
 
 
 def saved_meanwhile(stand: Stand) -> None:
-    """A save asks the device for its marks, on other threads, while a graph is captured, and may not break it."""
+    """A save asks the device for its events, on other threads, while a graph is captured, and may not break it."""
     wanted = references(lambda: Training(stand, make=still), 4)
     training = Training(stand, make=still)
     with stand.protected():

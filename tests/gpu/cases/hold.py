@@ -27,19 +27,19 @@ def stream_waits(stand: Stand) -> None:
     memory.add_(1)
     stand.synchronize()
     began = time.monotonic()
-    marks = []
+    events = []
     for number in (1, 2, 3):
         hold.queue(number)
         memory.add_(1)
-        marks.append(runtime.mark(side=False))
+        events.append(runtime.event(side=False))
     stand.numbers["queued_s"] = round(time.monotonic() - began, 4)
     with rescue.on_side():
-        beside = rescue.mark(side=True)
+        beside = rescue.event(side=True)
     assert poll(beside.query, 5.0), "another stream waits as well"
-    for number, mark in enumerate(marks, 1):
-        assert not poll(mark.query, _HELD_S), f"nothing holds the update {number}"
+    for number, event in enumerate(events, 1):
+        assert not poll(event.query, _HELD_S), f"nothing holds the update {number}"
         hold.release(number)
-        assert poll(mark.query, 5.0), f"the update {number} is not let go"
+        assert poll(event.query, 5.0), f"the update {number} is not let go"
     found: list[str] = []
     with runtime.noticing(found):
         memory.add_(1)
