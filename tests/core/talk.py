@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -202,6 +202,14 @@ def frozen_at_7(talk: Talk, *ranks: int) -> str:
     """Deliver the final answers of these ranks, at version 7, and return the line of the last one."""
     lines = [talk.frozen(r, 7) for r in ranks]
     return lines[-1]
+
+
+def all_at_7(begin: Callable[[Talk], str], *ranks: int) -> Talk:
+    """Return the talk of a job in which an incident has begun, and these ranks are frozen at version 7."""
+    talk = Talk()
+    begin(talk)
+    frozen_at_7(talk, *ranks)
+    return talk
 
 
 class Wide(Talk):

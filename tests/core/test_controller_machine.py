@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.core.talk import LOST, PATIENCE, Talk, frozen_at_7
+from tests.core.talk import LOST, PATIENCE, Talk, all_at_7, frozen_at_7
 from ttp.core import messages as m
 from ttp.core.controller.events import Accused, ConnectionId, Record, StreamEnded
 from ttp.core.layout import Rank
@@ -45,9 +45,7 @@ def test_saved_committed_released_closed() -> None:
 
 
 def test_messages_that_come_twice_change_nothing() -> None:
-    talk = Talk()
-    talk.lost(0)
-    frozen_at_7(talk, 1, 2)
+    talk = all_at_7(lambda talk: talk.lost(0), 1, 2)
     assert talk.frozen(2, 7) == "[answer]"
     assert talk.frozen(2, 7, m.Phase.UPDATING) == ""
     talk.saved(1)
@@ -92,9 +90,7 @@ def test_all_are_waited_for_when_they_may_know_of_a_newer_one() -> None:
 
 
 def test_a_saver_that_dies_is_replaced_under_the_next_generation() -> None:
-    talk = Talk()
-    talk.lost(0)
-    frozen_at_7(talk, 1, 2)
+    talk = all_at_7(lambda talk: talk.lost(0), 1, 2)
     assert talk.lost(1) == "[evidence] [replan] [plan] Save:2"
     assert talk.orders(m.Save)[0].generation == 1
     assert talk.saved(2, generation=0) == ""
@@ -102,9 +98,7 @@ def test_a_saver_that_dies_is_replaced_under_the_next_generation() -> None:
 
 
 def test_a_saver_that_fails_is_not_asked_again() -> None:
-    talk = Talk()
-    talk.lost(0)
-    frozen_at_7(talk, 1, 2)
+    talk = all_at_7(lambda talk: talk.lost(0), 1, 2)
     assert talk.save_failed(1) == "[save_failed] [replan] [plan] Save:2"
     assert talk.save_failed(2, generation=1) == "[save_failed] [replan] [waits]"  # rank 0 may come back
     assert talk.after(1) == "[released] Release(70):1,2"
@@ -168,9 +162,7 @@ def test_another_one_commits_when_the_committer_dies_or_fails() -> None:
 
 
 def test_nobody_is_left_to_commit() -> None:
-    talk = Talk()
-    talk.fault(0)
-    frozen_at_7(talk, 0, 1, 2)
+    talk = all_at_7(lambda talk: talk.fault(0), 0, 1, 2)
     talk.saved(1)
     talk.commit_failed(1)
     talk.commit_failed(0)
@@ -207,18 +199,14 @@ def test_who_stands_still_commits_before_who_hangs_in_an_update() -> None:
 
 
 def test_ttp_ot_ends_a_save_that_takes_too_long() -> None:
-    talk = Talk()
-    talk.fault(0)
-    frozen_at_7(talk, 0, 1, 2)
+    talk = all_at_7(lambda talk: talk.fault(0), 0, 1, 2)
     assert talk.after(359) == ""
     assert talk.after(1) == "[released] Release(70):0,1,2"
     assert talk.orders(m.Release)[0].text == "nothing was saved within 360 s (TTP_OT). Cause: exception of 0"
 
 
 def test_who_has_answered_at_the_gate_does_not_hang_whatever_is_said_later() -> None:
-    talk = Talk()
-    talk.ask()
-    frozen_at_7(talk, 0, 1, 2)
+    talk = all_at_7(Talk.ask, 0, 1, 2)
     assert talk.fault(0, m.FaultKind.HUNG, subject=1) == "Freeze:0,1,2 [evidence]"
     talk.saved(0)
     assert talk.committed(0) == "[committed] [retracted] Thaw:0,1,2 [thawed] answer: saved"

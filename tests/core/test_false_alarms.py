@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.core.talk import Talk, frozen_at_7
+from tests.core.talk import Talk, all_at_7, frozen_at_7
 from ttp.core import messages as m
 from ttp.core.decide import How
 from ttp.core.layout import Rank
@@ -39,9 +39,7 @@ def test_a_flap_that_leaves_no_common_version_is_thawed_too() -> None:
 
 
 def test_a_lost_rank_that_comes_back_too_late_is_fenced() -> None:
-    talk = Talk()
-    talk.lost(0)
-    frozen_at_7(talk, 1, 2)
+    talk = all_at_7(lambda talk: talk.lost(0), 1, 2)
     talk.after(1)
     assert talk.back(0) == "Refused(fenced):0 [refused]"
     assert "rank 0 was given up (its stream did not come back within 1 s)" in talk.orders(m.Refused)[0].text
@@ -173,9 +171,7 @@ def test_if_all_streams_break_the_ranks_have_longer_to_come_back() -> None:
 
 
 def test_the_launcher_ends_the_doubt_about_a_lost_rank() -> None:
-    talk = Talk()
-    talk.lost(0)
-    frozen_at_7(talk, 1, 2)
+    talk = all_at_7(lambda talk: talk.lost(0), 1, 2)
     talk.saved(1)
     talk.committed(1)
     assert talk.accuse(0, m.FaultKind.EXITED, pid=100) == "[evidence] [released] Release(75):1,2"
@@ -229,9 +225,7 @@ def test_a_request_before_the_job_trains_is_answered_at_once() -> None:
 
 
 def test_a_snapshot_that_fails_hurts_nobody() -> None:
-    talk = Talk()
-    talk.ask()
-    frozen_at_7(talk, 0, 1, 2)
+    talk = all_at_7(Talk.ask, 0, 1, 2)
     talk.save_failed(0)
     talk.save_failed(1, generation=1)
     assert talk.save_failed(2, generation=2) == "[save_failed] [replan] Thaw:0,1,2 [thawed] answer: not saved"
@@ -248,9 +242,7 @@ def test_a_rank_that_is_slow_to_answer_a_snapshot_is_not_broken() -> None:
 
 
 def test_a_fault_late_in_a_snapshot_has_the_time_of_a_rescue() -> None:
-    talk = Talk()
-    talk.ask()
-    frozen_at_7(talk, 0, 1, 2)
+    talk = all_at_7(Talk.ask, 0, 1, 2)
     assert talk.after(350) == "", "the storage is slow"
     assert talk.lost(2) == "Freeze:0,1 [evidence]"
     assert talk.after(300) == ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.core.talk import PATIENCE, Talk, frozen_at_7
+from tests.core.talk import PATIENCE, Talk, all_at_7, frozen_at_7
 from ttp.core import messages as m
 from ttp.core.controller.events import Remembered
 from ttp.core.controller.fault_targets import fault_targets
@@ -89,9 +89,7 @@ def test_an_incident_is_taken_over_and_finished_when_somebody_is_broken() -> Non
 
 
 def test_a_rank_that_missed_the_thaw_is_thawed() -> None:
-    talk = Talk()
-    talk.ask()
-    frozen_at_7(talk, 0, 1, 2)
+    talk = all_at_7(Talk.ask, 0, 1, 2)
     talk.saved(0)
     talk.committed(0)
     assert talk.back(1, incident="i1") == "Welcome:1 [reconnected] Thaw:1"
@@ -103,9 +101,7 @@ def test_a_rank_that_is_frozen_for_nothing_is_thawed() -> None:
 
 
 def test_a_rank_that_missed_the_release_is_released() -> None:
-    talk = Talk()
-    talk.fault(0)
-    frozen_at_7(talk, 0, 1, 2)
+    talk = all_at_7(lambda talk: talk.fault(0), 0, 1, 2)
     talk.saved(1)
     talk.committed(1)
     assert talk.machine.stage == "released"

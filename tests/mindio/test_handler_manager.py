@@ -19,9 +19,17 @@ from ttp.mindio.protocol.messages import HANDLERS
 # -------------------------------------------------------------------------------------------------------------- manager
 
 
-def test_the_hand_shake() -> None:
+def attended(*said: NoticeKind) -> HandlerWorld:
+    """Return a world of four ranks with a manager, which has given these notices."""
     world = HandlerWorld(FOUR)
     world.attend()
+    for kind in said:
+        world.say(kind)
+    return world
+
+
+def test_the_hand_shake() -> None:
+    world = attended()
     world.ails(1)
     assert world.kinds() == [] and world.heard() == [("fault_ranks", 0, "")]
     world.say(NoticeKind.STOP_TRAIN, {1: 0})
@@ -70,8 +78,7 @@ def test_what_cannot_be_cured_can_be_dumped_and_what_cannot_be_dumped_only_be_le
 
 
 def test_the_manager_knows_of_a_fault_first() -> None:
-    world = HandlerWorld(FOUR)
-    world.attend()
+    world = attended()
     world.say(NoticeKind.STOP_TRAIN, {9: 1})
     assert "names no rank of this job" in world.answer and world.machine.stage == "training"
     world.say(NoticeKind.STOP_TRAIN, {2: 2, 9: 1})
@@ -193,9 +200,7 @@ def test_a_pause_is_at_the_end_of_the_step_that_the_furthest_is_in() -> None:
 
 @pytest.mark.parametrize("strategy", ["retry", "migration", "nonsense", ""])
 def test_a_strategy_that_a_pause_does_not_have_is_refused_and_the_next_one_counts(strategy: str) -> None:
-    world = HandlerWorld(FOUR)
-    world.attend()
-    world.say(NoticeKind.PAUSE_TRAIN)
+    world = attended(NoticeKind.PAUSE_TRAIN)
     world.say(NoticeKind.STRATEGY, strategy=strategy)
     assert world.heard()[1:] == [("result", 406, strategy)] and world.kinds()[-1] == "sync"
     world.say(NoticeKind.STRATEGY, strategy="continue")
@@ -211,18 +216,14 @@ def test_a_pause_that_not_all_can_make_is_none() -> None:
 
 
 def test_a_death_in_a_pause_is_a_death() -> None:
-    world = HandlerWorld(FOUR)
-    world.attend()
-    world.say(NoticeKind.PAUSE_TRAIN)
+    world = attended(NoticeKind.PAUSE_TRAIN)
     world.kill(0)
     world.settle()
     assert world.named == [7] and world.released == {EXIT_SAVED}
 
 
 def test_a_pause_ends_with_its_incarnation() -> None:
-    world = HandlerWorld(FOUR)
-    world.attend()
-    world.say(NoticeKind.PAUSE_TRAIN)
+    world = attended(NoticeKind.PAUSE_TRAIN)
     world.kill(0)
     world.settle()
     world.ranks = [FakeRank() for _ in world.ranks]
@@ -254,9 +255,7 @@ def test_a_checkpoint_in_a_pause_leaves_the_pause_as_it_is(early: bool) -> None:
 
 @pytest.mark.parametrize(("strategy", "named"), [("dump", [7]), ("exit", [])])
 def test_a_paused_job_can_be_ended(strategy: str, named: list[int]) -> None:
-    world = HandlerWorld(FOUR)
-    world.attend()
-    world.say(NoticeKind.PAUSE_TRAIN)
+    world = attended(NoticeKind.PAUSE_TRAIN)
     world.say(NoticeKind.STRATEGY, strategy=strategy)
     world.settle()
     assert world.named == named and world.released == {EXIT_SAVED if named else EXIT_NOT_SAVED}
@@ -288,9 +287,7 @@ def test_without_a_manager_nobody_is_left_standing(how: str, wait_s: float, aske
 
 
 def test_a_repair_ends_the_pause_and_the_next_one_is_a_pause() -> None:
-    world = HandlerWorld(FOUR)
-    world.attend()
-    world.say(NoticeKind.PAUSE_TRAIN)
+    world = attended(NoticeKind.PAUSE_TRAIN)
     world.ails(1)
     for kind in (NoticeKind.STOP_TRAIN, NoticeKind.GLOBAL_RANK, NoticeKind.STRATEGY):
         world.say(kind, strategy="retry")
@@ -300,9 +297,7 @@ def test_a_repair_ends_the_pause_and_the_next_one_is_a_pause() -> None:
 
 
 def test_what_was_said_in_a_pause_is_no_answer_in_the_next_incident() -> None:
-    world = HandlerWorld(FOUR)
-    world.attend()
-    world.say(NoticeKind.PAUSE_TRAIN)
+    world = attended(NoticeKind.PAUSE_TRAIN)
     for kind in (NoticeKind.GLOBAL_RANK, NoticeKind.STRATEGY):
         world.say(kind, strategy="continue")
     world.ails(1)
