@@ -9,7 +9,7 @@ import shutil
 import socket
 import subprocess
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -21,6 +21,7 @@ from tests.fuzz.files import ttp
 from tests.fuzz.places import place
 from tests.fuzz.profile import fuzz
 from tests.store.conftest import World
+from tests.store.storage import as_nobody
 from ttp.core.layout import Version
 from ttp.errors import CheckpointError
 from ttp.store.catalog import SKIPPED_MAX, find_whole, prune, scan
@@ -178,18 +179,6 @@ def test_a_hundred_thousand_entries_in_full(world: World) -> None:
     assert world.holds(whole, 2, "first")
 
 
-@contextlib.contextmanager
-def somebody_else() -> Iterator[None]:
-    """Run as another user for a while, because root may read everything."""
-    user = os.geteuid()
-    if user == 0:
-        os.seteuid(65534)
-    try:
-        yield
-    finally:
-        os.seteuid(user)
-
-
 def test_what_may_not_be_read(world: World) -> None:
     world.make(2)
     newest = world.make(4)
@@ -197,14 +186,14 @@ def test_what_may_not_be_read(world: World) -> None:
     for forbidden in (newest / MANIFEST, newest / "__0_1.distcp", newest):
         mode = forbidden.stat().st_mode
         forbidden.chmod(0)
-        with somebody_else():
+        with as_nobody():
             assert verify_checkpoint(newest)
             assert [c.version for c in look_back(world.save_dir).candidates] == [2]
             assert ttp("verify", str(world.save_dir))[0] == 1
         forbidden.chmod(mode)
     assert verify_checkpoint(newest) == []
     world.save_dir.chmod(0)
-    with somebody_else():
+    with as_nobody():
         with pytest.raises(CheckpointError, match="cannot list"):
             scan(world.save_dir)
         assert ttp("list", str(world.save_dir))[0] == 1

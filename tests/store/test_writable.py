@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.store.storage import as_nobody
 from ttp.core.restore_choice import LOOK_AGAIN_S
 from ttp.errors import ConfigError
 from ttp.store.disk import Disk
@@ -150,16 +151,12 @@ def test_records_of_incidents_that_cannot_be_written(tmp_path: Path, monkeypatch
 
 
 def test_no_permission(tmp_path: Path) -> None:
-    """Root may write everywhere, so the test steps down to another user."""
     tmp_path.chmod(0o500)
-    before = os.geteuid()
-    if before == 0:
-        os.seteuid(65534)
-    try:
-        with pytest.raises(ConfigError, match=r"Permission denied \(EACCES\); give this user write permission"):
-            check_writable(str(tmp_path / "checkpoints"))
-    finally:
-        os.seteuid(before)
+    with (
+        as_nobody(),
+        pytest.raises(ConfigError, match=r"Permission denied \(EACCES\); give this user write permission"),
+    ):
+        check_writable(str(tmp_path / "checkpoints"))
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -68,8 +68,8 @@ def _controller_somewhere(s: RunDraw) -> tuple[Fault, ...]:
     return s.here("kill", ranks(dead)), s.next_start(stage, "kill", CONTROLLER, seen_by=other)
 
 
-def _controller_at_event(s: RunDraw) -> tuple[Fault, ...]:
-    return kill_then(s.chance.choice((*INCIDENT, "released")), CONTROLLER)(s)
+def _then_at_some_event(who: Target) -> Draw:
+    return lambda s: kill_then(s.chance.choice((*INCIDENT, "released")), who)(s)
 
 
 def _then_soon(what: str, who: Callable[[RunDraw], Target]) -> Draw:
@@ -79,10 +79,6 @@ def _then_soon(what: str, who: Callable[[RunDraw], Target]) -> Draw:
 
 def _without_template(what: str) -> Draw:
     return lambda s: (s.here(what, TEMPLATE), s.later(0.05, "kill", ranks(s.rank)))
-
-
-def _template_dies_meanwhile(s: RunDraw) -> tuple[Fault, ...]:
-    return kill_then(s.chance.choice((*INCIDENT, "released")), TEMPLATE)(s)
 
 
 def _template_stops_meanwhile(s: RunDraw) -> tuple[Fault, ...]:
@@ -133,13 +129,13 @@ COMEBACKS: tuple[Kind, ...] = (
     _keep("another raises", _then_somewhere("raise", IN_TRAIN), 2),
     _keep("another hangs", _then_somewhere("hang", IN_TRAIN)),
     _keep("the controller dies", _controller_somewhere, 3),
-    _keep("the controller dies in the incident", _controller_at_event, 3),
+    _keep("the controller dies in the incident", _then_at_some_event(CONTROLLER), 3),
     _keep("the controller dies soon", _then_soon("kill", lambda _: CONTROLLER)),
     _keep("on two hosts", kill_one, 3, shapes=_HOSTS),
     _keep("on two hosts, another dies", _then_somewhere("kill"), 3, shapes=_HOSTS),
     _keep("no template", _without_template("kill"), last=True),
     _keep("template stopped", _without_template("stop"), last=True),
-    _keep("template dies meanwhile", _template_dies_meanwhile, last=True),
+    _keep("template dies meanwhile", _then_at_some_event(TEMPLATE), last=True),
     _keep("template stops meanwhile", _template_stops_meanwhile, last=True),
     _warm("kill a rank", kill_one, 3),
     _warm("exception in a rank", lambda s: (s.here("raise", ranks(s.rank)),)),
@@ -148,7 +144,7 @@ COMEBACKS: tuple[Kind, ...] = (
     _warm("one dies at its start", _then_somewhere("kill", IN_TRAIN), 2),
     _warm("no template", _without_template("kill"), last=True),
     _warm("template stopped", _without_template("stop"), last=True),
-    _warm("template dies meanwhile", _template_dies_meanwhile, last=True),
+    _warm("template dies meanwhile", _then_at_some_event(TEMPLATE), last=True),
     _warm("template stops meanwhile", _template_stops_meanwhile, last=True),
 )
 """The kinds that are drawn with ``--include keep`` and ``--include warm``."""
