@@ -33,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ttp
 import ttp.session
 from ttp.adapters.torch.restoring import registered, transfer
+from ttp.chaos.job import Losses, Schedule, TwoHalves, Watched
 
 JOB_DIR = Path(os.environ["JOB_DIR"])
 STEPS = int(os.environ["JOB_STEPS"])
@@ -126,7 +127,7 @@ def wait_for_ever() -> None:
 
 
 DEEDS: Any = {"flip": flip_a_bit, "half": half_a_message, "deadlock": wait_for_ever, "hold": lambda: None}
-injector = Injector()
+injector = TwoHalves.here = Losses.here = Injector()
 calls = itertools.count()
 
 
@@ -142,62 +143,12 @@ def send_all() -> None:
     registered.TRANSFER_BYTES, transfer._packs = 0, packs
 
 
-class Faulty(nn.Module):
-    """Passes tensors through; faults can hit in its forward and backward pass."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        injector.at("forward")
-        if x.requires_grad:
-            hook: Any = x.register_hook
-            hook(lambda grad: injector.at("backward"))
-        return x
-
-
-class InnerFault(torch.optim.AdamW):
-    """An optimizer in which a fault can hit after half of the parameters are updated."""
-
-    def step(self, closure: Any = None) -> Any:
-        groups = self.param_groups
-        every = groups[0]["params"]
-        half = len(every) // 2
-        for part in (every[:half], every[half:]):
-            groups[0]["params"] = part
-            try:
-                super().step(closure)
-            finally:
-                groups[0]["params"] = every
-            if part is not every[half:]:
-                injector.at("in_step")
-
-
-class FaultySchedule(torch.optim.lr_scheduler.LambdaLR):
-    armed: bool
-
-    def step(self, epoch: int | None = None) -> None:
-        if getattr(self, "armed", False):
-            injector.at("scheduler")
-        super().step(epoch)
-
-
-class Losses:
-    """The loss curve, saved as ``extra_state``."""
-
-    def __init__(self) -> None:
-        self.values: list[float] = []
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"values": list(self.values)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.values = list(state["values"])
-
-
 def build() -> nn.Module:
     torch.manual_seed(1)
     wide = int(os.environ.get("JOB_WIDE", "32"))
     return nn.Sequential(
-        nn.Linear(16, wide), nn.BatchNorm1d(wide), nn.ReLU(), Faulty(), nn.Dropout(0.2), nn.Linear(wide, 32), nn.ReLU(),
-        nn.Dropout(0.2), nn.Linear(32, 4),
+        nn.Linear(16, wide), nn.BatchNorm1d(wide), nn.ReLU(), Watched(injector), nn.Dropout(0.2),
+        nn.Linear(wide, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 4),
     )  # fmt: skip
 
 
@@ -206,7 +157,13 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.LBFGS(
             model.parameters(), lr=0.1, max_iter=3, history_size=3, tolerance_grad=0, tolerance_change=0
         )
-    return InnerFault(model.parameters(), lr=1e-2)
+    return TwoHalves(model.parameters(), lr=1e-2)
+
+
+def make_schedule(optimizer: torch.optim.Optimizer) -> Schedule:
+    """Return a schedule. Faults can hit in its steps once the program has set ``Schedule.here``."""
+    Schedule.here = None  # its constructor makes a step
+    return Schedule(optimizer, lambda s: min(1.0, (s + 1) / 5) * 0.97**s)
 
 
 def batch(step: int, micro: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -254,7 +211,7 @@ def train() -> None:
         dist.all_reduce(torch.ones(1))
     model = DistributedDataParallel(build())
     optimizer: Any = make_optimizer(model)
-    scheduler = FaultySchedule(optimizer, lambda s: min(1.0, (s + 1) / 5) * 0.97**s)
+    scheduler = make_schedule(optimizer)
     losses = Losses()
     torch.manual_seed(100 + dist.get_rank())  # every rank has its own dropout stream
     random.seed(200 + RANK)
@@ -268,7 +225,7 @@ def train() -> None:
     )
     injector.model, injector.optimizer = model, optimizer
     note("start", start := ttp.restore())
-    scheduler.armed = True
+    Schedule.here = injector
     batches = (batch(step, micro) for step in range(start, STEPS) for micro in range(ACCUMULATION))
     for step in range(start, STEPS):
         injector.step = step

@@ -12,6 +12,7 @@ import os
 import random
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ttp
 from ttp.adapters.torch import ReplicatedOptimizer
 from ttp.adapters.torch.loop import barrier
-from ttp.processor.gate.meeting import BrokenError, Meeting
+from ttp.chaos.job import Losses, Schedule, TwoHalves, Watched
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.e2e.job import (
@@ -36,103 +37,46 @@ from tests.e2e.job import (
     RANK,
     STEPS,
     WORLD,
-    Faulty,
-    FaultySchedule,
-    InnerFault,
-    Losses,
     digest,
     injector,
+    make_schedule,
     note,
     send_all,
-    wait_for_ever,
 )
+from tests.halfway import Halfway, watched_meeting
 
 KIND = os.environ["JOB_KIND"]
 Step = Any
 """From a step's number to its loss; its gradients are reduced then."""
 
 
-class WatchedMeeting(Meeting):
-    """The barrier before the update, in which ``Halfway`` decides what this rank sees."""
-
-    fault: Halfway | None = None
-
-    async def come(self, turn: int) -> bool:
-        """See ``Meeting``."""
-        await super().come(turn)
-        injector.at("barrier")
-        self.fault = Halfway.now()
-        if self.fault is not None:
-            self.fault.come()
-        return False  # ``over`` says when it is
-
-    async def over(self, turn: int) -> bool:
-        """See ``Meeting``."""
-        over = await super().over(turn)
-        return over if self.fault is None else self.fault.over(over)
-
-
-class Halfway:
-    """A fault: the ranks ``out`` make the update, then ``ranks`` are killed; all others do not make the update.
-
-    This happens when a barrier ends on some ranks only. For the other ranks the barrier never ends, or with ``broken``
-    raises an error. In a job without a barrier they wait in a collective of their program before the update.
-    """
+class Here(Halfway):
+    """A fault of this job that divides its ranks in the running step."""
 
     def __init__(self, fault: dict[str, Any]) -> None:
-        self._fault = fault
-        self._dead, self._out = fault["ranks"], RANK in fault["out"]
+        super().__init__(RANK, WORLD, fault["ranks"], fault["out"], broken=fault["broken"])
+        self._id = fault["id"]
 
     @classmethod
-    def now(cls) -> Halfway | None:
+    def now(cls) -> Here | None:
         """Return the fault for the running step of this rank; None: there is none."""
         for fault in FAULTS:
-            if (fault["phase"], fault["step"]) == ("halfway", injector.step) and not marked(
-                fault["id"], fault["ranks"]
-            ):
+            here = (fault["phase"], fault["step"]) == ("halfway", injector.step)
+            if here and not marked(fault["id"], fault["ranks"]):
                 return cls(fault)
         return None
 
-    def come(self) -> None:
-        """Note that this rank waits in the barrier and will not make the update."""
-        if not self._out and RANK not in self._dead:
-            mark(f"left{injector.step}")
+    def mark(self, what: str) -> None:
+        mark(f"{what}{injector.step}")
 
-    def over(self, over: bool) -> bool:
-        """Return whether the barrier is over for this rank.
+    def marked(self, what: str, ranks: Iterable[int]) -> bool:
+        return marked(self._id if what == "dying" else f"{what}{injector.step}", ranks)
 
-        Raises:
-            BrokenError: the fault breaks the barrier for this rank.
-        """
-        if self._out:
-            return over
-        if RANK in self._dead:
-            if over:
-                self._die()
-        elif self._fault["broken"] and marked(self._fault["id"], self._dead):
-            raise BrokenError("as if a rank had ended")
-        return False
-
-    def without_barrier(self) -> None:
-        """Carry out the fault after the gradient is reduced, in a job without a barrier."""
-        if RANK in self._dead:
-            self._die()
-        elif not self._out:
-            mark(f"left{injector.step}")
-            if self._fault["broken"]:
-                dist.recv(torch.zeros(1), src=self._dead[0])
-            wait_for_ever()
-
-    def _die(self) -> None:
-        """Kill this rank when the other ranks are where the fault needs them."""
-        out = self._fault["out"]
-        left = [rank for rank in range(WORLD) if rank not in (*self._dead, *out)]
-        while not (marked(f"updated{injector.step}", out) and marked(f"left{injector.step}", left)):
-            time.sleep(0.001)
+    def die(self) -> None:
         injector.at("halfway")
 
 
-def marked(name: str, ranks: list[int]) -> bool:
+def marked(name: str, ranks: Iterable[int]) -> bool:
     return all((JOB_DIR / "done" / f"{name}.{rank}").exists() for rank in ranks)
 
 
@@ -148,10 +92,15 @@ class Whole(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.front = nn.ModuleDict(
-            {"lower": nn.Linear(16, 33), "norm": nn.BatchNorm1d(33), "fault": Faulty(), "drop": nn.Dropout(0.2)}
+            {
+                "lower": nn.Linear(16, 33),
+                "norm": nn.BatchNorm1d(33),
+                "fault": Watched(injector),
+                "drop": nn.Dropout(0.2),
+            }
         )
         self.back = nn.ModuleDict(
-            {"fault": Faulty(), "up": nn.Linear(33, 34), "drop": nn.Dropout(0.2), "head": nn.Linear(34, 5)}
+            {"fault": Watched(injector), "up": nn.Linear(33, 34), "drop": nn.Dropout(0.2), "head": nn.Linear(34, 5)}
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -240,13 +189,13 @@ def build() -> tuple[nn.Module, Step]:
 def make_optimizer(model: nn.Module) -> tuple[Any, Any]:
     """Return the optimizer that the loop calls, and the one that makes the update."""
     if KIND == "replicated":
-        replicated = ReplicatedOptimizer(model.parameters(), InnerFault, lr=1e-2)
+        replicated = ReplicatedOptimizer(model.parameters(), TwoHalves, lr=1e-2)
         replicated.inner.register_step_post_hook(lambda *_: injector.at("gather"))
         return replicated, replicated.inner
     if KIND == "zero":
-        sharded: Any = ZeroRedundancyOptimizer(model.parameters(), InnerFault, lr=1e-2)
+        sharded: Any = ZeroRedundancyOptimizer(model.parameters(), TwoHalves, lr=1e-2)
         return sharded, sharded.optim
-    optimizer = InnerFault(model.parameters(), lr=1e-2)
+    optimizer = TwoHalves(model.parameters(), lr=1e-2)
     return optimizer, optimizer
 
 
@@ -254,7 +203,7 @@ def make_optimizer(model: nn.Module) -> tuple[Any, Any]:
 def train() -> None:
     model, step = build()
     optimizer, inner = make_optimizer(model)
-    scheduler = FaultySchedule(optimizer, lambda s: min(1.0, (s + 1) / 5) * 0.97**s)
+    scheduler = make_schedule(optimizer)
     losses = Losses()
     seed = RANK // 2 if KIND == "tp" else RANK
     torch.manual_seed(100 + seed)
@@ -274,7 +223,7 @@ def train() -> None:
     inner.register_step_post_hook(lambda *_: mark(f"updated{injector.step}"))  # behind those of ttp, too
     start = ttp.restore()
     note("start", start)
-    scheduler.armed = True
+    Schedule.here = injector
     for n in range(start, STEPS):
         injector.step = n
         injector.at("data")
@@ -285,7 +234,7 @@ def train() -> None:
         if KIND in ("hsdp", "fsdp"):  # one more collective between the gradient and the update
             nn.utils.clip_grad_norm_(model.parameters(), 1e6)
         injector.at("allreduced")
-        ways_part = Halfway.now() if undo else None
+        ways_part = Here.now() if undo else None
         if ways_part is not None:
             ways_part.without_barrier()
         optimizer.step()
@@ -323,7 +272,7 @@ def main() -> None:
     if "JOB_TRANSFER" in os.environ:
         send_all()
     library: Any = barrier
-    library.Meeting = WatchedMeeting
+    library.Meeting = watched_meeting(injector.at, Here.now)
     store = os.environ.get("JOB_STORE")
     if store:
         dist.init_process_group("gloo", init_method=store, rank=RANK, world_size=WORLD)

@@ -8,7 +8,6 @@ streams of each rank are compared with those of an unbroken run.
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import Any
 
 from tests.e2e.forked import ForkedJob
 from tests.e2e.harness import Job
+from tests.halfway import divisions
 from ttp.core.layout import ranks_text
 
 Bits = list[set[str]]
@@ -79,16 +79,10 @@ def fault(name: str, phase: str, ranks: tuple[int, ...], **more: Any) -> dict[st
 
 
 def halfways(dead: tuple[int, ...]) -> Iterator[dict[str, Any]]:
-    """Yield a fault for each way to divide the survivors into those that make the update and those that do not.
-
-    The barrier of the latter hangs or breaks: with two survivors there is a fault for each, else the two alternate.
-    """
-    left = [rank for rank in range(4) if rank not in dead]
-    parted = [out for count in range(1, len(left)) for out in itertools.combinations(left, count)]
-    for number, out in enumerate(parted):
-        for broken in [False, True] if len(left) == 2 else [number % 2 == 1]:
-            name = f"halfway-{''.join(map(str, out))}-{'broken' if broken else 'hanging'}"
-            yield fault(name, "halfway", dead, out=list(out), broken=broken)
+    """Yield a fault for each way to divide the survivors into those that make the update and those that do not."""
+    for out, broken in divisions(dead):
+        name = f"halfway-{''.join(map(str, out))}-{'broken' if broken else 'hanging'}"
+        yield fault(name, "halfway", dead, out=list(out), broken=broken)
 
 
 def faults_of(kind: str, who: str, mode: str) -> list[dict[str, Any]]:

@@ -29,6 +29,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import ttp
+from ttp.chaos.job import Losses, Schedule, TwoHalves, Watched
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.e2e.job import (
@@ -36,14 +37,11 @@ from tests.e2e.job import (
     RANK,
     STEPS,
     WORLD,
-    Faulty,
-    FaultySchedule,
-    InnerFault,
-    Losses,
     batch,
     build,
     finish,
     injector,
+    make_schedule,
     note,
 )
 
@@ -88,19 +86,19 @@ def make() -> tuple[Any, Any, Any]:
     plain = {"unused": Branches, "two": Two}.get(KIND, build)()
     inner: Any = plain
     if KIND == "compiled":  # what hurts this process is no part of a graph
-        compiler, faulty = cast("Any", torch.compiler), cast("Any", Faulty)
-        faulty.forward = compiler.disable(faulty.forward)
+        compiler, watched = cast("Any", torch.compiler), cast("Any", Watched)
+        watched.forward = compiler.disable(watched.forward)
         inner = torch.compile(plain, backend="aot_eager")
     model: Any = plain if KIND in BARE else DistributedDataParallel(inner, **OPTIONS.get(KIND, {}))
     if KIND == "hook":
         model.register_comm_hook(None, fp16_compress_hook)
-    return model, plain, InnerFault(plain.parameters(), lr=1e-2)
+    return model, plain, TwoHalves(plain.parameters(), lr=1e-2)
 
 
 @ttp.ttp_to_persist
 def train(made: tuple[Any, Any, Any] | None) -> None:
     model, plain, optimizer = made or make()
-    scheduler = FaultySchedule(optimizer, lambda s: min(1.0, (s + 1) / 5) * 0.97**s)
+    scheduler = make_schedule(optimizer)
     scaler = torch.amp.GradScaler("cpu", growth_interval=3, enabled=KIND == "scaler")
     losses = Losses()
     torch.manual_seed(100 + RANK)
@@ -117,7 +115,7 @@ def train(made: tuple[Any, Any, Any] | None) -> None:
     note("start", ttp.restore())
     if KIND == "late":
         model = DistributedDataParallel(plain)
-    scheduler.armed = True
+    Schedule.here = injector
     start = len(losses.values)
     batches = (batch(step, micro) for step in range(start, STEPS) for micro in range(MICRO))
     for step in range(start, STEPS):

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -37,6 +37,13 @@ RANK = int(os.environ.get("RANK", "0"))
 def life() -> tuple[int, int]:
     """Return the current life (``notes.LifeKey``). A process that continues after a failure has several lives."""
     return int(os.environ.get(LAUNCH, "0")), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+class Stops(Protocol):
+    """Where a rank stops in its step for the faults that hit it there."""
+
+    def at(self, phase: str) -> None:
+        """Note that the rank has come to ``phase`` of its step."""
 
 
 class Here:
@@ -83,7 +90,7 @@ def deadlock() -> None:
 class Watched(nn.Module):
     """An identity module that reports the phases ``forward`` and ``backward``."""
 
-    def __init__(self, here: Here) -> None:
+    def __init__(self, here: Stops) -> None:
         super().__init__()
         self._here = here
 
@@ -100,7 +107,7 @@ class Watched(nn.Module):
 class TwoHalves(torch.optim.AdamW):
     """AdamW that reports the phase ``in_step`` half-way through its update."""
 
-    here: Here
+    here: Stops
 
     def step(self, closure: Any = None) -> Any:
         """Update the first half of the tensors, then the second."""
@@ -120,7 +127,7 @@ class TwoHalves(torch.optim.AdamW):
 class Schedule(torch.optim.lr_scheduler.LambdaLR):
     """A learning rate schedule that reports the phase ``scheduler`` in its step."""
 
-    here: ClassVar[Here | None] = None
+    here: ClassVar[Stops | None] = None
     """A class attribute, because instance attributes belong to the schedule's ``state_dict``."""
 
     def step(self, epoch: int | None = None) -> None:
@@ -133,7 +140,7 @@ class Schedule(torch.optim.lr_scheduler.LambdaLR):
 class Losses:
     """The loss curve, an ``extra_state`` that reports the phase ``extra_state``."""
 
-    here: ClassVar[Here | None] = None
+    here: ClassVar[Stops | None] = None
     """See ``Schedule.here``."""
 
     def __init__(self) -> None:

@@ -3,7 +3,7 @@
 The points, in their order: ``begin``, ``forward``, ``backward``, ``reduced``, ``pre_step0``, ``barrier`` (this rank has
 entered the barrier before the update, and may or may not have released others from it), ``passed`` (all ranks have left
 the barrier), ``post_step0`` and so on for each of Megatron's optimizers, ``gathered``, ``stepped``; and ``halfway``,
-see ``Halfway``.
+see ``tests.halfway``.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 import torch.distributed as dist
 
 import ttp.session
 from tests.adapters.megatron.gpt import Training
+from tests.halfway import Halfway, watched_meeting
 from ttp.adapters.torch.loop import barrier
 from ttp.processor.gate.gate import Gate
-from ttp.processor.gate.meeting import BrokenError, Meeting
 
 
 class Hurt:
@@ -80,9 +79,10 @@ class Hurt:
                 inner.optimizer.register_step_post_hook(lambda *_args, n=number: self.at(f"post_step{n}"))
         training.before_update = lambda: self.at("reduced")
         if self.fault:
-            _watch_barrier(self)
+            library: Any = barrier
+            library.Meeting = watched_meeting(self.at, lambda: Here(self) if self.due("halfway") else None)
             _watch_passes(training, self)
-            Halfway(self).watch(training)
+            Here(self).watch(training)
 
     def watch_behind(self, training: Training) -> None:
         """Put calls of ``at`` behind the hooks of ttp."""
@@ -90,25 +90,33 @@ class Hurt:
         first.register_step_pre_hook(lambda *_args: self.at("passed"))
 
 
-class Halfway:
-    """A fault: the ranks ``out`` make the update, then ``ranks`` are killed; all others do not make the update.
-
-    This happens when a barrier ends on some ranks only. For the other ranks the barrier never ends, or with ``broken``
-    raises an error. In a job without a barrier they wait for a dead rank before the update.
-    """
+class Here(Halfway):
+    """The fault of this launch, if it divides the ranks."""
 
     def __init__(self, hurt: Hurt) -> None:
+        fault = hurt.fault
+        super().__init__(
+            hurt.rank, dist.get_world_size(), hurt.ranks, fault.get("out", ()), broken=fault.get("broken", False)
+        )
         self._hurt = hurt
-        self._out = list(hurt.fault.get("out", ()))
-        self._left = [rank for rank in range(dist.get_world_size()) if rank not in (*hurt.ranks, *self._out)]
+
+    def mark(self, what: str) -> None:
+        self._hurt.mark(what)
+
+    def marked(self, what: str, ranks: Iterable[int]) -> bool:
+        return self._hurt.marked(what, ranks)
+
+    def die(self) -> None:
+        self._hurt.at("halfway")
 
     def watch(self, training: Training) -> None:
         """Watch the end of updates and, in a job without a barrier, their beginning."""
-        if not self._out:
+        if not self.out:
             return
-        if self._hurt.fault.get("undo"):
-            training.optimizer.chained_optimizers[0].optimizer.register_step_pre_hook(lambda *_: self._no_barrier())
         hurt, gate = self._hurt, cast("Any", Gate)  # hooks behind those of ttp come after a gather, too
+        if hurt.fault.get("undo"):
+            first = training.optimizer.chained_optimizers[0].optimizer
+            first.register_step_pre_hook(lambda *_: self.without_barrier() if hurt.due("halfway") else None)
         ended = gate.end_update
 
         def end_update(*args: Any) -> None:
@@ -118,71 +126,12 @@ class Halfway:
 
         gate.end_update = end_update
 
-    def come(self) -> None:
-        """Note that this rank waits in the barrier and will not make the update."""
-        if self._hurt.rank in self._left:
-            self._hurt.mark("left")
-
-    def over(self, over: bool) -> bool:
-        """Return whether the barrier is over for this rank.
-
-        Raises:
-            BrokenError: the fault breaks the barrier for this rank.
-        """
-        if self._hurt.rank in self._out:
-            return over
-        if self._hurt.rank in self._hurt.ranks:
-            if over:
-                self._die()
-        elif self._hurt.fault["broken"] and self._hurt.marked("dying", self._hurt.ranks):
-            raise BrokenError("as if a rank had ended")
-        return False
-
-    def _no_barrier(self) -> None:
-        if not self._hurt.due("halfway") or self._hurt.rank in self._out:
-            return
-        if self._hurt.rank in self._hurt.ranks:
-            self._die()
-        self._hurt.mark("left")
-        if self._hurt.fault["broken"]:
-            dist.recv(torch.zeros(1), src=self._hurt.ranks[0])
-        while True:
-            time.sleep(3600)
-
-    def _die(self) -> None:
-        """Kill this rank when the other ranks are where the fault needs them."""
-        self._hurt.wait_for("updated", self._out)
-        self._hurt.wait_for("left", self._left)
-        self._hurt.at("halfway")
-
 
 def _lose_memory() -> None:
     """Remove the host's pages. All of its ranks do so at once, so files may be gone already."""
     processor = ttp.session.current().processor
     assert processor is not None and processor.host.pages is not None
     shutil.rmtree(processor.host.pages.path, ignore_errors=True)
-
-
-def _watch_barrier(hurt: Hurt) -> None:
-    """Put calls of ``at`` into the barrier before the update."""
-
-    class WatchedMeeting(Meeting):
-        halfway: Halfway | None = None
-
-        async def come(self, turn: int) -> bool:
-            await super().come(turn)
-            hurt.at("barrier")
-            self.halfway = Halfway(hurt) if hurt.due("halfway") else None
-            if self.halfway is not None:
-                self.halfway.come()
-            return False  # ``over`` says when it is
-
-        async def over(self, turn: int) -> bool:
-            over = await super().over(turn)
-            return over if self.halfway is None else self.halfway.over(over)
-
-    library: Any = barrier
-    library.Meeting = WatchedMeeting
 
 
 def _watch_passes(training: Training, hurt: Hurt) -> None:

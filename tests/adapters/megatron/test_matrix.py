@@ -5,7 +5,6 @@ With ``-s`` pytest prints a row for each job; docs/reliability.md sums them up.
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ import pytest
 
 from tests.adapters.megatron.jobs import DP4, EP2_DP2, PP2_DP2, TP2_DP2, Job
 from tests.adapters.megatron.nursery import Nursery
+from tests.halfway import divisions
 
 pytestmark = [pytest.mark.xdist_group("megatron"), pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -55,19 +55,12 @@ def phases_of(layout: str, who: str, undo: bool) -> list[str]:
 
 
 def faults_of(layout: str, who: str, undo: bool) -> Iterator[dict[str, Any]]:
-    """Yield faults without their steps: every phase, and every way to divide the survivors; see ``Halfway``.
-
-    The barrier of those that do not update hangs or breaks: with two survivors there is a fault for each, else the two
-    alternate.
-    """
+    """Yield faults without their steps: every phase, and every way to divide the survivors; see ``tests.halfway``."""
     dead = victims(layout)[who]
     for phase in phases_of(layout, who, undo):
         yield {"ranks": dead, "phase": phase}
-    left = [rank for rank in range(4) if rank not in dead]
-    parted = [out for count in range(1, len(left)) for out in itertools.combinations(left, count)]
-    for number, out in enumerate(parted):
-        for broken in [False, True] if len(left) == 2 else [number % 2 == 1]:
-            yield {"ranks": dead, "phase": "halfway", "out": list(out), "broken": broken, "undo": undo}
+    for out, broken in divisions(dead):
+        yield {"ranks": dead, "phase": "halfway", "out": list(out), "broken": broken, "undo": undo}
 
 
 def allowed(layout: str, fault: dict[str, Any], undo: bool) -> set[int]:
