@@ -218,7 +218,7 @@ def test_the_job_is_saved_however_the_handler_of_the_program_leaves(leaves: str,
         process.send_signal(signal.SIGTERM)
         _, said = process.communicate("\n", timeout=60)
         assert process.returncode == 75
-        assert "Cause: SIGTERM" in said
+        assert "Cause: rank 0 was asked to end by SIGTERM" in said
 
 
 @pytest.mark.parametrize("program", ["before", "thread"])

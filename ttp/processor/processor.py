@@ -232,8 +232,8 @@ class Processor:
         self.on_death()
 
     def report_preemption(self, text: str) -> None:
-        """Report that a signal asked this process to end; unlike an exception it leaves a running update alone."""
-        self._inbox.put(ev.Raised(m.FaultKind.PREEMPTED, text))
+        """Report what ends this rank (``was asked to``...); unlike an exception it leaves a running update alone."""
+        self._inbox.put(ev.Raised(m.FaultKind.PREEMPTED, f"rank {self.env.rank} {text}"))
 
     def wait_released(self) -> None:
         """Wait for the rescue after ``report``. The process exits in this call, unless no controller can be reached."""

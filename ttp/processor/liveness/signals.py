@@ -54,7 +54,7 @@ class Preemption:
     """Calls ``report`` on SIGTERM while it is installed.
 
     Args:
-        report: called with a sentence that names the signal, on a thread of its own.
+        report: called with what happened to the rank, a sentence without its subject, on a thread of its own.
         in_vain: waits up to so many seconds, and returns True if no controller has heard the report and none will. The
             process then ends by the signal as it would without ttp. None: it stays.
     """
@@ -90,7 +90,7 @@ class Preemption:
         self.alone = True
         with contextlib.suppress(RuntimeError):  # no thread can be started
             self.install()
-        self._report("the program ends, but train() still runs on another thread")
+        self._report("ended its program, but train() still runs on another thread")
 
     def came(self) -> bool:
         """Return whether SIGTERM has come, and was reported, even if only a handler installed over this one saw it."""
@@ -152,7 +152,7 @@ class Preemption:
         os.close(self._read_fd)
 
     def _tell(self) -> None:
-        self._report("SIGTERM: this process was asked to end (preemption, or a launcher that stops the job)")
+        self._report("was asked to end by SIGTERM (preemption, or a launcher that stops the job)")
         self._came = True
         if self._in_vain is not None:
             with contextlib.suppress(RuntimeError):  # no thread can be started: the process stays
