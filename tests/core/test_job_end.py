@@ -48,6 +48,18 @@ def test_who_leaves_on_purpose_is_no_fault() -> None:
     assert talk.lost(0) == ""
 
 
+def test_who_left_on_purpose_is_the_cause_when_a_collective_of_the_others_fails() -> None:
+    """The others see only that a peer is gone; a rank that waits for the end of the others is no cause."""
+    talk = Talk()
+    talk.goodbye(2)
+    talk.goodbye(0, m.GoodbyeReason.LEFT)
+    talk.lost(0)
+    assert talk.fault(1, m.FaultKind.COLLECTIVE) == "[opened] Freeze:1,2 [evidence] [evidence]"
+    left = "left train() at version 9 while others trained (by sys.exit(0), Ctrl-C or the end of its program)"
+    assert talk.incident.cause == f"{talk.machine.job.members[Rank(0)].name} {left}"
+    assert [order.cause for order in talk.orders(m.Freeze)] == [talk.incident.cause] * 2
+
+
 def test_a_job_that_ctrl_c_ends_has_not_trained_to_its_end() -> None:
     talk = Talk(grid(1, 2))
     talk.goodbye(1)

@@ -131,6 +131,8 @@ class FaultReports:
             self._job.mark_failed(report.subject, report.text)
             if report.wrong:
                 self._end.told(RankWasWrong(report.text))
+            if report.kind is m.FaultKind.COLLECTIVE and self._rescue.incident is None:
+                self._blame_who_left(now)
         elif report.kind is m.FaultKind.EXITED:
             report = replace(report, text=f"{subject.name}: {report.text}")
             witness = self._job.members[report.rank]
@@ -138,3 +140,11 @@ class FaultReports:
                 return  # only a neighbour can know, and it knows which process
             self._exited(subject, report.text, now)
         self._rescue.fault(report.subject, report.kind, report.text, now, detail=report.detail, witness=report.rank)
+
+    def _blame_who_left(self, now: float) -> None:
+        """Name the ranks that left the job on purpose, which is a fault only if others wait for them."""
+        for rank, member in self._job.members.items():
+            if member.left and member.done and not self._job.ended:
+                how = "by sys.exit(0), Ctrl-C or the end of its program"
+                text = f"{member.name} left train() at version {member.version} while others trained ({how})"
+                self._rescue.fault(rank, m.FaultKind.EXITED, text, now, witness=OUTSIDER)
