@@ -33,6 +33,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("ttp")
 
 _TWICE = "wrap_optimizer() was called twice: give one list, or decorate each phase of a training"
+TELL_S = 60.0
+"""Seconds after which a rank says that it waits for the ranks whose ``train()`` has not returned."""
+_WAITS = (
+    "train() has returned here after %d updates, and waits until it has on every rank. A rank that still trains, and "
+    "needs this one for it, hangs until its process group gives up: `ttp status` shows what the others do"
+)
 
 
 class Adapter(Protocol):
@@ -196,7 +202,14 @@ class Session:
     def returned(self) -> None:
         """Leave the job after ``train()`` has returned."""
         self._trained_in = self.processor.run_dir if self.processor is not None else None
-        self._leave(GoodbyeReason.DONE)
+        waits = threading.Timer(TELL_S, log.info, (_WAITS, self.version))
+        waits.daemon = True
+        with contextlib.suppress(RuntimeError):  # no thread can be started
+            waits.start()
+        try:
+            self._leave(GoodbyeReason.DONE)
+        finally:
+            waits.cancel()
 
     def left(self, problem: BaseException | None = None) -> None:
         """Leave the job because ``train()`` was left on purpose; ``problem``: a ``KeyboardInterrupt`` if by Ctrl-C."""

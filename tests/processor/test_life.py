@@ -91,6 +91,27 @@ def test_a_train_whose_error_nobody_heard_keeps_neither_signals_nor_objects(
     until(lambda: gc.collect() >= 0 and kept[0]() is None)
 
 
+def test_a_rank_that_waits_long_for_the_end_of_the_others_says_so(
+    controller: Controller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The data of a rank may end before that of the others, which then wait for it in a collective, without a word."""
+    monkeypatch.setattr(session, "TELL_S", 0.0)
+    caplog.set_level("INFO", "ttp")
+    leave = processor.Processor.leave
+
+    def wait(self: Any, reason: Any) -> None:
+        until(lambda: any("train() has returned here after 0 updates" in each.message for each in caplog.records))
+        leave(self, reason)
+
+    monkeypatch.setattr(processor.Processor, "leave", wait)
+
+    @ttp.ttp_to_persist
+    def train() -> None:
+        join(tmp_path)
+
+    train()
+
+
 def test_a_rank_that_is_no_number_is_named_without_a_controller_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "")
     with pytest.raises(ttp.ConfigError, match="RANK='' is not valid"):
