@@ -185,6 +185,24 @@ def test_the_controller_hears_of_the_death_and_then_of_its_kind(
     assert {fault["pids"][0] for fault in controller.faults} == {owner.pid}
 
 
+@pytest.mark.parametrize("leaves", [True, False])
+def test_an_exit_with_0_is_a_death_unless_the_rank_has_left(
+    leaves: bool, host: Host, controller: Controller, start: Start
+) -> None:
+    """A library that calls exit(0) ends a rank as a kill does, and only the exit code says that it was no kill."""
+    owner, killed = start(0), start(1)
+    host.watch({0: owner.process, 1: killed.process})
+    if leaves:
+        assert owner.ask("leave") == "left"
+    owner.tell("exit")
+    owner.process.wait(LONG_S)
+    if not leaves:
+        until(lambda: len(controller.faults) == 2)
+        assert sorted(fault["reason"] for fault in controller.faults) == ["exited with code 0", REASON]
+    killed.kill()
+    until(lambda: {fault["ranks"][0] for fault in controller.faults} == ({1} if leaves else {0, 1}))
+
+
 def test_the_last_one_of_a_host_leaves_its_page(host: Host, controller: Controller, start: Start, pages: Path) -> None:
     owner = start(0)
     writer = PageWriter(pages, 0, incarnation=7)

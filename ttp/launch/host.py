@@ -53,8 +53,8 @@ class Host:
         self.leases = Leases(run_dir)
         self._keeper = ControllerKeeper(config, run_dir)
         self._keeps = False
-        self._watch = WorkerWatch()
         self._sentinels = SentinelWatch(run_dir)
+        self._watch = WorkerWatch(self._sentinels.shows_death)
         self._reporter: FaultReporter | None = None
         self._address = ""
         self._relay: RelayServer | None = None

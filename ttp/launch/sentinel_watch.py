@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Mapping
@@ -9,7 +10,7 @@ from pathlib import Path
 
 from ttp.launch.proc_files import start_of
 from ttp.processor.liveness.sentinel import Seat
-from ttp.processor.liveness.sentinel_reader import SentinelReader, State, look
+from ttp.processor.liveness.sentinel_reader import BadSentinelError, SentinelReader, State, look
 from ttp.processor.local_state.page_dir import SHARED_MEMORY, page_directories
 
 logger = logging.getLogger("ttp.launch")
@@ -62,6 +63,16 @@ class SentinelWatch:
                 name=f"ttp-sentinel-{rank}",
                 daemon=True,
             ).start()
+
+    def shows_death(self, rank: int, pid: int) -> bool:
+        """Return whether a worker that has ended did not leave in good order, as far as its sentinel shows that."""
+        for directory in page_directories(self._run_dir, self._shared_memory):
+            seen = look(directory, rank, Seat.LAUNCHER)
+            if not isinstance(seen, str):
+                with contextlib.closing(seen), contextlib.suppress(BadSentinelError):
+                    if seen.owner.pid == pid and seen.state() is State.DIED:
+                        return True
+        return False
 
     def close(self) -> None:
         """Report nothing from now on. The threads end within ``look_s``."""

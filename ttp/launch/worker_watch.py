@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import Popen
@@ -34,9 +34,13 @@ class WorkerWatch:
     """Watches the workers of this host, one group after the other.
 
     An orderly exit (0, 75, 70) is not reported, nor is the death of a worker that the launcher itself stops.
+
+    Args:
+        shows_death: returns whether a worker (rank, pid) that has ended did not leave its job: its exit is not orderly.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shows_death: Callable[[int, int], bool] = lambda *_: False) -> None:
+        self._shows_death = shows_death
         self._lock = threading.Lock()
         self._next: tuple[dict[int, Popen[Any]], Reporter] | None = None
         self._expected: set[int] = set()
@@ -92,7 +96,7 @@ class WorkerWatch:
         watch.close()
 
     def _tell(self, reporter: Reporter, rank: int, pid: int, code: int) -> None:
-        if code in ORDERLY_EXITS or self.expects(pid):
+        if self.expects(pid) or (code in ORDERLY_EXITS and not self._shows_death(rank, pid)):
             return
         reason = describe_exit(code, self._oom.explain(pid) if code in SIGKILLED else "")
         try:
