@@ -79,6 +79,18 @@ def test_ranks_that_go_on_once_more_before_anybody_looks_are_seen_to(
     assert given_up == ["another rank has failed meanwhile"]
 
 
+@pytest.mark.parametrize(("code", "filled"), [(0, [[1]]), (-9, []), (None, [])])
+def test_a_rank_that_exited_with_0_is_replaced_as_soon_as_the_others_may_go_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int | None, filled: list[list[int]]
+) -> None:
+    """For torch's agent it has not failed, so nothing else calls for its replacement. The other cases are the agent's."""
+    (seats, given_up), found = seats_of(tmp_path), list[list[int]]()
+    monkeypatch.setattr(seats, "_fill", lambda _, dead: found.append(dead))
+    Again(tmp_path).mark(os.getpid(), time.monotonic() + 100, 1)
+    seats.look({0: worker(), 1: SimpleNamespace(poll=lambda: code, pid=1)})  # type: ignore[dict-item]
+    assert (found, given_up) == (filled, [])
+
+
 @pytest.mark.parametrize(("hosts", "why"), [(1, ""), (2, "the job has several hosts")])
 def test_launchers_that_have_not_agreed_on_it_start_no_rank_alone(tmp_path: Path, hosts: int, why: str) -> None:
     """Programs for MindIO do not need ``keep``; ranks of other hosts would look for the new store in vain."""

@@ -71,11 +71,15 @@ class Seats:
         self._hosts = GoingOn(group, group.spec.rdzv_handler, self._done) if several else None
 
     def look(self, workers: Workers) -> None:
-        """Fail if ranks take too long to go on. Let ranks go on if no rank of this host has died. Call it often."""
+        """Fail if ranks take too long to go on. Let ranks go on if none of this host has failed, as torch's agent sees it.
+
+        A rank that has exited with 0 in its training has not failed for that agent. Call this often.
+        """
         self._settle(workers)
         if not self._filling:
             marks = self._marked(workers) if self._wanted else {}
-            if marks and len(marks) == len(workers) and not any(worker.poll() for worker in workers.values()):
+            codes = [worker.poll() for worker in workers.values()]
+            if marks and len(marks) == codes.count(None) and not any(codes):
                 self.fill(workers)
         elif min(self._going(workers).values(), default=math.inf) + LATE_S < time.monotonic():
             self.fail(workers, "going on took too long (TTP_CONTINUE_S)")
