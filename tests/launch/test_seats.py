@@ -14,7 +14,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from ttp.config import Config
-from ttp.launch.again import Again
+from ttp.launch.again import Again, NextLaunch
 from ttp.launch.seats import Seats
 
 
@@ -83,12 +83,29 @@ def test_ranks_that_go_on_once_more_before_anybody_looks_are_seen_to(
 def test_a_rank_that_exited_with_0_is_replaced_as_soon_as_the_others_may_go_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int | None, filled: list[list[int]]
 ) -> None:
-    """For torch's agent it has not failed, so nothing else calls for its replacement. The other cases are the agent's."""
+    """For torch's agent it has not failed, so nothing else calls for its replacement."""
     (seats, given_up), found = seats_of(tmp_path), list[list[int]]()
     monkeypatch.setattr(seats, "_fill", lambda _, dead: found.append(dead))
     Again(tmp_path).mark(os.getpid(), time.monotonic() + 100, 1)
-    seats.look({0: worker(), 1: SimpleNamespace(poll=lambda: code, pid=1)})  # type: ignore[dict-item]
+    ended: Any = SimpleNamespace(poll=lambda: code, pid=1)
+    seats.look({0: worker(), 1: ended})
     assert (found, given_up) == (filled, [])
+
+
+def test_torch_waits_for_the_successor_of_a_rank_that_exited_with_0(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It had taken that rank for trained, and would end the successor as soon as the other ranks are through."""
+    seats, _ = seats_of(tmp_path)
+    agent: Any = seats._agent
+    agent._pcontext = SimpleNamespace(subprocess_handlers={}, _running_local_ranks={0})
+    agent._worker_group.workers = [SimpleNamespace(global_rank=rank, local_rank=rank) for rank in (0, 1)]
+    agent._workers = dict
+    monkeypatch.setattr(seats._host, "watch", lambda _: None, raising=False)
+    monkeypatch.setattr(seats, "_meet", lambda ranks: NextLaunch(1, tuple(ranks), "127.0.0.1", 1, released=False))
+    monkeypatch.setattr(seats, "_start", lambda _: SimpleNamespace(proc=worker()))
+    seats.fill({0: worker(), 1: worker(0)})
+    assert agent._pcontext._running_local_ranks == {0, 1} == {0, *agent._pcontext.subprocess_handlers}
 
 
 @pytest.mark.parametrize(("hosts", "why"), [(1, ""), (2, "the job has several hosts")])

@@ -71,9 +71,9 @@ class Seats:
         self._hosts = GoingOn(group, group.spec.rdzv_handler, self._done) if several else None
 
     def look(self, workers: Workers) -> None:
-        """Fail if ranks take too long to go on. Let ranks go on if none of this host has failed, as torch's agent sees it.
+        """Fail if ranks take too long to go on. Let ranks go on if none of this host has failed. Call it often.
 
-        A rank that has exited with 0 in its training has not failed for that agent. Call this often.
+        A rank that has exited with 0 in its training has not failed for torch's agent, so it is replaced here.
         """
         self._settle(workers)
         if not self._filling:
@@ -248,7 +248,9 @@ class Seats:
             if worker.global_rank in ranks:
                 handler = self._early.pop(worker.global_rank, None) or self._start(worker.global_rank)
                 self._host.again.mark(handler.proc.pid, time.monotonic() + self._within_s, following.launch)
-                cast("Any", agent._pcontext).subprocess_handlers[worker.local_rank] = handler
+                pcontext = cast("Any", agent._pcontext)
+                pcontext.subprocess_handlers[worker.local_rank] = handler
+                pcontext._running_local_ranks.add(worker.local_rank)  # torch took out a worker that exited with 0
                 worker.id = handler.proc.pid
         self._host.watch(agent._workers())
         following = self._agree(workers, following)
