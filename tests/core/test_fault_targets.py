@@ -6,7 +6,8 @@ import pytest
 
 from tests.core.talk import Talk
 from ttp.core import messages as m
-from ttp.core.controller.fault_targets import HOSTS_SHOWN, fault_targets
+from ttp.core.controller.events import Accused
+from ttp.core.controller.fault_targets import HOSTS_SHOWN, FaultTargets, fault_targets
 from ttp.core.layout import Rank
 from ttp.testing.scenario import grid
 
@@ -101,3 +102,21 @@ def test_before_anybody_is_there_and_after_everybody_was() -> None:
     for rank in range(8):
         talk.goodbye(rank)
     assert "the job is over" in meant(talk, 0)[1]
+
+
+def test_how_a_rank_died_is_recorded_when_the_others_have_left_already() -> None:
+    """The kernel frees the memory of a large process while the others save, and only then does its launcher know."""
+    talk = Talk(grid(1, 2))
+    talk.accuse(0, m.FaultKind.EXITED, pid=100)
+    talk.frozen(1, 7)
+    talk.saved(1)
+    talk.committed(1)
+    talk.goodbye(1, m.GoodbyeReason.RELEASED)
+    talk.lost(1)
+    job = talk.machine.job
+    assert job.ended
+    assert fault_targets(job, [Rank(0), Rank(1)], "", exited=True) == FaultTargets((Rank(0),), "already gone: 1")
+    assert fault_targets(job, [Rank(0)], "").ranks == ()
+    killed = Accused((Rank(0),), m.FaultKind.EXITED, "out of memory", (100,))
+    assert talk.event(killed).endswith("[evidence]")
+    assert talk.machine.rescue.last is not None and talk.machine.rescue.last.cause.endswith("out of memory")

@@ -34,9 +34,10 @@ def fault_targets(job: Membership, ranks: Iterable[Rank], host: str, *, exited: 
         job: the ranks.
         ranks: the accused ranks.
         host: the accused host, with all its ranks; empty: none.
-        exited: whether the processes of the ranks have ended: then ranks that a new controller misses count, too.
+        exited: whether the processes of the ranks have ended: then ranks that a new controller misses count, too, and
+            those of a job that is over, as a launcher may know late how a large process has died.
     """
-    if not job.formed or job.ended or job.layout is None:
+    if not job.formed or job.layout is None or (job.ended and not exited):
         return FaultTargets((), f"{_not_training(job)}: no such rank can be accused, and nothing was done")
     wanted, problems = set(ranks), []
     missing = range(job.layout.world_size) if exited and job.gather_until is not None else ()
