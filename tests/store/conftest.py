@@ -13,6 +13,7 @@ import pytest
 from tests.disks.bad_disk import BadDisk, why_not
 from ttp.core.layout import Rank, Shard, Version
 from ttp.core.messages import Commit, Piece
+from ttp.processor.local_state.local_piece import Pages, lent, write_local_piece
 from ttp.store import durable, names, verify
 from ttp.store.commit import commit
 from ttp.store.digest import HashingFile, Progress, digest_bytes, digest_file
@@ -114,6 +115,15 @@ class World:
         self.write_draft(version, incident)
         path, _ = self.commit(replace(self.order(version, incident), **changes))  # type: ignore[arg-type]
         return path
+
+    def make_side(self, side: str, incident: str, ranks: Sequence[int], disk: Disk | None = None) -> Path:
+        """Commit version 12 as one side of a parted job does, with the pages of ``ranks``; the first is provisional."""
+        draft = self.write_draft(12, side)
+        pages = Pages({Rank(rank): f"of rank {rank}".encode() for rank in ranks}, (Rank(ranks[0]),), {})
+        piece = write_local_piece(draft, "rank_local_1_1.msgpack", pages, Rank(ranks[0]))
+        order = self.order(12, side)
+        pieces, missing = (*order.pieces, piece), tuple(Rank(rank) for rank in range(4) if rank not in ranks)
+        return self.commit(replace(order, incident=incident, pieces=pieces, missing_pages=missing), disk, lend=lent)[0]
 
     def holds(self, path: Path, version: int, incident: str, generation: int = 1) -> bool:
         """Return whether ``path`` is exactly the checkpoint that this incident makes."""

@@ -96,18 +96,8 @@ def test_of_two_sides_of_a_job_that_the_network_has_parted_the_one_with_more_pag
 def test_two_sides_of_a_parted_job_put_their_pages_together(world: World, incidents: tuple[str, str]) -> None:
     """The side that commits last takes over the pages that only the other side's checkpoint has."""
 
-    def saved(side: str, incident: str, ranks: tuple[int, ...]) -> Path:
-        draft = world.write_draft(12, side)
-        order = replace(world.order(12, side), incident=incident, missing_pages=not_in(ranks))
-        pages = Pages({Rank(rank): f"of rank {rank}".encode() for rank in ranks}, (Rank(ranks[0]),), {})
-        piece = write_local_piece(draft, "rank_local_1_1.msgpack", pages, Rank(ranks[0]))
-        return world.commit(replace(order, pieces=(*order.pieces, piece)), lend=lent)[0]
-
-    def not_in(ranks: tuple[int, ...]) -> tuple[Rank, ...]:
-        return tuple(Rank(rank) for rank in range(4) if rank not in ranks)
-
-    saved("one half", incidents[0], (0, 1))
-    path = saved("the other half", incidents[1], (1, 2))
+    world.make_side("one half", incidents[0], (0, 1))
+    path = world.make_side("the other half", incidents[1], (1, 2))
     manifest = Manifest.load(path)
     assert (manifest.missing_pages, ranks_kept(manifest.pieces)) == ((3,), [0, 1, 2])
     images = [read_local_image(path, manifest.pieces, rank) for rank in range(4)]
@@ -115,7 +105,7 @@ def test_two_sides_of_a_parted_job_put_their_pages_together(world: World, incide
     early = [is_provisional(manifest.pieces, rank) for rank in range(4)]
     assert early == [True, True, False, False], "rank 1 as the later side has it"
     assert not verify_checkpoint(path)
-    assert saved("one half", incidents[0], (0, 1)) == path and Manifest.load(path) == manifest
+    assert world.make_side("one half", incidents[0], (0, 1)) == path and Manifest.load(path) == manifest
 
 
 def test_pages_that_cannot_be_read_are_not_taken_over(world: World) -> None:

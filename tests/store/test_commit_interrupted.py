@@ -17,11 +17,13 @@ from tests.disks.plug import Loss, Moment, PluggedDisk, PowerCut
 from ttp.core.layout import Rank
 from ttp.core.messages import Commit
 from ttp.errors import CheckpointError
+from ttp.processor.local_state.local_piece import ranks_kept
 from ttp.store import names
 from ttp.store.catalog import find_whole, scan
 from ttp.store.commit import tidy
 from ttp.store.disk import Disk
 from ttp.store.manifest import Manifest
+from ttp.store.verify import verify_checkpoint
 
 if TYPE_CHECKING:
     from tests.store.conftest import World
@@ -223,6 +225,36 @@ def test_the_disk_refuses_at_each_call_and_the_process_lives(
         if len(disk.calls) <= at:
             break
         check_retry(world, occupied, lacks, at)
+
+
+@pytest.mark.parametrize("lacks", [FULL, NO_EXCHANGE], ids=["exchange", "no exchange"])
+@pytest.mark.parametrize(
+    ("refused", "loss"),
+    [(OSError(errno.ENOSPC, "No space left on device"), Loss.NOTHING), *((None, loss) for loss in Loss)],
+    ids=["full", *(loss.name for loss in Loss)],
+)
+def test_a_second_try_keeps_the_pages_of_both_sides_of_a_parted_job(
+    world: World, refused: OSError | None, lacks: tuple[str, ...], loss: Loss
+) -> None:
+    """Wherever the later side's commit ends, and whatever it had borrowed by then."""
+
+    def later_side(disk: PluggedDisk) -> list[int]:
+        path = world.make_side("the other half", "second", (2, 3), disk)
+        assert not verify_checkpoint(path)
+        return ranks_kept(Manifest.load(path).pieces)
+
+    for at in itertools.count():
+        shutil.rmtree(world.save_dir, ignore_errors=True)
+        world.make_side("one half", "first", (0, 1))
+        disk = PluggedDisk(at, Moment.BEFORE, refused, lacks)
+        try:
+            assert later_side(disk) == [0, 1, 2, 3], at
+        except (PowerCut, CheckpointError):
+            disk.lose(loss)
+            assert later_side(PluggedDisk(lacks=lacks)) == [0, 1, 2, 3], at
+        if len(disk.calls) <= at:
+            assert at > 20
+            break
 
 
 class WithoutOrder(PluggedDisk):

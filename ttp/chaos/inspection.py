@@ -10,7 +10,6 @@ from pathlib import Path
 from ttp.chaos.hosts import Hosts
 from ttp.chaos.launching import clean_environment
 from ttp.chaos.record import Found
-from ttp.errors import CheckpointError
 from ttp.polling import poll
 from ttp.processor.local_state.local_piece import is_provisional, ranks_kept
 from ttp.store import names
@@ -32,9 +31,8 @@ def checkpoints(save_dirs: Sequence[Path]) -> list[Found]:
 
 
 def _pages(path: Path) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    try:
-        manifest = Manifest.load(path)
-    except CheckpointError:
+    manifest = Manifest.load_or_none(path)
+    if manifest is None:
         return (), ()
     earlier = (rank for rank in ranks_kept(manifest.pieces) if is_provisional(manifest.pieces, rank))
     return tuple(int(rank) for rank in manifest.missing_pages), tuple(earlier)

@@ -124,10 +124,8 @@ def _elsewhere(given: Path) -> list[CatalogEntry]:
 
 
 def _size(path: Path) -> int:
-    try:
-        return Manifest.load(path).size
-    except CheckpointError:
-        return 0
+    manifest = Manifest.load_or_none(path)
+    return manifest.size if manifest is not None else 0
 
 
 def examine(path: Path, progress: Callable[[int], None] | None = None) -> Finding:

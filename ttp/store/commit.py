@@ -24,8 +24,8 @@ repeated order is harmless as well.
 If a checkpoint of another incident has the final name, the two are exchanged atomically, and the old one stays as
 ``.superseded-step_12-<n>``. If that is of the same launch, the new one first takes over the rank-local state that only
 the old one has; but if the old one has all that the new one has, and more, it stays. Where the file system cannot
-exchange, two renames are used; a reader between them finds the old checkpoint under that name (``catalog``). Where the
-file system cannot link, the pieces are moved.
+exchange, two renames are used; a reader between them finds the old checkpoint under that name (``catalog``), and so
+does another committer, which takes the state from there. Where the file system cannot link, the pieces are moved.
 """
 
 from __future__ import annotations
@@ -269,6 +269,7 @@ class _Job:
     # ---------------------------------------------------------------------------------------------------- publishing
 
     def _publish(self, claim: Path) -> None:
+        self._borrow(claim)
         try:
             self.disk.rename(claim, self.final)
         except OSError as problem:
@@ -285,7 +286,7 @@ class _Job:
         Incarnations of one run id do not always grow: a job that is started again with the same id, after its
         controllers have ended, counts anew. It makes this version again only if it could not restore the checkpoint.
         """
-        there = self._there()
+        there = Manifest.load_or_none(self.final)
         if there is None or there.run_id != self.run_id or there.incarnation <= self.order.incarnation:
             return
         if self._is_whole(there):
@@ -295,8 +296,16 @@ class _Job:
             )
 
     def _borrow(self, claim: Path) -> None:
-        """Take over the rank-local state that only the checkpoint under the final name has, if it is of this launch."""
-        there = self._there()
+        """Take over the rank-local state that only another checkpoint of this version and launch has.
+
+        That has the final name, or was set aside by a committer that died between its two renames.
+        """
+        for name in self.disk.names(self.save_dir):
+            if name == self.final.name or names.parse_superseded_name(name) == self.order.version:
+                self._borrow_from(self.save_dir / name, claim)
+
+    def _borrow_from(self, place: Path, claim: Path) -> None:
+        there = Manifest.load_or_none(place)
         if there is None or not self._is_ours(there):
             return
         ours = Manifest.load(claim)
@@ -304,7 +313,7 @@ class _Job:
         added: dict[str, Piece] = {}
         for piece in dict.fromkeys(lent.values()):
             try:
-                data = read_plain(self.final / piece.file)
+                data = read_plain(place / piece.file)
             except OSError:
                 continue  # it is gone or damaged: what this checkpoint has does not depend on it
             if digest_bytes(data) == piece.digest:
@@ -350,7 +359,7 @@ class _Job:
         launch. Its digests must be right: an earlier launch with these numbers may have made it, and none could restore
         it.
         """
-        manifest = self._there()
+        manifest = Manifest.load_or_none(self.final)
         if manifest is None or not self._is_ours(manifest):
             return None
         fuller = len(self.order.missing_pages) - len(manifest.missing_pages)  # so many pages more than this one
@@ -369,12 +378,6 @@ class _Job:
     def _is_whole(self, manifest: Manifest) -> bool:
         """Read what has the final name, and return whether its digests are right."""
         return next(verify.piece_problems(self.final, manifest, self.disk.progress), None) is None
-
-    def _there(self) -> Manifest | None:
-        try:
-            return Manifest.load(self.final)
-        except CheckpointError:  # no checkpoint, or an unreadable one, which this commit may replace
-            return None
 
     def _tidy(self) -> None:
         """Remove the draft and the claims. The checkpoint exists: a failure here is logged and changes nothing."""

@@ -107,6 +107,14 @@ class Manifest:
         """
         return load_with_digest(directory)[0]
 
+    @classmethod
+    def load_or_none(cls, directory: Path) -> Manifest | None:
+        """Return the manifest that ``load`` returns; None if there is none, or it cannot be read."""
+        try:
+            return cls.load(directory)
+        except CheckpointError:
+            return None
+
 
 def load_with_digest(directory: Path) -> tuple[Manifest, str]:
     """Return the manifest and the digest of its file, from one read.

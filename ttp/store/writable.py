@@ -18,7 +18,7 @@ from ttp.store.disk import Disk
 
 _log = logging.getLogger("ttp.store")
 
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*:/")  # one slash: pathlib makes "s3:/bucket" of "s3://bucket"
 
 _VARIABLE = re.compile(r"\$(\{|[A-Za-z_])")
 
@@ -26,7 +26,7 @@ _HINTS = {
     errno.EACCES: "give this user write permission, or choose another {what}",
     errno.EPERM: "give this user write permission, or choose another {what}",
     errno.EROFS: "the file system is mounted read-only; choose another {what}",
-    errno.ENOSPC: "the disk is full; free some space, or choose another {what}",
+    errno.ENOSPC: "the disk is full (see df), or has no more inodes (df -i); free some, or choose another {what}",
     errno.EDQUOT: "your quota is used up; free some space, or choose another {what}",
     errno.ENOTDIR: "a file is in the way; choose another {what}",
     errno.EEXIST: "a file, or a link to nothing, is in the way; choose another {what}",
