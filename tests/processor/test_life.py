@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import gc
+import shutil
 import signal
 import socket
 import threading
@@ -23,9 +24,10 @@ from tests.processor.fake_source import FakeSource
 from tests.waiting import until
 from ttp import restoring, session
 from ttp.config import RankEnv
-from ttp.core.layout import Layout
+from ttp.core.layout import Layout, Rank
 from ttp.core.rank.machine import RankTimeouts
 from ttp.processor import processor
+from ttp.processor.local_state.pages import Page, PageWriter, read_page
 from ttp.store.history import read_word
 
 
@@ -69,6 +71,40 @@ def test_what_was_trained_can_be_freed_when_train_has_returned(controller: Contr
 
     train()
     until(lambda: gc.collect() >= 0 and not any(reference() for reference in kept))
+
+
+class Paged(FakeSource):
+    """Makes a page for its rank."""
+
+    page: PageWriter
+
+    def on_welcome(self, rank: Rank, incarnation: int, page_dir: Path) -> None:
+        self.page = PageWriter(page_dir, rank, incarnation=incarnation)
+
+
+@pytest.mark.parametrize("what", ["all", "page"])
+def test_a_page_that_a_cleaner_removes_is_made_again(
+    controller: Controller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Logging out with systemd's RemoveIPC empties shared memory while the job trains."""
+    monkeypatch.setenv("TTP_HEARTBEAT_S", "0.05")
+    source = Paged()
+    places: list[Path] = []
+
+    @ttp.ttp_to_persist
+    def train() -> None:
+        current: Any = session.current()
+        current.start_processor(RankEnv.from_env(), Layout.data_parallel(1), source, tmp_path)
+        places.append(current.processor.page_dir)
+        until(source.page.in_place)
+        shutil.rmtree(places[0]) if what == "all" else source.page.path.unlink()
+        until(source.page.in_place)
+        source.page.write(1, True, [b"state"])
+        page = read_page(places[0], 0, 1, current.processor.incarnation)
+        assert isinstance(page, Page) and page.data == b"state"
+
+    train()
+    assert not places[0].exists()
 
 
 def test_a_train_whose_error_nobody_heard_keeps_neither_signals_nor_objects(

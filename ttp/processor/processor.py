@@ -303,6 +303,7 @@ class Processor:
         except queue.Empty:
             if self._imports.due(self.gate.version):
                 self._lease.writer.submit(self._imports.write)
+            self.host.look_after(self.source)
             self._joining.finished(self.gate.version, lambda: self.source.promise(self.layout, self.save_dir))
             return self._observed()
 

@@ -102,8 +102,8 @@ class LocalCapture:
     # ------------------------------------------------------------------------------------------------ steady state
 
     def open_page(self, page: PageWriter) -> None:
-        """Write to this page from now on. The page is empty, so call ``capture`` next."""
-        self._page = page
+        """Write to this page from now on. It is empty until the next ``capture``."""
+        self._page, self._in_page, self._at_once = page, _NOWHERE, -1
 
     def capture(self, version: int, final: bool) -> None:
         """Write the present state to the page, as that of ``version``. Never raises.

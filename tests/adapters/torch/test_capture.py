@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,6 +59,15 @@ class TestRoundTrip:
         for name, tensor in fresh.named_buffers():
             assert torch.equal(tensor, expected[name]), name
         assert not capture.problem
+
+    def test_a_page_made_again_gets_all_although_nothing_has_changed(self, page: PageWriter, tmp_path: Path) -> None:
+        capture = LocalCapture(network(), page=page)
+        capture.capture(3, final=False)
+        again = PageWriter(tmp_path / "again", 0)
+        capture.open_page(again)
+        capture.capture(3, final=True)
+        assert read(again, 3).buffers.keys() == read(page, 3).buffers.keys()
+        again.close(unlink=True)
 
     def test_wrappers_leave_no_trace_in_the_names(self, page: PageWriter) -> None:
         class DistributedLike(nn.Module):

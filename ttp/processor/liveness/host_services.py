@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,9 +15,12 @@ from ttp.processor.liveness.peer_watcher import PeerWatcher
 from ttp.processor.liveness.sentinel import Sentinel
 from ttp.processor.local_state.mirror import KeptPages, PageMirror
 from ttp.processor.local_state.page_dir import PageDirectory
+from ttp.processor.local_state.page_file import page_name
 from ttp.processor.local_state.page_sender import PageSender
 from ttp.processor.serial_worker import SerialWorker
 from ttp.processor.source import StateSource
+
+log = logging.getLogger("ttp.processor")
 
 STORE_S = 2.0
 """Seconds that the sender of a page waits until it is stored."""
@@ -41,6 +45,8 @@ class HostServices:
         self._sender = PageSender(Rank(env.rank), config.token, env.run_id)
         self.pages: PageDirectory | None = None
         self._incarnation = 0
+        self._page: Path | None = None
+        """The page, if the source has made one."""
         self._kept: KeptPages | None = None
         self._keeper = SerialWorker("ttp-keeper")
         self._stack = contextlib.ExitStack()
@@ -68,6 +74,8 @@ class HostServices:
         self.pages = PageDirectory(self._run_dir, self._env, self._config.port or 0, host=self._config.host)
         path = self.pages.path
         source.on_welcome(Rank(rank), incarnation, path)
+        page = path / page_name(rank)
+        self._page = page if page.exists() else None
         sentinel = Sentinel(path, rank, self._nonce, incarnation)
         self._stack.callback(sentinel.close)
         neighbours = PeerWatcher(path, rank, incarnation, self._died)
@@ -81,6 +89,17 @@ class HostServices:
             self._stack.callback(mirror.close)
             source.watch_pages(mirror.changed)
         return path
+
+    def look_after(self, source: StateSource) -> None:
+        """Make this rank's page again if it was removed: its next version is then kept as before."""
+        page = self._page
+        if self.pages is None or page is None or page.exists():
+            return
+        self._page = None  # if it cannot be made, once is enough
+        log.warning("%s was removed by another program: it is made again, but lacks the versions so far", page)
+        self.pages.renew()
+        source.on_welcome(Rank(self._env.rank), self._incarnation, page.parent)
+        self._page = page
 
     def store(self, order: Keep) -> None:
         """Write the page of another host's rank to memory. Does not wait. Any thread."""
@@ -111,6 +130,7 @@ class HostServices:
 
     def leave(self) -> None:
         """Close the sentinel in good order, stop all that ``begin`` has started, and keep no more pages."""
+        self._page = None
         with contextlib.suppress(Exception):
             self._stack.close()
 

@@ -62,6 +62,19 @@ class PageDirectory:
                 return
         raise OSError(f"neither {shared_memory} nor {run_dir} can hold rank-local pages")
 
+    def renew(self) -> None:
+        """Make the directory again if it was removed, as systemd's RemoveIPC does when the user logs out.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        lost = self._lock
+        if lost < 0 or _is_file(lost, self.path / LOCK_FILE):
+            return
+        if not self._claim(self.path):
+            raise OSError(f"{self.path} was removed and cannot be made again")
+        os.close(lost)
+
     def close(self) -> None:
         """Release the directory. The last process that does so removes it."""
         if self._lock >= 0:
