@@ -27,7 +27,7 @@ from ttp.config import RankEnv
 from ttp.core.layout import Layout, Rank
 from ttp.core.rank.machine import RankTimeouts
 from ttp.processor import processor
-from ttp.processor.local_state.pages import Page, PageWriter, read_page
+from ttp.processor.local_state.pages import Page, PageWriter, page_name, read_page
 from ttp.store.history import read_word
 
 
@@ -88,23 +88,17 @@ def test_a_page_that_a_cleaner_removes_is_made_again(
 ) -> None:
     """Logging out with systemd's RemoveIPC empties shared memory while the job trains."""
     monkeypatch.setenv("TTP_HEARTBEAT_S", "0.05")
-    source = Paged()
-    places: list[Path] = []
-
-    @ttp.ttp_to_persist
-    def train() -> None:
-        current: Any = session.current()
-        current.start_processor(RankEnv.from_env(), Layout.data_parallel(1), source, tmp_path)
-        places.append(current.processor.page_dir)
-        until(source.page.in_place)
-        shutil.rmtree(places[0]) if what == "all" else source.page.path.unlink()
-        until(source.page.in_place)
-        source.page.write(1, True, [b"state"])
-        page = read_page(places[0], 0, 1, current.processor.incarnation)
-        assert isinstance(page, Page) and page.data == b"state"
-
-    train()
-    assert not places[0].exists()
+    source, current = Paged(), session.current()
+    current.start_processor(RankEnv.from_env(), Layout.data_parallel(1), source, tmp_path)
+    assert current.processor is not None
+    place, incarnation = source.page.path.parent, current.processor.incarnation
+    shutil.rmtree(place) if what == "all" else source.page.path.unlink()
+    until(lambda: (place / page_name(0)).exists() and source.page.in_place())
+    source.page.write(1, True, [b"state"])
+    page = read_page(place, 0, 1, incarnation)
+    assert isinstance(page, Page) and page.data == b"state"
+    current.processor.close()
+    assert not place.exists()
 
 
 def test_a_train_whose_error_nobody_heard_keeps_neither_signals_nor_objects(
