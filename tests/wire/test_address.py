@@ -15,6 +15,7 @@ from ttp.launch.mindspore.launch import _number_of
 from ttp.launch.presence import is_local, listens, may_be_bound
 from ttp.launch.standby import own_address, reachable
 from ttp.wire.access import is_loopback
+from ttp.wire.address import split, target
 from ttp.wire.sockets import peers
 from ttp.wire.tls import speaks_tls
 
@@ -39,6 +40,16 @@ NO_NAMES = ["a" * 64, "a..b", "\udc80", "\u00e9" * 64]
 def test_nobody_has_such_a_name(name: str, ask: Callable[[str], Any], answer: object) -> None:
     """``getaddrinfo`` raises UnicodeError for these, and OSError for other unknown names."""
     assert ask(name) == answer
+
+
+@pytest.mark.parametrize(
+    ("address", "place"),
+    [("node0", "node0:80"), ("::1", "[::1]:80"), ("fe80::1%eth0", "[fe80::1%25eth0]:80")],
+)
+def test_a_place_is_what_grpc_connects_to(address: str, place: str) -> None:
+    """It never connects to ``[fe80::1%eth0]:80``, and cannot bind it."""
+    assert target(address, 80) == place
+    assert split(place) == (address, 80)
 
 
 @pytest.mark.parametrize(

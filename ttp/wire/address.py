@@ -9,12 +9,12 @@ PORT_MAX = 65535
 
 
 def target(address: str, port: int) -> str:
-    """Return ``host:port`` as gRPC wants it, with an IPv6 address in brackets."""
-    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+    """Return ``host:port`` as gRPC wants it, with an IPv6 address in brackets and the ``%`` of its zone as ``%25``."""
+    return f"[{address.replace('%', '%25')}]:{port}" if ":" in address else f"{address}:{port}"
 
 
 def split(place: str) -> tuple[str, int]:
-    """Return host and port of ``host:port``, without the brackets of an IPv6 address.
+    """Return host and port of ``host:port``, without the brackets of an IPv6 address: the inverse of ``target``.
 
     Raises:
         ValueError: ``place`` is not of that form, or the port is out of range.
@@ -22,7 +22,7 @@ def split(place: str) -> tuple[str, int]:
     host, _, port = place.rpartition(":")
     if not host or not 1 <= int(port) <= PORT_MAX:
         raise ValueError(f"{place!r:.200} is not host:port")
-    return host.strip("[]"), int(port)
+    return host.strip("[]").replace("%25", "%"), int(port)
 
 
 def resolve(host: str, port: int | None, kind: socket.SocketKind = socket.SOCK_STREAM, flags: int = 0) -> list[Any]:
