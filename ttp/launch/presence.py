@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import socket
 from typing import Any, Literal
@@ -99,8 +100,15 @@ def listens(address: str, port: int, timeout_s: float) -> bool:
 
 
 def probe(address: str, port: int, token: str, timeout_s: float = PROBE_S) -> Presence:
-    """Find out what serves at a port. Takes up to ``2 * timeout_s`` seconds. Does not raise if nothing answers."""
-    if not listens(address, port, timeout_s):
+    """Find out what serves at a port. Does not raise if nothing answers.
+
+    Takes up to ``2 * timeout_s`` seconds, and as long as the name service does. gRPC would ask that again, within
+    ``timeout_s``: so it connects to the address that was found.
+    """
+    try:
+        with connect(address, port, timeout_s) as found, contextlib.suppress(OSError):  # it may be closed already
+            address = found.getpeername()[0]
+    except OSError:
         return "nobody"
     import grpc
 
