@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,6 +20,7 @@ from ttp.config import Config, RankEnv
 from ttp.core import messages as m
 from ttp.core.layout import Layout, Rank, Version
 from ttp.errors import RestoreError, TtpError
+from ttp.launch.presence import probe
 from ttp.mindio.handlers.handler_source import HandlerSource
 from ttp.mindio.protocol.messages import ReplicaSet
 from ttp.processor import joining as module
@@ -131,3 +133,12 @@ def test_a_launch_waits_as_long_as_the_one_before_is_saved(
     finally:
         processor.close()
         starting.join()
+
+
+def test_a_controller_is_known_however_slow_the_name_service_is(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC asks it too, and gets no answer in time here. Taken for a stranger, the controller would end its job."""
+    stock = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda _, *asked: stock("127.0.0.1", *asked))
+    assert probe("slow.invalid", controller.port, controller.token) == "controller"

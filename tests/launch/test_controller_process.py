@@ -105,18 +105,6 @@ def test_controller_is_known_by_its_token(run_dir: Path, unused_port: int) -> No
     assert not subject.wait_until_serving("127.0.0.1", unused_port, TOKEN, 0.2)
 
 
-def test_a_controller_is_known_however_slow_the_name_service_is(
-    run_dir: Path, unused_port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """gRPC asks it too, so it gets no answer in time here. Taken for a stranger, the controller would end its job."""
-    mine = ensure(run_dir, unused_port)
-    stock = socket.getaddrinfo
-    monkeypatch.setattr(socket, "getaddrinfo", lambda _, *asked: stock("127.0.0.1", *asked))
-    assert probe("slow.invalid", unused_port, TOKEN) == "controller"
-    assert mine is not None
-    subject.stop_controller(mine)
-
-
 def test_one_that_does_not_listen_is_killed() -> None:
     code = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; print(flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
