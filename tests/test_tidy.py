@@ -21,7 +21,8 @@ ROOT = Path(__file__).parent.parent
 HOMES = {"ttp": ROOT / "ttp", "ttp.controller": ROOT / "controller", "ttp.adapters": ROOT / "adapters"}
 FUNCTION_LINES_MAX = 50
 CORE_MAY_IMPORT = {
-    "__future__", "collections", "contextlib", "dataclasses", "enum", "hashlib", "itertools", "types", "typing",
+    "__future__", "collections", "contextlib", "dataclasses", "enum", "hashlib", "itertools", "operator",
+    "types", "typing",
 }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -345,6 +346,18 @@ def test_a_hundred_thousand_ranks(shards: int) -> None:
 def test_an_impossible_layout_is_refused_in_words(world: int, groups: dict[str, tuple[int, ...]], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         Layout(world, {Shard(s): tuple(Rank(r) for r in ranks) for s, ranks in groups.items()})
+
+
+@pytest.mark.parametrize(("world", "ranks"), [("2", (0, 1)), (2, (0, 1.0)), (2, (0, "1")), (2, 1)])
+def test_ranks_that_are_no_numbers_are_refused_in_words(world: Any, ranks: Any) -> None:
+    with pytest.raises(ConfigError, match="ranks of a layout are whole numbers, and"):
+        Layout(world, {"m": ranks})
+
+
+def test_a_layout_of_numbers_of_numpy_is_like_any_other() -> None:
+    numpy = pytest.importorskip("numpy")
+    of_numpy = Layout(numpy.int64(2), {"m": numpy.arange(2)})
+    assert of_numpy.digest == Layout(2, {"m": [False, True]}).digest == Layout(2, {"m": (0, 1)}).digest
 
 
 def test_a_layout_knows_who_holds_what() -> None:

@@ -11,8 +11,9 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
+from operator import index
 from types import MappingProxyType
-from typing import NewType
+from typing import TYPE_CHECKING, NewType
 
 from ttp.errors import ConfigError
 
@@ -42,8 +43,8 @@ class Layout:
         digest: identifies the layout: equal layouts have equal digests.
 
     Raises:
-        ConfigError: a group is empty, or names a rank twice or one outside of the world; a rank holds no shard; or a
-            shard has no name (a str), or is named like a part of a shard (``model#2/4``).
+        ConfigError: a group is empty, or names a rank twice or one outside of the world; a rank holds no shard; a shard
+            has no name (a str), or is named like a part of a shard (``model#2/4``); or a rank is no whole number.
     """
 
     world_size: int
@@ -51,10 +52,20 @@ class Layout:
     digest: str = field(init=False, compare=False)
     _held: Mapping[Rank, tuple[Shard, ...]] = field(init=False, compare=False, repr=False)
 
+    if TYPE_CHECKING:  # a program has no need of the types Shard and Rank
+
+        def __init__(
+            self, world_size: int, groups: Mapping[str, Iterable[int]] | Mapping[Shard, Iterable[int]]
+        ) -> None: ...
+
     def __post_init__(self) -> None:
         if unnamed := [shard for shard in self.groups if not isinstance(shard, str)]:
             raise ConfigError(f"the shards of a layout have names, and {unnamed[0]!r} is not a str")
-        groups = {Shard(s): tuple(sorted(Rank(r) for r in ranks)) for s, ranks in sorted(self.groups.items())}
+        try:  # numbers of numpy and torch become Python's: their texts, and so their digests, differ
+            object.__setattr__(self, "world_size", index(self.world_size))
+            groups = {s: tuple(sorted(Rank(index(r)) for r in ranks)) for s, ranks in sorted(self.groups.items())}
+        except TypeError as problem:
+            raise ConfigError(f"ranks of a layout are whole numbers, and {problem}") from None
         _check(self.world_size, groups)
         held: dict[Rank, list[Shard]] = {}
         for shard, ranks in groups.items():
