@@ -102,6 +102,13 @@ def test_paths_are_not_cut_in_a_pipe(ttp: Ttp, save_dir: SaveDir, monkeypatch: p
     assert path.name in ttp("list", save_dir.path).out
 
 
+def test_a_terminal_without_a_width_is_like_none(ttp: Ttp, save_dir: SaveDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save_dir.checkpoint(12)
+    for arguments, text in [(("list", save_dir.path), path.name), (("list", "--help"), "Usage")]:
+        monkeypatch.setenv("COLUMNS", "0")  # as containers set it that know no size
+        assert text in ttp(*arguments).out
+
+
 # --------------------------------------------------------------------------------------------------------------- verify
 
 

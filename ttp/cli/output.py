@@ -89,6 +89,8 @@ def complain(text: str) -> None:
 
 def open_streams() -> None:
     """Let every command print: to nowhere if a stream is closed, and with a "?" for a character that stdout lacks."""
+    if not os.environ.get("COLUMNS", "80").strip("0"):  # containers set 0; in a width of 0 rich prints nothing
+        del os.environ["COLUMNS"]
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - open until the process ends
