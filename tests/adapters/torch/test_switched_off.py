@@ -29,6 +29,16 @@ def wrap(place: Any) -> None:
     ttp.wrap_optimizer(torch.optim.SGD(model.parameters()), model=model, save_dir=place)
 
 
+def test_a_static_method_stays_one() -> None:
+    class Trainer:
+        @ttp.ttp_to_persist
+        @staticmethod
+        def doubled(count: int) -> int:
+            return 2 * count
+
+    assert [Trainer.doubled(1), Trainer().doubled(2)] == [2, 4]
+
+
 def test_a_process_may_train_one_thing_after_another(tmp_path: Path) -> None:
     @ttp.ttp_to_persist
     def train(name: str) -> int:
