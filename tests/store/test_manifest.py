@@ -9,7 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
+import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +19,7 @@ from ttp.core.layout import Rank, Shard, Version
 from ttp.core.messages import Piece
 from ttp.errors import CheckpointError
 from ttp.store.digest import digest_bytes
+from ttp.store.encoding import encode
 from ttp.store.manifest import MANIFEST, ForeignCheckpointError, Manifest, load_with_digest, manifest_digest, safe_path
 
 DIGEST = digest_bytes(b"")
@@ -112,6 +115,19 @@ def test_the_digest_is_that_of_the_file(tmp_path: Path) -> None:
     write(tmp_path, EXAMPLE.to_json())
     assert load_with_digest(tmp_path) == (EXAMPLE, manifest_digest(tmp_path))
     assert manifest_digest(tmp_path) == digest_bytes((tmp_path / MANIFEST).read_bytes())
+
+
+def test_others_can_read_what_the_page_of_the_format_describes(tmp_path: Path) -> None:
+    """docs/checkpoint-format.md, "Verified" and "Never unpickled"."""
+    write(tmp_path, EXAMPLE.to_json())
+    other = json.loads((tmp_path / MANIFEST).read_text())
+    seal = other.pop("digest")
+    text = json.dumps(other, sort_keys=True, separators=(",", ":"))
+    assert seal == f"xxh3_128:{xxhash.xxh3_128_hexdigest(text.encode())}"
+    state = {"version": 31, "scheduler": {"last_epoch": 31, "rates": [0.5, None]}}
+    data = encode(state)
+    assert (data[:4], data[4:12]) == (b"ttp\x01", xxhash.xxh3_64_digest(data[12:]))
+    assert msgpack.unpackb(data[12:], strict_map_key=False) == state
 
 
 def test_the_size_is_that_of_all_pieces() -> None:
