@@ -9,6 +9,9 @@ weights are compared once, after the first updates.
 An optimizer may divide the parameters among the ranks, update a share on each and exchange the weights. Its ranks are
 no copies either, however equal their weights are: so ranks also compare for which parameters they have state, and the
 state that has the size of a rank's share.
+
+A DistributedDataParallel reduces gradients. It does not notice weights that differ from rank to rank, because a layer
+initialised itself from the rank's first batch, or because the forward pass went past it. Ranks say so once.
 """
 
 from __future__ import annotations
@@ -49,6 +52,13 @@ _SAME_WEIGHTS = (
     "the optimizer's state for %s differs from that of rank %s, although the weights are equal: after a failure all "
     "ranks get the state of one of them. If each rank makes updates of its own between averages (DiLoCo), or keeps an "
     "error of compression in this state, the job then goes on with other numbers than without the failure"
+)
+_DIVERGED = (
+    "the weights of rank %s differ from those of rank %s (compared: %s), although a DistributedDataParallel has them: "
+    "after a failure all ranks get those of one of them, and the job goes on with other numbers than without the "
+    "failure. A DistributedDataParallel makes weights equal when it is made, and from then on only their gradients: "
+    "call it, not the module inside, and exchange what a rank writes to weights itself (an initialisation from the "
+    "first batch, as ActNorm's; noise)"
 )
 _SOME = 16
 """Elements of each tensor of the optimizer's state that are compared."""
@@ -102,19 +112,20 @@ def different_weights(
     """Return why this rank is no copy of the rank that came here first; empty if it is, or if it is the first.
 
     Ranks do not wait for each other: the first one leaves a digest in the store of the default process group. Warns if
-    only the optimizer's state differs.
+    only the optimizer's state differs, or the weights that should be equal.
 
     Args:
         noted: parameters, and bytes of them after each of the first updates.
         names: names of the model.
         state: what ``held_state`` returned after the update that made ``version``.
-        reduced: identities of the parameters whose weights need no comparison.
+        reduced: identities of the parameters that a DistributedDataParallel should keep equal.
         env: the place of this rank.
         version: number of finished updates; only ranks that come here with the same one are compared.
     """
     compared = {parameter: data for parameter, data in noted if id(parameter) not in reduced}
+    connected = {parameter: data for parameter, data in noted if id(parameter) in reduced}
     holds = sorted(map(names.of, state.by_parameter))
-    mine = xxhash.xxh3_128_hexdigest(b"".join(compared.values()))
+    mine, equal = (xxhash.xxh3_128_hexdigest(b"".join(each.values())) for each in (compared, connected))
     own = (_tensors(state.by_parameter.get(each, {})) for each in compared)
     own_state = xxhash.xxh3_128_hexdigest(b"".join(part for tensors in own for part in _some(tensors)))
     held = xxhash.xxh3_128_hexdigest(str(holds).encode())
@@ -124,11 +135,11 @@ def different_weights(
     store = library.PrefixStore("ttp/weights", library.distributed_c10d._get_default_store())
     key = f"{env.run_id}/{env.launch}/{next(_numbers)}/{version}"
     try:
-        first = store.compare_set(key, "", f"{env.rank} {mine} {own_state} {held} {shares}").decode()
+        first = store.compare_set(key, "", f"{env.rank} {mine} {equal} {own_state} {held} {shares}").decode()
     except RuntimeError as problem:  # the process that keeps the store has died, and the job is being saved
         log.debug("the ranks were not compared: %s", problem)
         return ""
-    other, theirs, their_state, held_there, their_shares = first.split()
+    other, theirs, equal_there, their_state, held_there, their_shares = first.split()
     listed = ", ".join(map(names.of, compared))
     where = {"rank": env.rank, "other": other, "world_size": env.world_size}
     if theirs != mine:
@@ -140,6 +151,8 @@ def different_weights(
     if their_shares != shares:
         some = first_of(dict.fromkeys(names.of(each) for each, _ in state.shares), _NAMED) or "some parameters"
         return _SPREAD.format(found=f"rank {env.rank} and rank {other} have different shares of that for {some}")
+    if equal_there != equal:
+        log.warning(_DIVERGED, env.rank, other, ", ".join(map(names.of, connected)))
     if their_state != own_state:
         log.warning(_SAME_WEIGHTS, listed, other)
     return ""

@@ -83,6 +83,9 @@ def everything(directory: Path, rank: int) -> dict[str, Any]:
             Ddp(Experts("mine", 1.0)) if rank else Ddp(nn.ModuleDict({"common": nn.Linear(2, 2)}))
         ),
         "outside of DDP": outside(directory / "outside", rank),
+        "initialised by each rank": connected(directory / "initialised", rank, own_values=True),
+        "past the DDP": connected(directory / "past", rank, past=True),
+        "connected": connected(directory / "connected", rank),
         "on their own": reduced_by_hand(directory / "own", rank, every=0),
         "now and then": reduced_by_hand(directory / "then", rank, every=4),
         "always": reduced_by_hand(directory / "always", rank, every=1),
@@ -122,6 +125,20 @@ def reduced_by_hand(
                 parameter.data /= WORLD
 
     return trained(job, directory, rank, iterate)
+
+
+def connected(directory: Path, rank: int, own_values: bool = False, past: bool = False) -> list[str]:
+    """A DistributedDataParallel whose first forward pass sets a weight by this rank's data, or that is not called."""
+    torch.manual_seed(3)
+    model = Ddp(nn.Linear(2, 2))
+
+    def iterate(step: int, update: Callable[[], None]) -> None:
+        if step == 1 and own_values:
+            nn.init.constant_(model.module.bias, rank)
+        (model.module if past else model)(torch.full((1, 2), 1.0 - 2 * rank)).sum().backward()
+        update()
+
+    return trained(adapter(model), directory, rank, iterate)
 
 
 class OwnShare(torch.optim.Optimizer):
@@ -238,7 +255,7 @@ def trained(
     told: list[str] = [""] * WORLD
     problem = refused(train)
     warned = [warnings.get().getMessage() for _ in range(warnings.qsize())]
-    dist.all_gather_object(told, problem or "".join(text for text in warned if "the optimizer's state" in text))
+    dist.all_gather_object(told, problem or "".join(text for text in warned if " differ" in text))
     logging.getLogger("ttp.adapters.torch").removeHandler(watcher)
     leave(job)
     return told

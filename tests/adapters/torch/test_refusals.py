@@ -76,6 +76,13 @@ class TestGradientsReducedByHand:
         first, second = sorted(told["state of their own"])
         assert first == "" and second.startswith("the optimizer's state for bias, weight differs from that of rank")
 
+    @pytest.mark.parametrize("case", ["initialised by each rank", "past the DDP"])
+    def test_weights_that_ddp_does_not_keep_equal_are_told(self, told: dict[str, Any], case: str) -> None:
+        """It reduces gradients: what a rank writes to weights by itself stays different for ever."""
+        first, second = sorted(told[case])
+        assert first == "" and second.startswith("the weights of rank ") and "(compared: bias, weight)" in second
+        assert "although a DistributedDataParallel has them" in second and told["connected"] == ["", ""]
+
     def test_numbers_of_steps_are_not_compared(self, told: dict[str, Any]) -> None:
         """They are on the host, which may be some updates ahead of its device when the weights have arrived."""
         assert told["counts of their own"] == ["", ""]
