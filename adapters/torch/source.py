@@ -18,7 +18,7 @@ from ttp.adapters.torch.device.to_host import HostCopier
 from ttp.adapters.torch.local_state.capture import LocalCapture
 from ttp.adapters.torch.local_state.extra_state import ExtraState
 from ttp.adapters.torch.local_state.hyperparameters import plain_settings
-from ttp.adapters.torch.local_state.image import decode, object_digests
+from ttp.adapters.torch.local_state.image import decode, object_digests, without_still_buffers
 from ttp.adapters.torch.local_state.module_states import ModuleStates
 from ttp.adapters.torch.loop.combined_optimizer import members_of
 from ttp.adapters.torch.loop.hooks import Attachment
@@ -193,8 +193,8 @@ class TorchSource(Standing):
         evaluations = 0 if self.swapped is None else self.swapped.evaluations
         if order.shards:
             self._check_stands(version, image, evaluations)
-        digests = object_digests if order.pages and self._extra.changing else None
-        pages = self.read_pages(order.pages or (order.rank,), version, digests)
+        pages = self.read_pages(order.pages or (order.rank,), version, object_digests if order.pages else None)
+        pages = replace(pages, changes=without_still_buffers(pages.changes))
         # A rank that stopped before its update to this version can add its pages, but has no schedule of this version.
         job = self._job_state(version) if order.shards or order.job_state else None
         state = self._state(pages, job, image, order.shards) if job is not None and order.shards else {}
@@ -344,14 +344,15 @@ class TorchSource(Standing):
         """Return references to the live tensors, or to those of ``image``, to be written for these shards.
 
         Buffers come from the page of the lowest rank in the replica group whose page was read, as they were when the
-        version was finished: DistributedDataParallel broadcasts the buffers of rank 0.
+        version was finished: DistributedDataParallel broadcasts the buffers of rank 0. Only if all have died in the
+        update they are those from before it.
         """
         groups = self.processor.layout.groups
         widest = max((groups[stripes.base_of(shard)] for shard in shards), key=len)
         alike = set(widest) & pages.data.keys()
         captured: dict[str, Any] = dict(self.module_states.values(job.version) or {})
         if alike:
-            captured |= decode(pages.data[min(alike)]).buffers
+            captured |= decode(pages.data[min(alike.difference(pages.provisional) or alike)]).buffers
         state = checkpoint_state(self._names, self._optimizer, captured, job, image)
         assert self.post_step is not None
         ahead = 0 if image is not None else self.processor.gate.version - job.version

@@ -20,10 +20,13 @@ from torch import Tensor
 from ttp.adapters.torch.local_state.buffers import BufferInfo, decode_buffer
 from ttp.core.messages import Piece
 from ttp.errors import GARBLED, CheckpointError, ToldAs
-from ttp.processor.local_state.local_piece import read_local_image
+from ttp.processor.local_state.local_piece import Change, Changes, read_local_image
 from ttp.processor.local_state.sections import Sections
 from ttp.store.encoding import EncodingError, encode
 from ttp.store.encoding import decode as decode_values
+
+BUFFER = "buffer:"
+"""Begins the names of buffers among the names of objects whose digests are compared."""
 
 _MAGIC = b"TTPL\x01"
 _MAGIC_APART = b"TTPL\x02"
@@ -85,7 +88,7 @@ def read_local_state(path: Path, pieces: Sequence[Piece], rank: int) -> LocalSta
 
 
 def object_digests(data: bytes, _finished: bool = False) -> dict[str, str]:
-    """Return a digest of the state of each object of ``extra_state`` in an image; none if the bytes are no image.
+    """Return a digest of each object of ``extra_state``, and of each buffer, in an image; none if it is no image.
 
     Equal states have equal digests on all ranks.
     """
@@ -99,7 +102,27 @@ def object_digests(data: bytes, _finished: bool = False) -> dict[str, str]:
         for part in image.apart.get(name, ()):
             digest.update(part)
         digests[name] = digest.hexdigest()
+    for info, section in image.buffers:
+        digest = xxhash.xxh3_128(f"{info.dtype} {info.shape}".encode())
+        digest.update(section)
+        digests[BUFFER + info.name] = digest.hexdigest()
     return digests
+
+
+def without_still_buffers(changes: Changes) -> Changes:
+    """Return changes without those of buffers that stay as they are in the update: a model may have hundreds.
+
+    What a rank that died in the update had before it is kept.
+    """
+    found = dict[str, Mapping[Change, list[int]]]()
+    for name, by_change in changes.items():
+        known = by_change
+        if name.startswith(BUFFER):
+            moved = any(before and after and before != after for before, after in by_change)
+            known = {change: ranks for change, ranks in by_change.items() if change[0] and (moved or not change[1])}
+        if known:
+            found[name] = known
+    return found
 
 
 def _decode(data: bytes) -> LocalState:

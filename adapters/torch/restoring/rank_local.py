@@ -9,11 +9,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from ttp.adapters.torch.local_state.capture import LocalCapture
-from ttp.adapters.torch.local_state.image import LocalState, read_local_state
+from ttp.adapters.torch.local_state.extra_state import ExtraState
+from ttp.adapters.torch.local_state.image import BUFFER, LocalState, read_local_state
 from ttp.adapters.torch.saving.job_state import JobState
-from ttp.processor.local_state.local_piece import is_provisional, lender, may_be_behind, objects_kept, why_lost
+from ttp.adapters.torch.sharding.names import first_of
+from ttp.processor.local_state.local_piece import (
+    has_changed,
+    is_provisional,
+    lender,
+    may_be_behind,
+    objects_kept,
+    why_lost,
+)
 from ttp.store.manifest import Manifest
 
 log = logging.getLogger("ttp.adapters.torch")
@@ -22,7 +32,13 @@ _BEHIND = (
     "rank {} died in the update to version {}, so its extra_state ({}) was captured before that update: changes that "
     "the loop makes there after optimizer.step() are one update behind"
 )
-_OF_A_PEER = "restored version %d of extra_state[%r] of rank %d from rank %d: %s"
+_BUFFERS_BEHIND = (
+    "rank {} died in the update to version {}, so its buffers ({}) were captured before that update, and what the "
+    "program has written to them since is lost: no other replica had the same"
+)
+_OF_A_PEER = "restored version %d of %s of rank %d from rank %d: %s"
+
+_LISTED_MAX = 4
 
 
 def load_rank_local(
@@ -59,20 +75,17 @@ def load_rank_local(
     peers = from_peers(checkpoint, manifest, owner, local)
     if local is None:
         reseed(job.version, number)
-        notes = extra.restore({**constant, **peers})
+        notes = extra.restore({**constant, **peers.extra})
         why = why_lost(manifest.pieces, rank) if same_places else "this job has another layout or number of ranks"
         return [
             *notes,
             f"no rank-local state of rank {rank} was saved ({why}): its random streams are derived from its seed"
-            + "".join(f", and extra_state[{name!r}] is that of the replicas that saved theirs" for name in peers),
+            + "".join(f", and extra_state[{name!r}] is that of the replicas that saved theirs" for name in peers.extra),
         ]
-    died = is_provisional(manifest.pieces, owner)
-    own = sorted(local.extra.keys() - peers - extra.completed)
-    behind = [n for n in own if died and may_be_behind(manifest.pieces, n)]
-    notes = [_BEHIND.format(owner, job.version, ", ".join(map(repr, behind)))] if behind else []
-    states = {**constant, **local.extra, **peers}
+    notes = _behind(manifest, owner, local, peers, extra) if is_provisional(manifest.pieces, owner) else []
+    states = {**constant, **local.extra, **peers.extra}
     if same_places:
-        return notes + capture.restore(replace(local, extra=states))
+        return notes + capture.restore(replace(local, extra=states, buffers={**local.buffers, **peers.buffers}))
     reseed(job.version, number)
     return [
         *notes,
@@ -83,27 +96,44 @@ def load_rank_local(
     ]
 
 
-def from_peers(checkpoint: Path, manifest: Manifest, rank: int, local: LocalState | None) -> dict[str, bytes]:
-    """Return the objects of ``extra_state`` that a rank which died gets from a replica, by name; see ``lender``.
+def _behind(manifest: Manifest, rank: int, local: LocalState, peers: LocalState, extra: ExtraState) -> list[str]:
+    """Return notes on the state of a rank which died in the update that lacks what the others have changed since."""
+    pieces, version, notes = manifest.pieces, manifest.version, []
+    own = sorted(local.extra.keys() - peers.extra - extra.completed)
+    if behind := [repr(name) for name in own if may_be_behind(pieces, name)]:
+        notes.append(_BEHIND.format(rank, version, ", ".join(behind)))
+    own = sorted(local.buffers.keys() - peers.buffers)
+    if behind := [repr(name) for name in own if has_changed(pieces, BUFFER + name)]:
+        notes.append(_BUFFERS_BEHIND.format(rank, version, first_of(behind, _LISTED_MAX)))
+    return notes
 
-    An average of the weights, for example, is equal on all replicas.
+
+def from_peers(checkpoint: Path, manifest: Manifest, rank: int, local: LocalState | None) -> LocalState:
+    """Return the objects of ``extra_state`` and the buffers that a rank which died gets from a replica; see ``lender``.
+
+    An average of the weights, for example, is equal on all replicas. If nothing of the rank was saved, its buffers are
+    those of the shard.
     """
-    pieces = manifest.pieces
+    pieces, extra, buffers = manifest.pieces, dict[str, bytes](), dict[str, Tensor]()
     if local is not None and not is_provisional(pieces, rank):
-        return {}
+        return LocalState(b"", {}, {})
     held = {shard for shard, ranks in manifest.groups.items() if rank in ranks}
     replicas = set(range(manifest.world_size)).intersection(*(manifest.groups[shard] for shard in held))
     givers = {name: lender(pieces, name, rank, replicas) for name in objects_kept(pieces)}
     lenders = {name: giver for name, giver in givers.items() if giver is not None}
     why = "they were equal before the update" if local is not None else "it is equal on all replicas that saved it"
     states = {giver: read_local_state(checkpoint, pieces, giver) for giver in {*lenders.values()}}
-    found: dict[str, bytes] = {}
     for name, giver in lenders.items():
-        state = states[giver]
-        if state is not None and name in state.extra:
-            log.info(_OF_A_PEER, manifest.version, name, rank, giver, why)
-            found[name] = state.extra[name]
-    return found
+        state, buffer = states[giver], name.removeprefix(BUFFER)
+        if state is None:
+            continue
+        if name in state.extra:
+            extra[name] = state.extra[name]
+            log.info(_OF_A_PEER, manifest.version, f"extra_state[{name!r}]", rank, giver, why)
+        elif buffer != name and buffer in state.buffers and local is not None:
+            buffers[buffer] = state.buffers[buffer]
+            log.info(_OF_A_PEER, manifest.version, f"the buffer {buffer}", rank, giver, why)
+    return LocalState(b"", buffers, extra)
 
 
 def reseed(version: int, number: int) -> None:

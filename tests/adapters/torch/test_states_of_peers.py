@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from tests.adapters.torch.stub_processor import INCARNATION, Stateful, StubProcessor, save
 from tests.adapters.torch.test_local_piece import adapter
 from ttp.adapters.torch.adapter import TorchAdapter
+from ttp.adapters.torch.local_state.image import BUFFER
 from ttp.adapters.torch.restoring.rank_local import from_peers
 from ttp.core.layout import Layout, Rank, Shard
 from ttp.core.messages import Piece
@@ -182,8 +183,8 @@ def test_ranks_of_other_shards_are_not_asked(tmp_path: Path) -> None:
     path = job.save()
     manifest = Manifest.load(path)
     sharded = replace(manifest, groups={Shard("a"): (Rank(0), Rank(1)), Shard("b"): (Rank(2),)})
-    assert from_peers(path, manifest, 2, None).keys() == {"ema"}
-    assert from_peers(path, sharded, 2, None) == {}
+    assert from_peers(path, manifest, 2, None).extra.keys() == {"ema"}
+    assert from_peers(path, sharded, 2, None).extra == {}
 
 
 def test_ranks_with_equal_states_share_an_entry_in_the_manifest(tmp_path: Path) -> None:
@@ -195,7 +196,69 @@ def test_ranks_with_equal_states_share_an_entry_in_the_manifest(tmp_path: Path) 
     (table,) = (json.loads(piece.table) for piece in pieces if piece.kind == LOCAL_KIND)
     (both, dead) = table["changes"]["ema"]
     assert both[2] == [0, 1] and dead[2] == [2] and dead[:2] == [both[0], ""]
-    assert objects_kept(pieces) == ["ema"]
+    assert [name for name in objects_kept(pieces) if not name.startswith(BUFFER)] == ["ema"]
+
+
+BIAS, MEAN = "norm.num_batches_tracked", "norm.running_mean"
+"""Stand for a buffer that is equal on all ranks, as the bias of a load balance is, and for one that is not."""
+
+
+def buffers_after(root: Path, updates: Sequence[tuple[float, float | None]]) -> tuple[Path, list[Piece]]:
+    """Let each rank have these values in a buffer before and after an update; None: it dies in the update."""
+    processor: Any = StubProcessor(root / "checkpoints", layout=Layout.data_parallel(len(updates)))
+    made = [adapter() for _ in updates]
+    for rank, (each, (before, after)) in enumerate(zip(made, updates, strict=True)):
+        buffers = dict(each._model.named_buffers())
+        each.source.on_welcome(Rank(rank), INCARNATION, root / "pages")
+        if rank == 0:
+            each.attach(processor)
+        buffers[BIAS].fill_(before)
+        buffers[MEAN].fill_(rank)
+        each.capture.capture(0, final=False)
+        if after is not None:
+            buffers[BIAS].fill_(after)
+            each.capture.capture(0, final=True)
+    path = save(made[0], processor, 0, pages=tuple(map(Rank, range(len(updates)))))
+    return path, [piece for piece in Manifest.load(path).pieces if piece.kind == LOCAL_KIND]
+
+
+def buffers_of(path: Path, rank: int, world_size: int) -> tuple[float, float]:
+    fresh = adapter()
+    fresh.load(path, rank, world_size, protected=False)
+    buffers = dict(fresh._model.named_buffers())
+    return float(buffers[BIAS]), float(buffers[MEAN][0])
+
+
+@pytest.mark.supports("buffers written after the step")
+def test_a_rank_that_died_in_its_update_gets_the_buffers_of_ranks_that_had_the_same(tmp_path: Path) -> None:
+    """The bias of a load balance is written after the step, on all ranks alike."""
+    path, _ = buffers_after(tmp_path, [(1, 2), (1, None), (5, 6)])
+    assert [buffers_of(path, rank, 3) for rank in range(3)] == [(2, 0), (2, 1), (6, 2)]
+
+
+def test_buffers_stay_behind_where_others_disagree_and_it_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, _ = buffers_after(tmp_path, [(1, 2), (1, None), (1, 3)])
+    assert buffers_of(path, 1, 3) == (1, 1)
+    assert f"so its buffers ('{BIAS}') were captured before that update" in caplog.text
+
+
+def test_only_buffers_that_the_update_changes_are_in_the_manifest(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A model may have hundreds, and each rank its own statistics in most of them."""
+    _, pieces = buffers_after(tmp_path / "changed", [(1, 2), (1, 2)])
+    assert objects_kept(pieces) == [BUFFER + BIAS]
+    path, pieces = buffers_after(tmp_path / "still", [(1, 1), (1, 1)])
+    assert objects_kept(pieces) == []
+    path, pieces = buffers_after(tmp_path / "died", [(1, 1), (1, None)])
+    assert buffers_of(path, 1, 2) == (1, 1) and "behind" not in caplog.text
+
+
+def test_another_number_of_ranks_gets_the_buffers_of_a_rank_that_finished(tmp_path: Path) -> None:
+    path, _ = buffers_after(tmp_path, [(1, 2), (1, 2)])
+    assert buffers_of(path, 0, 1)[0] == 2
 
 
 def pieces(*tables: Any) -> list[Piece]:

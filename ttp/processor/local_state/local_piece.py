@@ -27,6 +27,9 @@ Change = tuple[str, str]
 """Digests of an object's state before and after an update. ``before`` is empty if it is unknown, and ``after`` if the
 rank died in the update."""
 
+Changes = Mapping[str, Mapping[Change, list[int]]]
+"""How an update has changed each object, by name, with the ranks where it did so."""
+
 Digests = Callable[[bytes, bool], Mapping[str, str]]
 """Returns a digest of the state of each object in an image, by name. The flag: the rank has finished the version, and
 the image is from before; states with which that of a dead rank must not be compared are left out then."""
@@ -40,15 +43,15 @@ class Pages:
         data: the image of each rank that has a page of the wanted version.
         provisional: ranks that died before they had finished the version; their pages hold the state before the update.
         missing: why a rank has no page.
-        changes: how the update has changed each object, by name, with the ranks where it did so. A rank that finished
-            the update is listed for its state at the gate and for an earlier one, if both are left: a rank that died
-            between the two is compared with the earlier one.
+        changes: how the update has changed each object. A rank that finished the update is listed for its state at the
+            gate and for an earlier one, if both are left: a rank that died between the two is compared with the earlier
+            one.
     """
 
     data: dict[Rank, bytes]
     provisional: tuple[Rank, ...]
     missing: dict[Rank, str]
-    changes: Mapping[str, Mapping[Change, list[int]]] = field(default_factory=dict)
+    changes: Changes = field(default_factory=dict)
 
 
 def collect(
@@ -149,6 +152,11 @@ def may_be_behind(pieces: Sequence[Piece], name: str) -> bool:
     """Return False if the update is known to have left the object as it was on all ranks that finished it."""
     finished = [(before, after) for before, after, _ in _changes(pieces, name) if after]
     return not finished or any(before != after for before, after in finished)
+
+
+def has_changed(pieces: Sequence[Piece], name: str) -> bool:
+    """Return whether the update is known to have changed the object on a rank that finished it."""
+    return any(after and before != after for before, after, _ in _changes(pieces, name))
 
 
 def objects_kept(pieces: Sequence[Piece]) -> list[str]:
