@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ttp.adapters.torch.device.accelerator import copied_bytes
 from ttp.adapters.torch.loop.unwrap_optimizer import is_sharded, owners_of, wrappers_of
 from ttp.adapters.torch.sharding.names import parameters_of
 from ttp.errors import UsageError
@@ -82,19 +86,22 @@ def refuse_unsaved(given: Sequence[Optimizer], extra: Collection[Any]) -> None:
 def numbers_of(given: Sequence[Optimizer], extra: Collection[Any]) -> Numbers:
     """Return the attributes of optimizers, but for torch's own, that hold only numbers. They are in no checkpoint.
 
-    Tensors of one element on the host count as numbers. Those on a device are not read: that would wait for it.
+    Tensors of one element on the host count as numbers. Those on a device are not read: that would wait for it. Random
+    generators count too, by their state.
 
     Args:
         given: the optimizers as the user gave them.
         extra: the objects that the user gave as ``extra_state``. What they hold is saved.
     """
+    saved = {id(value) for each in extra for value in getattr(each, "__dict__", {}).values()}
     return {
         (id(each), f"{type(each).__name__}.{name}"): repr(numbers)
         for optimizer in given
         for each in (*wrappers_of(optimizer), *owners_of(optimizer))
         if type(each).__module__.partition(".")[0] not in ("torch", "ttp") and not any(each is one for one in extra)
         for name, value in list(vars(each).items())
-        if name not in ("state", "param_groups") and (numbers := _numbers_in(value)) is not None
+        if not (name in ("state", "param_groups") or id(value) in saved)
+        and (numbers := _numbers_in(value)) is not None
     }
 
 
@@ -120,10 +127,22 @@ def _numbers_in(value: Any, depth: int = _DEPTH_MAX) -> list[float] | None:
     if type(value) is Tensor and value.numel() == 1 and value.device.type == "cpu":
         with suppress(RuntimeError):  # some layouts and types have no ``item()``
             return [value.item()]
+    if (stream := _stream_of(value)) is not None:
+        return [xxhash.xxh3_64_intdigest(stream)]
     if not depth or not isinstance(value, (list, tuple, deque, Mapping)):
         return None
     found = [_numbers_in(each, depth - 1) for each in list(value.values() if isinstance(value, Mapping) else value)]
     return None if None in found else [number for part in found for number in part or ()]
+
+
+def _stream_of(value: Any) -> bytes | None:
+    """Return the state of a random generator of torch, Python or numpy; None: the value is none."""
+    if isinstance(value, torch.Generator):
+        return copied_bytes(value.get_state())
+    if isinstance(value, random.Random):
+        return repr(value.getstate()).encode()
+    bits = getattr(value, "bit_generator", None) if type(value).__module__.startswith("numpy.random") else None
+    return None if bits is None else repr(bits.state).encode()
 
 
 def refuse_schedules(given: Sequence[Optimizer], schedulers: Sequence[Any]) -> None:

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ttp.adapters.torch.device.accelerator import copied_bytes
-from ttp.adapters.torch.sharding.names import ModelNames, first_of
+from ttp.adapters.torch.sharding.names import ModelNames, first_of, parameters_of
 from ttp.config import RankEnv
 from ttp.core.layout import Version
 
@@ -54,11 +54,11 @@ _SAME_WEIGHTS = (
     "error of compression in this state, the job then goes on with other numbers than without the failure"
 )
 _DIVERGED = (
-    "the weights of rank %s differ from those of rank %s (compared: %s), although a DistributedDataParallel has them: "
-    "after a failure all ranks get those of one of them, and the job goes on with other numbers than without the "
-    "failure. A DistributedDataParallel makes weights equal when it is made, and from then on only their gradients: "
-    "call it, not the module inside, and exchange what a rank writes to weights itself (an initialisation from the "
-    "first batch, as ActNorm's; noise)"
+    "the weights of rank %s differ from those of rank %s, although a DistributedDataParallel has them: after a failure "
+    "all ranks get those of one of them, and the job goes on with other numbers than without the failure. A "
+    "DistributedDataParallel makes weights equal when it is made, and from then on only their gradients: call it, not "
+    "the module inside, and exchange what a rank writes to weights itself (an initialisation from the first batch, as "
+    "ActNorm's; noise)"
 )
 _SOME = 16
 """Elements of each tensor of the optimizer's state that are compared."""
@@ -77,6 +77,8 @@ class Held(NamedTuple):
     shares: Sequence[tuple[Tensor, Tensor]]
     """Tensors of the size of a rank's share, each with the parameter of which it may be a share; of a param group it is
     the first one."""
+    weights: Mapping[Tensor, bytes]
+    """Some bytes of each parameter on the host."""
 
 
 def held_state(optimizer: Optimizer, ranks: int) -> Held:
@@ -92,7 +94,7 @@ def held_state(optimizer: Optimizer, ranks: int) -> Held:
         for first in group["params"][:1]:
             whole = len(group["params"]), *first.shape
             shares += [(first, tensor) for tensor in _tensors(group) if _is_share(tensor.shape, whole, ranks)]
-    return Held(state, shares)
+    return Held(state, shares, {each: b"".join(_some([each])) for each in parameters_of(optimizer)})
 
 
 def _is_share(shape: Sequence[int], whole: Sequence[int], ranks: int) -> bool:
@@ -123,9 +125,9 @@ def different_weights(
         version: number of finished updates; only ranks that come here with the same one are compared.
     """
     compared = {parameter: data for parameter, data in noted if id(parameter) not in reduced}
-    connected = {parameter: data for parameter, data in noted if id(parameter) in reduced}
+    connected = (data for parameter, data in (*noted, *state.weights.items()) if id(parameter) in reduced)
     holds = sorted(map(names.of, state.by_parameter))
-    mine, equal = (xxhash.xxh3_128_hexdigest(b"".join(each.values())) for each in (compared, connected))
+    mine, equal = (xxhash.xxh3_128_hexdigest(b"".join(each)) for each in (compared.values(), connected))
     own = (_tensors(state.by_parameter.get(each, {})) for each in compared)
     own_state = xxhash.xxh3_128_hexdigest(b"".join(part for tensors in own for part in _some(tensors)))
     held = xxhash.xxh3_128_hexdigest(str(holds).encode())
@@ -152,7 +154,7 @@ def different_weights(
         some = first_of(dict.fromkeys(names.of(each) for each, _ in state.shares), _NAMED) or "some parameters"
         return _SPREAD.format(found=f"rank {env.rank} and rank {other} have different shares of that for {some}")
     if equal_there != equal:
-        log.warning(_DIVERGED, env.rank, other, ", ".join(map(names.of, connected)))
+        log.warning(_DIVERGED, env.rank, other)
     if their_state != own_state:
         log.warning(_SAME_WEIGHTS, listed, other)
     return ""
@@ -165,7 +167,7 @@ def _tensors(state: Mapping[str, Any]) -> list[Tensor]:
 
 
 def _some(tensors: Sequence[Tensor]) -> Iterator[bytes]:
-    """Yield some bytes of each tensor on the host. Those on a device may be behind the weights."""
+    """Yield some bytes of each tensor on the host. Those on a device may be behind the noted weights."""
     for value in tensors:
         if value.device.type == "cpu" and value.layout is torch.strided:
             yield copied_bytes(value.flatten()[:_SOME])

@@ -130,11 +130,11 @@ def reduced_by_hand(
 def connected(directory: Path, rank: int, own_values: bool = False, past: bool = False) -> list[str]:
     """A DistributedDataParallel whose first forward pass sets a weight by this rank's data, or that is not called."""
     torch.manual_seed(3)
-    model = Ddp(nn.Linear(2, 2))
+    model = Ddp(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
 
     def iterate(step: int, update: Callable[[], None]) -> None:
         if step == 1 and own_values:
-            nn.init.constant_(model.module.bias, rank)
+            nn.init.constant_(model.module[0].bias, rank)
         (model.module if past else model)(torch.full((1, 2), 1.0 - 2 * rank)).sum().backward()
         update()
 

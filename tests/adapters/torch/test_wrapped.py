@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -156,6 +158,46 @@ def test_numbers_that_are_in_no_checkpoint_are_told_once(
     assert [text.split(" changes")[0] for text in said] == (
         [] if as_extra else ["Counting.count, Counting.norms, Counting.scales"]
     )
+
+
+class Rounding(Sign):
+    """It rounds its updates by random streams of its own."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.ours, self.theirs, self.python = torch.Generator(), np.random.default_rng(1), random.Random(1)
+
+    def direction(self, number: int, p: Any) -> Any:
+        noise = torch.rand((), generator=self.ours) + self.theirs.random() + self.python.random()
+        return super().direction(number, p) * noise
+
+
+class Stream:
+    def __init__(self, generator: Any) -> None:
+        self.generator = generator
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+@pytest.mark.supports("numbers in attributes of an optimizer")
+@pytest.mark.parametrize("as_extra", [False, True])
+def test_random_streams_of_an_optimizer_are_told(
+    as_extra: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = Rounding(model.parameters())
+    with starting(Loop, tmp_path) as start:
+        loop = start(model, optimizer, **({"extra_state": Stream(optimizer.ours)} if as_extra else {}))
+        for _ in range(3):
+            loop.model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+    (said,) = (text for text in caplog.messages if "is in no checkpoint" in text)
+    names = ["Rounding.ours"] * (not as_extra) + ["Rounding.python", "Rounding.theirs"]
+    assert said.split(" changes")[0] == ", ".join(names)
 
 
 def test_weights_moved_between_two_backward_passes_are_refused(start: Callable[..., Job]) -> None:
