@@ -89,7 +89,7 @@ class AroundUpdate:
             self.buckets.update_finished()
         if self.trial.due:
             self.trial.update_finished()
-        if self.followers is not None and not self.followers.updated():
+        if self.followers is not None and not self.followers.updated(self.between.turns.by_hand):
             self.followers = None
         if self.barrier is not None:
             self.barrier.updated()

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -44,6 +45,10 @@ _WRITTEN = (
     "writes that again, and nothing is lost. If the iteration of the update writes them, as the bias of a load "
     "balance, a resumed run lacks that: call ttp.step_done() at the end of each iteration, and once before the loop, "
     "right after ttp.restore()"
+)
+_MADE_TWICE = (
+    "the program changes %s between ttp.step_done() and the next forward pass: a checkpoint that is made in this "
+    "iteration has the change already, and the resumed run makes it once more. Make it before ttp.step_done()"
 )
 
 _State = tuple[Any, Tensor | None]
@@ -92,6 +97,8 @@ class Followers:
         self._updates = 0
         self._mark: dict[str, _State] | None = None  # the parameters at the last look; None: they are not compared now
         self._entered = False  # a forward pass has begun since the last update
+        self._declared = False  # the program has declared the end of the last update
+        self._told = dist.is_available() and dist.is_initialized() and dist.get_rank() > 0
         self._beside_mark: dict[str, _State] | None = None  # what is beside the model, at the last forward pass
         self._written: dict[str, _State] | None = None  # the buffers at the end of an update, until a forward pass
         forward, uses = Hook(self._forward), Hook(self._uses_buffers)
@@ -105,8 +112,11 @@ class Followers:
         """Whether all the parameters are small ones."""
         return len(self.small) == len(self._named)
 
-    def updated(self) -> bool:
+    def updated(self, declared: bool = False) -> bool:
         """Note that an update is finished.
+
+        Args:
+            declared: whether the program has called ``ttp.step_done()``, so that nothing follows the update.
 
         Returns:
             Whether to call this method after the next update too.
@@ -117,7 +127,7 @@ class Followers:
         if self._updates > _UPDATES_WATCHED:
             self.close()
             return False
-        self._mark, self._entered, self._beside_mark = self._look(), False, None
+        self._mark, self._entered, self._beside_mark, self._declared = self._look(), False, None, declared
         self.captured()
         return True
 
@@ -168,10 +178,13 @@ class Followers:
         if torch.compiler.is_compiling() or self._mark is None or capturing():
             return
         if module.training and torch.is_grad_enabled():
-            self._entered = True
+            declared, self._entered, self._declared = self._declared, True, False
             self._beside_mark = self._states_of(self._beside())
             if moved := self._moved():  # changed after the update, or after one that the gradient scaler has skipped
                 self._found(moved, True)
+                if declared and not self._told:
+                    self._told = True
+                    log.warning(_MADE_TWICE, first_of(moved, _LISTED_MAX))
 
     def _moved(self) -> list[str]:
         """Return the names of the parameters that changed since the last call."""

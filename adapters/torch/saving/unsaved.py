@@ -100,8 +100,7 @@ def numbers_of(given: Sequence[Optimizer], extra: Collection[Any]) -> Numbers:
         for each in (*wrappers_of(optimizer), *owners_of(optimizer))
         if type(each).__module__.partition(".")[0] not in ("torch", "ttp") and not any(each is one for one in extra)
         for name, value in list(vars(each).items())
-        if not (name in ("state", "param_groups") or id(value) in saved)
-        and (numbers := _numbers_in(value)) is not None
+        if not (name in ("state", "param_groups") or id(value) in saved) and (numbers := _numbers_in(value)) is not None
     }
 
 

@@ -76,6 +76,7 @@ class TestGradientsReducedByHand:
         first, second = sorted(told["state of their own"])
         assert first == "" and second.startswith("the optimizer's state for bias, weight differs from that of rank")
 
+    @pytest.mark.supports("weights initialised from the first batch")
     @pytest.mark.parametrize("case", ["initialised by each rank", "past the DDP"])
     def test_weights_that_ddp_does_not_keep_equal_are_told(self, told: dict[str, Any], case: str) -> None:
         """It reduces gradients: what a rank writes to weights by itself stays different for ever."""
@@ -125,7 +126,9 @@ def test_ranks_are_not_compared_if_the_keeper_of_the_store_has_died(
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: client)
     del kept
     names = ModelNames(model := nn.Linear(2, 2), torch.optim.SGD(model.parameters()))
-    assert different_weights([], names, Held({}, [], {}), (), RankEnv(0, 2, 0, "127.0.0.1", "none", 0), Version(5)) == ""
+    assert (
+        different_weights([], names, Held({}, [], {}), (), RankEnv(0, 2, 0, "127.0.0.1", "none", 0), Version(5)) == ""
+    )
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tests.adapters.torch.checkpoints import digest
 from tests.adapters.torch.stub_processor import Loop, starting
 from tests.adapters.torch.test_between import network
+from tests.adapters.torch.test_followers import in_place, taught
 from ttp.core.decide import How
 from ttp.errors import UsageError
 
@@ -194,3 +195,19 @@ def test_what_the_loop_changes_in_the_optimizer_before_step_done_is_of_the_versi
     again = Rounds(path.parent)
     assert again.load(path) == 3
     assert again.facts() == before
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["before step_done", "behind it"])
+def test_a_target_that_moves_between_two_versions_is_told(
+    early: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """DreamerV3 moves its target network at the top of an iteration."""
+    job = taught(tmp_path, in_place, inside=False)
+    job.adapter.step_done()
+    for _ in range(7):
+        job.step(job.model.follow if early else lambda: None)
+        job.adapter.step_done()
+        if not early:
+            job.model.follow()
+    said = [text for text in caplog.messages if "between ttp.step_done() and the next forward pass" in text]
+    assert len(said) == (not early) and all("teacher.0.weight" in text for text in said)
