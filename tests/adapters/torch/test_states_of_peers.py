@@ -203,8 +203,13 @@ BIAS, MEAN = "norm.num_batches_tracked", "norm.running_mean"
 """Stand for a buffer that is equal on all ranks, as the bias of a load balance is, and for one that is not."""
 
 
-def buffers_after(root: Path, updates: Sequence[tuple[float, float | None]]) -> tuple[Path, list[Piece]]:
-    """Let each rank have these values in a buffer before and after an update; None: it dies in the update."""
+def buffers_after(
+    root: Path, updates: Sequence[tuple[float, float | None]], earlier: float | None = None
+) -> tuple[Path, list[Piece]]:
+    """Let each rank have these values in a buffer before and after an update; None: it dies in the update.
+
+    It may have another value in an ``earlier`` backward pass of the version.
+    """
     processor: Any = StubProcessor(root / "checkpoints", layout=Layout.data_parallel(len(updates)))
     made = [adapter() for _ in updates]
     for rank, (each, (before, after)) in enumerate(zip(made, updates, strict=True)):
@@ -212,8 +217,11 @@ def buffers_after(root: Path, updates: Sequence[tuple[float, float | None]]) -> 
         each.source.on_welcome(Rank(rank), INCARNATION, root / "pages")
         if rank == 0:
             each.attach(processor)
-        buffers[BIAS].fill_(before)
         buffers[MEAN].fill_(rank)
+        if earlier is not None:
+            buffers[BIAS].fill_(earlier)
+            each.capture.capture(0, final=False)
+        buffers[BIAS].fill_(before)
         each.capture.capture(0, final=False)
         if after is not None:
             buffers[BIAS].fill_(after)
@@ -242,6 +250,14 @@ def test_buffers_stay_behind_where_others_disagree_and_it_is_told(
     path, _ = buffers_after(tmp_path, [(1, 2), (1, None), (1, 3)])
     assert buffers_of(path, 1, 3) == (1, 1)
     assert f"so its buffers ('{BIAS}') were captured before that update" in caplog.text
+
+
+def test_buffers_that_only_earlier_backward_passes_of_the_version_change_are_not_behind(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Statistics change in each forward pass; in the last backward pass the rank that died had them, too."""
+    path, _ = buffers_after(tmp_path, [(1, 1), (5, None)], earlier=0)
+    assert buffers_of(path, 1, 2) == (5, 1) and "before that update" not in caplog.text
 
 
 def test_only_buffers_that_the_update_changes_are_in_the_manifest(

@@ -155,8 +155,13 @@ def may_be_behind(pieces: Sequence[Piece], name: str) -> bool:
 
 
 def has_changed(pieces: Sequence[Piece], name: str) -> bool:
-    """Return whether the update is known to have changed the object on a rank that finished it."""
-    return any(after and before != after for before, after, _ in _changes(pieces, name))
+    """Return whether the object has changed, on ranks that finished the update, since each state that is left.
+
+    In a version of several backward passes the earlier states of ranks that finished it are those of several passes.
+    The last one is what a rank that died in the update has.
+    """
+    finished = [(before, after) for before, after, _ in _changes(pieces, name) if after]
+    return bool(finished) and all(before != after for before, after in finished)
 
 
 def objects_kept(pieces: Sequence[Piece]) -> list[str]:
