@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from ttp.adapters.torch.saving.checkpoint import objection
 from ttp.adapters.torch.saving.flatten_state import StateValue, dump, leaves
 from ttp.adapters.torch.sharding.dtensor_chunks import local
-from ttp.adapters.torch.sharding.names import ModelNames, parameters_of
+from ttp.adapters.torch.sharding.names import ModelNames, first_of, parameters_of
 from ttp.errors import ConfigError, UsageError
 
 _log = logging.getLogger("ttp.adapters.torch")
@@ -40,6 +40,10 @@ _EARLIER = (
     "the optimizer holds the state of earlier updates, which ttp has not restored: versions are counted from here. If "
     "the loop's steps continue from a checkpoint of the program's own, restore() returns too small a number after a "
     "failure: docs/support.md (checkpoints of the program's own) says how to add the step of that checkpoint"
+)
+_MADE_LATE = (
+    "%s were added to the model after wrap_optimizer(). A restarted program is refused by ttp.restore() until its model "
+    "has them: make all layers before wrap_optimizer(), and add only their param groups later"
 )
 _SETTINGS = ("optim", "param_groups")
 
@@ -110,6 +114,7 @@ class Trial:
         self._devices = _devices(model)
         fixed = names.buffers.keys() - names.of_any_shape
         self._shapes = {name: tuple(buffer.shape) for name, buffer in names.buffers.items() if name in fixed}
+        self._made = {id(parameter) for parameter in names.parameters.values()}
         self._groups = [len(each.param_groups) for each in self._optimizers]
         self._said: set[str] = set()
         self._found = ""
@@ -134,6 +139,7 @@ class Trial:
             if len(optimizer.param_groups) != self._groups[number]:
                 self._groups[number], self.due = len(optimizer.param_groups), True
                 self._refuse_unsaved()
+                self._tell_late(optimizer)
         if self._thread is not None and (self._waits or not self._thread.is_alive()):
             self._finish(self._thread)
 
@@ -240,6 +246,13 @@ class Trial:
                 "Register it, as None if it has no value yet, before wrap_optimizer(), or register it with "
                 "persistent=False if it is a cache"
             )
+
+    def _tell_late(self, optimizer: Optimizer) -> None:
+        """Warn of parameters in a new param group that the model did not have when the objects were wrapped."""
+        late = [parameter for parameter in parameters_of(optimizer) if id(parameter) not in self._made]
+        self._made.update(map(id, late))
+        if late:
+            _log.warning(_MADE_LATE, first_of([*map(self._names.of, late)], _LISTED_MAX))
 
     def _refuse_unsaved(self) -> None:
         """Refuse a new param group whose parameters this job would not save."""

@@ -280,7 +280,7 @@ class TestWhatChangesAfterWrapping:
             job.step()
 
     @pytest.mark.supports("param groups added later")
-    def test_a_group_that_is_added_is_saved(self, tmp_path: Path) -> None:
+    def test_a_group_that_is_added_is_saved(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         job = Job(tmp_path).wrap()
         job.step()
         job.model.append(nn.Linear(2, 2))
@@ -288,6 +288,7 @@ class TestWhatChangesAfterWrapping:
         for _ in range(2):
             job.step()
         path = save(job.adapter, job.processor, 3)
+        assert caplog.text.count("2.weight, 2.bias were added to the model after wrap_optimizer()") == 1
         fresh = Job(tmp_path, lambda model: model.append(nn.Linear(2, 2)))  # type: ignore[operator]
         two: Any = [[*fresh.model[:2].parameters()], [*fresh.model[2].parameters()]]
         fresh.optimizer = torch.optim.Adam([{"params": two[0]}, {"params": two[1], "lr": 0.2}], lr=0.1)
