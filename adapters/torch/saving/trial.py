@@ -42,8 +42,8 @@ _EARLIER = (
     "failure: docs/support.md (checkpoints of the program's own) says how to add the step of that checkpoint"
 )
 _MADE_LATE = (
-    "%s were added to the model after wrap_optimizer(). A restarted program is refused by ttp.restore() until its model "
-    "has them: make all layers before wrap_optimizer(), and add only their param groups later"
+    "%s were added to the model after wrap_optimizer(). ttp.restore() refuses a restarted program until its model has "
+    "them: make all layers before wrap_optimizer(), and add only their param groups later"
 )
 _SETTINGS = ("optim", "param_groups")
 
