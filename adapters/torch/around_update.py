@@ -97,6 +97,8 @@ class AroundUpdate:
     def _compare(self, swapped: Swapped) -> None:
         """Compare the weights of the ranks, on another thread."""
         env, version = self.processor.env, Version(self.processor.gate.version + 1)
+        if self.source.exchanges:
+            return  # the weights are exchanged after this
         if self.compared is not None and len(self.processor.layout.groups) == 1 and connected(env.world_size):
             names, optimizer = self.compared
             reduced, state = self.buckets.reduced, held_state(optimizer, env.world_size)
