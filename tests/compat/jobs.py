@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from typing import Any
 import grpc
 import psutil
 
+from tests.forking import ForkedPython
 from tests.ports import free_port
 from tests.waiting import until
 from ttp.compat.mindio.placing import tell_children
@@ -53,7 +53,7 @@ class Job:
     port: int = 0
     base: dict[str, str] = field(default_factory=dict)
     """Environment of all processes."""
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    processes: list[ForkedPython] = field(default_factory=list)
 
     def start(self) -> Job:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -71,13 +71,11 @@ class Job:
             self.processes.append(self.launch(rank))
         return self
 
-    def launch(self, rank: int, host: str = "") -> subprocess.Popen[bytes]:
+    def launch(self, rank: int, host: str = "") -> ForkedPython:
         """Start a process of that rank; ``host``: on another host than the first one."""
         numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         place = {"TTP_HOST": host, "TTP_RUN_DIR": str(self.directory / "run" / host)} if host else self._place(rank)
-        with (self.directory / f"rank{rank}{host}.out").open("wb") as out:
-            env = self.base | place | numbers
-            return subprocess.Popen([sys.executable, str(PROGRAM)], env=env, stdout=out, stderr=subprocess.STDOUT)
+        return ForkedPython(PROGRAM, [], self.base | place | numbers, self.directory / f"rank{rank}{host}.out")
 
     def _place(self, rank: int) -> dict[str, str]:
         if not self.hosts or rank < 0:
