@@ -7,8 +7,6 @@ from __future__ import annotations
 import json
 import os
 import queue
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -21,6 +19,7 @@ import grpc
 import pytest
 
 from tests.core.talk import answers
+from tests.forking import ForkedPython
 from tests.making import making
 from tests.ports import free_port
 from ttp.cli.main import main
@@ -141,12 +140,9 @@ class Controller:
     def __init__(self, run_dir: Path, token: str = "", **env: str) -> None:
         self.port, self.token, self.save_dir = free_port(), token, "/save"
         clean = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "ttp.controller", "--port", str(self.port), "--run-dir", str(run_dir)],
-            env={**clean, "TTP_TOKEN": token, **env},
-            cwd=REPOSITORY,
-            stderr=subprocess.DEVNULL,
-        )
+        arguments = ["--port", self.port, "--run-dir", run_dir]
+        environment = {**clean, "TTP_TOKEN": token, **env}
+        self._process = ForkedPython("ttp.controller", arguments, environment, Path(os.devnull))
         self._channel = open_channel("127.0.0.1", self.port)
         grpc.channel_ready_future(self._channel).result(timeout=60)
         self._threads: list[threading.Thread] = []

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -12,6 +10,7 @@ import grpc
 import pytest
 
 from tests.core.talk import answers
+from tests.forking import ForkedPython
 from tests.making import making
 from tests.ports import free_port
 from ttp.core import messages as m
@@ -30,13 +29,9 @@ class Controller:
         self.port = free_port()
         self.token = token
         clean = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")}
-        self.log = (run_dir / "controller.out").open("w+")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "ttp.controller", "--port", str(self.port), "--run-dir", str(run_dir), *args],
-            env={**clean, "TTP_TOKEN": token, **env},
-            stdout=self.log,
-            stderr=subprocess.STDOUT,
-        )
+        self._log = run_dir / "controller.out"
+        arguments = ["--port", self.port, "--run-dir", run_dir, *args]
+        self.process = ForkedPython("ttp.controller", arguments, {**clean, "TTP_TOKEN": token, **env}, self._log)
         self.channel = open_channel("127.0.0.1", self.port)
         if wait:
             grpc.channel_ready_future(self.channel).result(timeout=60)
@@ -57,9 +52,7 @@ class Controller:
         return response
 
     def output(self) -> str:
-        self.log.flush()
-        self.log.seek(0)
-        return self.log.read()
+        return self._log.read_text()
 
     def close(self) -> None:
         for rank in self.ranks:
@@ -67,7 +60,6 @@ class Controller:
         self.channel.close()
         self.process.kill()
         self.process.wait()
-        self.log.close()
 
 
 class FakeRank:

@@ -42,6 +42,7 @@ def test_the_controller_is_lost_at_each_point_of_what_is_done_meanwhile() -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2400)
 def test_the_model_sees_a_checkpoint_that_is_believed_and_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Meanwhile.note
 
@@ -60,7 +61,7 @@ def test_the_model_sees_a_checkpoint_that_is_believed_and_not_there(monkeypatch:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("shards", [1, 2])
 def test_the_controller_is_lost_while_both_ranks_hear_nothing(shards: int) -> None:
     model = explore(shards, 2 // shards, 0, {0, 1}, takeovers=1, eager=True, hear=False, states_max=MANY)
@@ -68,6 +69,6 @@ def test_the_controller_is_lost_while_both_ranks_hear_nothing(shards: int) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(2400)
 def test_both_ranks_hear_nothing_and_one_is_killed() -> None:
     assert explore(1, 2, 1, {0, 1}, eager=True, states_max=MANY).outcomes == KILLED

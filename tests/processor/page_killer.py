@@ -63,7 +63,7 @@ def judge(directory: Path, version: int, turn: int) -> str:
 
 
 def kill_once(directory: Path, after: int) -> tuple[int, bool, str]:
-    """Kill a writer once it has written version ``after``: counted, not timed, since a busy machine gives it no time."""
+    """Kill a writer once it has written version ``after``. In a fixed time a busy machine may let it write none."""
     progress = mmap.mmap(-1, 16)
     pid = os.fork()
     if pid == 0:
