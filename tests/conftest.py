@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+import tests.site.sitecustomize  # noqa: F401 - what it does is done when it is imported
+
 settings.register_profile(
     "ttp",
     deadline=None,
@@ -21,7 +23,7 @@ settings.load_profile("ttp")
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(Path(__file__).parent / "site"), os.environ.get("PYTHONPATH")])
 )
-"""Every Python that a test starts imports tests/site/sitecustomize.py."""
+"""Every Python that a test starts imports tests/site/sitecustomize.py, as this one does."""
 
 os.environ["OMP_NUM_THREADS"] = "1"
 """Also for every process that a test starts. Models of tests are tiny: threads of torch would spin while they wait."""
