@@ -30,6 +30,7 @@ class Controller:
         self.token = token
         clean = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")}
         self._log = run_dir / "controller.out"
+        self._log.touch()
         arguments = ["--port", self.port, "--run-dir", run_dir, *args]
         self.process = ForkedPython("ttp.controller", arguments, {**clean, "TTP_TOKEN": token, **env}, self._log)
         self.channel = open_channel("127.0.0.1", self.port)

@@ -20,9 +20,7 @@ pytestmark = [pytest.mark.xdist_group("mindspore-jobs"), pytest.mark.timeout(900
 RUN_S = 600
 """How long a job may take; it takes 20 s where nobody else works."""
 
-HALF = [*SMALL, "--images", "128"]
-"""Epochs of 8 steps with 2 workers."""
-PLAIN = [*HALF, "--optimizer", "momentum", "--mode", "graph"]
+PLAIN = [*SMALL, "--optimizer", "momentum", "--mode", "graph"]
 
 Unbroken = Callable[[str, int, str], Job]
 
@@ -34,7 +32,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Unbroken:
 
     def job(mode: str, workers: int, optimizer: str) -> Job:
         if (mode, workers, optimizer) not in known:
-            arguments = [*HALF, "--optimizer", optimizer, "--mode", mode]
+            arguments = [*SMALL, "--optimizer", optimizer, "--mode", mode]
             made = Job(tmp_path_factory.mktemp("unbroken"), workers, arguments=arguments, max_restarts=0)
             known[mode, workers, optimizer] = made.run(RUN_S, ends=0)
         return known[mode, workers, optimizer]
@@ -77,9 +75,9 @@ def check_contents(checkpoint: Path, job: Job, step: int, epoch_steps: int, dead
 CASES: list[tuple[str, int, str, list[Kill], int]] = [
     # mode, workers, optimizer, kills, newest step that can be saved
     ("graph", 2, "momentum", [(0, 11, "gate")], 11),
-    ("pynative", 2, "momentum", [(1, 9, "begin")], 8),
+    ("pynative", 2, "momentum", [(1, 17, "begin")], 16),
     ("graph", 2, "momentum", [(1, 6, "update")], 6),
-    ("graph", 2, "adam", [(1, 8, "told")], 8),
+    ("graph", 2, "adam", [(1, 16, "told")], 16),
     ("pynative", 2, "adam", [(0, 5, "updated")], 5),
 ]
 QUICK = 1
@@ -92,10 +90,10 @@ QUICK = 1
 def test_the_job_ends_as_if_nobody_had_died(
     mode: str, workers: int, optimizer: str, kills: list[Kill], step: int, tmp_path: Path, unbroken: Unbroken
 ) -> None:
-    arguments = [*HALF, "--optimizer", optimizer, "--mode", mode]
+    arguments = [*SMALL, "--optimizer", optimizer, "--mode", mode]
     job = Job(tmp_path, workers, kills, arguments).run(RUN_S)
     checkpoint, step = check_goes_on(job, unbroken(mode, workers, optimizer), step)
-    check_contents(checkpoint, job, step, 16 // workers, {kill[0] for kill in kills})
+    check_contents(checkpoint, job, step, 32 // workers, {kill[0] for kill in kills})
     (story,) = (tmp_path / "ttp_checkpoints" / "incidents").glob("*.jsonl")
     events = [json.loads(line) for line in story.read_text().splitlines()]
     assert [event["version"] for event in events if event["kind"] == "committed"] == [step]
@@ -175,7 +173,7 @@ def test_under_msrun_that_does_not_join(tmp_path: Path, unbroken: Unbroken) -> N
     env = {"DATA_PATH": str(reference.directory / "MNIST_Data" / "train")}
     hurt = Job(tmp_path, 2, [(1, 11, "gate")], PLAIN, env=env).run_with_msrun(RUN_S)
     (checkpoint,) = hurt.checkpoints
-    check_contents(checkpoint, hurt, step := hurt.manifest(checkpoint)["version"], 8, dead={1})
+    check_contents(checkpoint, hurt, step := hurt.manifest(checkpoint)["version"], 16, dead={1})
     assert f"[ttp rank 0] rank 0 exits with 75: saved version {step}" in hurt.output
     again = Job(tmp_path, 2, arguments=[*PLAIN, "--is_recover=1"], env=env).run_with_msrun(RUN_S)
     assert step in (10, 11) and again.begun == [step], again.output[-6000:]
