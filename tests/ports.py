@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import socket
 from collections.abc import Iterator
@@ -9,6 +10,13 @@ from collections.abc import Iterator
 from ttp.launch.ports import hold_port
 
 _held: dict[int, socket.socket] = {}
+
+
+@atexit.register
+def _let_go() -> None:
+    """Close what is held before Python ends, which would warn of each socket."""
+    for holding in _held.values():
+        holding.close()
 
 
 def free_port() -> int:
