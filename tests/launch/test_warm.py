@@ -214,6 +214,13 @@ def test_modules_that_cannot_be_shared(doubt: str, restarted: Callable[..., Job]
     assert told is not None and reason in restarts_line(told).plain
 
 
+def test_a_thread_that_ends_before_a_fork_is_no_doubt(restarted: Callable[..., Job]) -> None:
+    odd = "import os, threading\nover = threading.Event()\nthread = threading.Thread(target=over.wait, daemon=True)\n"
+    job = restarted(odd=f"{odd}thread.start()\nos.register_at_fork(before=lambda: (over.set(), thread.join()))\n")
+    assert said(job, 0, 1)["warm"] and said(job, 1, 1)["warm"], job.log
+    assert job.finish() == 0, job.log
+
+
 def test_what_runs_before_every_program_may_look_at_the_rank(
     restarted: Callable[..., Job], environ: dict[str, str], tmp_path: Path
 ) -> None:

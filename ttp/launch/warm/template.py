@@ -151,7 +151,7 @@ class Template:
             return problem
         if (getattr(found, "__file__", None) or file) != file:
             raise NotTheSameError(f"import {name} gives {found.__file__} here and {file} in the ranks")
-        if len(list(Path("/proc/self/task").iterdir())) > 1:
+        if _has_threads() and _keeps_threads():
             raise NotTheSameError(f"import {name} starts a thread (TTP_WARM_SKIP={name} leaves it out)")
         if opened := sorted(_handles() - self._open):
             raise NotTheSameError(f"import {name} opens {opened[0]} (TTP_WARM_SKIP={name} leaves it out)")
@@ -335,6 +335,23 @@ def _why_no_fork() -> str | None:
     if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0:
         return "the imports have initialised a device, which cannot be forked"
     return None
+
+
+def _has_threads() -> bool:
+    return len(list(Path("/proc/self/task").iterdir())) > 1
+
+
+def _keeps_threads() -> bool:
+    """Return whether threads of this process outlive a fork.
+
+    A library that is made for forks ends them before and starts them again at its next use, as OpenBLAS does. numpy
+    loads that, and it has threads unless ``OMP_NUM_THREADS`` is 1, which torchrun does not set for one rank per host.
+    """
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
+    return _has_threads()
 
 
 def _first_environment() -> dict[str, str]:
