@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import gc
 import shutil
@@ -14,6 +15,7 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -27,6 +29,7 @@ from ttp.config import RankEnv
 from ttp.core.layout import Layout, Rank
 from ttp.core.rank.machine import RankTimeouts
 from ttp.processor import processor
+from ttp.processor.liveness import host_services
 from ttp.processor.local_state.pages import Page, PageWriter, page_name, read_page
 from ttp.store.history import read_word
 
@@ -99,6 +102,23 @@ def test_a_page_that_a_cleaner_removes_is_made_again(
     assert isinstance(page, Page) and page.data == b"state"
     current.processor.close()
     assert not place.exists()
+
+
+@pytest.mark.parametrize("refused", ["os.posix_fallocate", "ttp.processor.local_state.page_dir.PageDirectory.renew"])
+def test_a_page_that_cannot_be_made_again_is_tried_once(
+    controller: Controller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    """It is looked for at each heartbeat, which an error here would delay."""
+    source, current, removed = Paged(), session.current(), list[str]()
+    current.start_processor(RankEnv.from_env(), Layout.data_parallel(1), source, tmp_path)
+    assert current.processor is not None
+    monkeypatch.setattr(refused, Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    monkeypatch.setattr(host_services.log, "warning", lambda text, *_: removed.append(text))
+    source.page.path.unlink()
+    for _ in range(3):
+        current.processor.host.look_after(source)
+    assert len([text for text in removed if "removed by another program" in text]) == 1
+    current.processor.close()
 
 
 def test_a_train_whose_error_nobody_heard_keeps_neither_signals_nor_objects(

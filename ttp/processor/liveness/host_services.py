@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,6 +48,7 @@ class HostServices:
         self._incarnation = 0
         self._page: Path | None = None
         """The page, if the source has made one."""
+        self._making = threading.Lock()
         self._kept: KeptPages | None = None
         self._keeper = SerialWorker("ttp-keeper")
         self._stack = contextlib.ExitStack()
@@ -74,8 +76,7 @@ class HostServices:
         self.pages = PageDirectory(self._run_dir, self._env, self._config.port or 0, host=self._config.host)
         path = self.pages.path
         source.on_welcome(Rank(rank), incarnation, path)
-        page = path / page_name(rank)
-        self._page = page if page.exists() else None
+        self._note_page(path)
         sentinel = Sentinel(path, rank, self._nonce, incarnation)
         self._stack.callback(sentinel.close)
         neighbours = PeerWatcher(path, rank, incarnation, self._died)
@@ -92,14 +93,22 @@ class HostServices:
 
     def look_after(self, source: StateSource) -> None:
         """Make this rank's page again if it was removed: its next version is then kept as before."""
-        page = self._page
-        if self.pages is None or page is None or page.exists():
-            return
-        self._page = None  # if it cannot be made, once is enough
-        log.warning("%s was removed by another program: it is made again, but lacks the versions so far", page)
-        self.pages.renew()
-        source.on_welcome(Rank(self._env.rank), self._incarnation, page.parent)
-        self._page = page
+        with self._making:
+            page, pages = self._page, self.pages
+            try:
+                if pages is None or page is None or page.exists():
+                    return
+                log.warning("%s was removed by another program: it is made again, but lacks the versions so far", page)
+                pages.renew()
+                source.on_welcome(Rank(self._env.rank), self._incarnation, page.parent)
+                self._note_page(page.parent)
+            except OSError as problem:
+                self._page = None  # once is enough
+                log.warning("the page of this rank cannot be made again: %s", problem)
+
+    def _note_page(self, directory: Path) -> None:
+        page = directory / page_name(self._env.rank)
+        self._page = page if page.exists() else None
 
     def store(self, order: Keep) -> None:
         """Write the page of another host's rank to memory. Does not wait. Any thread."""
@@ -130,7 +139,8 @@ class HostServices:
 
     def leave(self) -> None:
         """Close the sentinel in good order, stop all that ``begin`` has started, and keep no more pages."""
-        self._page = None
+        with self._making:
+            self._page = None
         with contextlib.suppress(Exception):
             self._stack.close()
 

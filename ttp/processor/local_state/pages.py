@@ -336,6 +336,10 @@ class PageWriter:
                 self.path.unlink()
         self._release()
 
+    def __del__(self) -> None:
+        if self._pid == os.getpid():  # in a child the descriptor may be of another file
+            self._release()  # a page that was removed, and made again, takes up memory as long as it is open
+
 
 def _let_go(slot: _Slot) -> None:
     """Make a slot refer to no kept parts. What its record on file says of them is found to be torn later."""
