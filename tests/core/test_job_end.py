@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.core.talk import LOST, Talk, frozen_at_7
 from ttp.core import messages as m
-from ttp.core.layout import Rank
+from ttp.core.layout import Rank, Version
 from ttp.testing.scenario import grid
 
 
@@ -58,6 +58,16 @@ def test_who_left_on_purpose_is_the_cause_when_a_collective_of_the_others_fails(
     left = "left train() at version 9 while others trained (by sys.exit(0), Ctrl-C or the end of its program)"
     assert talk.incident.cause == f"{talk.machine.job.members[Rank(0)].name} {left}"
     assert [order.cause for order in talk.orders(m.Freeze)] == [talk.incident.cause] * 2
+
+
+def test_who_left_long_ago_is_not_the_cause_when_a_collective_of_the_others_fails() -> None:
+    """They have trained on without it, so they wait for another rank, which the first of them to fail cannot name."""
+    talk = Talk()
+    talk.goodbye(0, m.GoodbyeReason.LEFT)
+    talk.report(1, m.Heartbeat(Rank(1), Version(11), m.Phase.IDLE))
+    talk.fault(1, m.FaultKind.COLLECTIVE)
+    talk.accuse(2, m.FaultKind.EXITED)
+    assert talk.incident.cause == f"{talk.machine.job.members[Rank(2)].name}: seen from outside"
 
 
 def test_a_job_that_ctrl_c_ends_has_not_trained_to_its_end() -> None:

@@ -146,8 +146,7 @@ def test_a_page_that_nobody_writes_any_more_is_closed(directory: Path) -> None:
 
 
 def _opened() -> list[str]:
-    with os.scandir("/proc/self/fd") as found:  # its own descriptor is gone by then
-        return [os.readlink(entry) for entry in found if os.path.lexists(entry)]
+    return [str(file.readlink()) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
 
 
 class TestKeptParts:

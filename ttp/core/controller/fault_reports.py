@@ -10,7 +10,7 @@ from ttp.core.controller.evidence import OUTSIDER
 from ttp.core.controller.job_end import JobEnd
 from ttp.core.controller.membership import Member
 from ttp.core.controller.parts import ControllerParts
-from ttp.core.layout import Rank
+from ttp.core.layout import Rank, Version
 
 STACKS_MAX = 8
 """Most suspects whose stacks are requested."""
@@ -132,7 +132,7 @@ class FaultReports:
             if report.wrong:
                 self._end.told(RankWasWrong(report.text))
             if report.kind is m.FaultKind.COLLECTIVE and self._rescue.incident is None:
-                self._blame_who_left(now)
+                self._blame_who_left(subject.version, now)
         elif report.kind is m.FaultKind.EXITED:
             report = replace(report, text=f"{subject.name}: {report.text}")
             witness = self._job.members[report.rank]
@@ -141,10 +141,11 @@ class FaultReports:
             self._exited(subject, report.text, now)
         self._rescue.fault(report.subject, report.kind, report.text, now, detail=report.detail, witness=report.rank)
 
-    def _blame_who_left(self, now: float) -> None:
-        """Name the ranks that left the job on purpose, which is a fault only if others wait for them."""
+    def _blame_who_left(self, version: Version, now: float) -> None:
+        """Name ranks that left the job on purpose, which is a fault only if others, at ``version``, wait for them."""
         for rank, member in self._job.members.items():
-            if member.left and member.done and not self._job.ended:
+            needed = version <= member.version + 1  # further on, the others have made updates without this rank
+            if member.left and member.done and needed and not self._job.ended:
                 how = "by sys.exit(0), Ctrl-C or the end of its program"
                 text = f"{member.name} left train() at version {member.version} while others trained ({how})"
                 self._rescue.fault(rank, m.FaultKind.EXITED, text, now, witness=OUTSIDER)
