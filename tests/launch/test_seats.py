@@ -92,6 +92,20 @@ def test_a_rank_that_exited_with_0_is_replaced_as_soon_as_the_others_may_go_on(
     assert (found, given_up) == (filled, [])
 
 
+@pytest.mark.parametrize(("marked", "filled"), [((0, 1), [[1]]), ((1,), [])])
+def test_it_counts_who_lives_whether_or_not_the_one_that_exited_was_to_go_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, marked: tuple[int, ...], filled: list[list[int]]
+) -> None:
+    """A rank may exit with 0 just after its release, before or after the others are released."""
+    (seats, given_up), found = seats_of(tmp_path), list[list[int]]()
+    monkeypatch.setattr(seats, "_fill", lambda _, dead: found.append(dead))
+    workers: Any = {0: worker(), 1: SimpleNamespace(poll=lambda: 0, pid=os.getppid())}
+    for rank in marked:
+        Again(tmp_path).mark(workers[rank].pid, time.monotonic() + 100, 1)
+    seats.look(workers)
+    assert (found, given_up) == (filled, [])
+
+
 def test_torch_waits_for_the_successor_of_a_rank_that_exited_with_0(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -78,8 +78,8 @@ class Seats:
         self._settle(workers)
         if not self._filling:
             marks = self._marked(workers) if self._wanted else {}
-            codes = [worker.poll() for worker in workers.values()]
-            if marks and len(marks) == codes.count(None) and not any(codes):
+            living = {worker.pid for worker in workers.values() if worker.poll() is None} if marks else set()
+            if living and living <= marks.keys() and not any(worker.poll() for worker in workers.values()):
                 self.fill(workers)
         elif min(self._going(workers).values(), default=math.inf) + LATE_S < time.monotonic():
             self.fail(workers, "going on took too long (TTP_CONTINUE_S)")
