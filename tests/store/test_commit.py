@@ -108,6 +108,19 @@ def test_two_sides_of_a_parted_job_put_their_pages_together(world: World, incide
     assert world.make_side("one half", incidents[0], (0, 1)) == path and Manifest.load(path) == manifest
 
 
+def test_pages_are_taken_over_from_the_published_checkpoint_first(world: World) -> None:
+    """It has all that those set aside have, and of two states of a rank the one that a committer has chosen."""
+
+    class Listing(Disk):
+        def names(self, directory: Path) -> list[str]:
+            return sorted(super().names(directory))  # those set aside come first
+
+    world.make_side("one half", "first", (0, 1))
+    world.make_side("the other half", "second", (1, 0))
+    pieces = Manifest.load(world.make_side("a third", "third", (2,), Listing())).pieces
+    assert [is_provisional(pieces, rank) for rank in range(3)] == [False, True, True]
+
+
 def test_pages_that_cannot_be_read_are_not_taken_over(world: World) -> None:
     order = world.order(12)
     draft = world.write_draft(12)

@@ -300,9 +300,10 @@ class _Job:
 
         That has the final name, or was set aside by a committer that died between its two renames.
         """
-        for name in self.disk.names(self.save_dir):
-            if name == self.final.name or names.parse_superseded_name(name) == self.order.version:
-                self._borrow_from(self.save_dir / name, claim)
+        found = self.disk.names(self.save_dir)
+        aside = [name for name in found if names.parse_superseded_name(name) == self.order.version]
+        for name in (self.final.name, *aside):
+            self._borrow_from(self.save_dir / name, claim)
 
     def _borrow_from(self, place: Path, claim: Path) -> None:
         there = Manifest.load_or_none(place)
