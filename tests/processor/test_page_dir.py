@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 from ttp.config import RankEnv
 from ttp.processor.local_state import page_dir
 from ttp.processor.local_state.page_dir import LOCK_FILE, PageDirectory, remove_abandoned
+from ttp.processor.local_state.pages import PageWriter
 
 ENV = RankEnv(rank=0, world_size=2, local_rank=0, master_addr="host", run_id="run", launch=0)
 
@@ -30,6 +32,21 @@ def test_ranks_of_a_job_share_one_and_the_last_removes_it(tmp_path: Path) -> Non
     assert second.path.exists()
     second.close()
     assert not second.path.exists()
+
+
+def test_a_page_that_was_removed_takes_up_memory_no_longer_than_it_is_written(tmp_path: Path) -> None:
+    """Each rank whose page is removed makes another one."""
+    removed = PageWriter(tmp_path / "pages", 0)
+    removed.path.unlink()
+    still_open = f"{removed.path} (deleted)"
+    assert still_open in _opened()
+    del removed
+    gc.collect()
+    assert still_open not in _opened()
+
+
+def _opened() -> list[str]:
+    return [str(file.readlink()) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
 
 
 def test_other_jobs_have_others(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import os
@@ -132,21 +131,6 @@ def test_changing_lengths_do_not_grow_it_for_ever(directory: Path, writer: PageW
         sizes.append((directory / page_name(RANK)).stat().st_size)
     assert sizes[-1] == sizes[400]
     assert len(data_of(directory, 799)) == 5 * (1 + (799 * 977) % 9000)
-
-
-def test_a_page_that_nobody_writes_any_more_is_closed(directory: Path) -> None:
-    """It was removed, and another was made in its place: an open file would still take up shared memory."""
-    removed = PageWriter(directory, 0)
-    removed.path.unlink()
-    still_open = f"{removed.path} (deleted)"
-    assert still_open in _opened()
-    del removed
-    gc.collect()
-    assert still_open not in _opened()
-
-
-def _opened() -> list[str]:
-    return [str(file.readlink()) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
 
 
 class TestKeptParts:

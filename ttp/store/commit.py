@@ -300,8 +300,7 @@ class _Job:
 
         That has the final name, or was set aside by a committer that died between its two renames.
         """
-        found = self.disk.names(self.save_dir)
-        aside = [name for name in found if names.parse_superseded_name(name) == self.order.version]
+        aside = (n for n in self.disk.names(self.save_dir) if names.parse_superseded_name(n) == self.order.version)
         for name in (self.final.name, *aside):
             self._borrow_from(self.save_dir / name, claim)
 
