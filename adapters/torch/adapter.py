@@ -43,7 +43,7 @@ from ttp.adapters.torch.restoring.kept import begin_in_first_mode
 from ttp.adapters.torch.restoring.registered import Restoring
 from ttp.adapters.torch.saving.preimage import PreImage
 from ttp.adapters.torch.saving.trial import Trial, try_before_training
-from ttp.adapters.torch.saving.unsaved import refuse_schedules
+from ttp.adapters.torch.saving.unsaved import refuse_schedules, tell_strange_schedules
 from ttp.adapters.torch.sharding.data_parallel import LayoutWatch, ddps_of, hook_refusal
 from ttp.adapters.torch.sharding.exchange import connected, gather_or_refuse, refuse_everywhere
 from ttp.adapters.torch.sharding.names import ModelNames, parameters_of
@@ -140,6 +140,7 @@ class TorchAdapter(Restoring):
     def _try(self) -> bytes:
         """Raise an error if the state of this rank could not be saved; see ``saving.trial``. Returns no bytes."""
         refuse_schedules(self._given, self._schedulers)
+        tell_strange_schedules(self._given, self._schedulers)
         try_before_training(self.source.everything(), self._model, self._names, self.capture.skipped)
         if why := hook_refusal(ddps_of(self._model)):
             raise ConfigError(why)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ttp.adapters.torch.device.accelerator import copied_bytes
-from ttp.adapters.torch.loop.unwrap_optimizer import is_sharded, owners_of, wrappers_of
+from ttp.adapters.torch.loop.unwrap_optimizer import is_sharded, owners_of, unwrap_optimizer, wrappers_of
 from ttp.adapters.torch.sharding.names import parameters_of
 from ttp.errors import UsageError
 
@@ -165,6 +165,32 @@ def refuse_schedules(given: Sequence[Optimizer], schedulers: Sequence[Any]) -> N
                 f"the scheduler changes the learning rate in param groups of {type(wrapper).__name__}, and only the "
                 "groups of the optimizers inside of it are saved: make a scheduler for each optimizer inside, and give "
                 "wrap_optimizer() the list of these schedulers"
+            )
+
+
+def tell_strange_schedules(given: Sequence[Optimizer], schedulers: Sequence[Any]) -> None:
+    """Warn, on rank 0, of a scheduler of an optimizer that is none of the given ones, nor inside or around one.
+
+    Args:
+        given: the optimizers as the user gave them.
+        schedulers: the schedulers.
+    """
+    if dist.is_available() and dist.is_initialized() and dist.get_rank() > 0:
+        return
+    inside = [each for optimizer in given for each in (*wrappers_of(optimizer), *owners_of(optimizer))]
+    known = [*inside, *map(unwrap_optimizer, inside)]
+    groups = {id(group) for each in known for group in each.param_groups}
+    for scheduler in schedulers:
+        its = getattr(scheduler, "optimizer", None)
+        if not hasattr(its, "param_groups") or any(id(group) in groups for group in its.param_groups):
+            continue
+        if not any(thing is each for thing in vars(its).values() for each in known):
+            log.warning(
+                "the %s given as scheduler= belongs to an optimizer (%s) that wrap_optimizer() was not given: it "
+                "changes no learning rate of the given ones, and the rates that it sets are not saved. Make it for the "
+                "optimizer that the loop steps, after that was made",
+                type(scheduler).__name__,
+                type(its).__name__,
             )
 
 

@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import Adam
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import ChainedScheduler, SequentialLR, StepLR
 
 from tests.adapters.torch.checkpoints import Net
 from tests.adapters.torch.stub_processor import Loop, registered, starting
 from tests.adapters.torch.wrappers import Base, Container, Lookahead, LookaheadInside, Sam, no_grad
+from ttp.adapters.torch.loop.unwrap_optimizer import owners_of
 from ttp.errors import UsageError
 
 
@@ -285,6 +286,52 @@ def test_a_schedule_that_is_not_given_is_told_once(
             optimizer.step()
             scheduler.step()
     assert sum("wrap_optimizer() was given none" in text for text in caplog.messages) == said
+
+
+class Passing:
+    """A wrapper that only passes calls on, like accelerate's, and shares the param groups of the optimizer inside."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+
+
+def _scheduled(optimizer: Any, schedules: Any) -> StepLR:
+    """Return a schedule of ``optimizer`` that names ``schedules`` as its optimizer."""
+    made: Any = StepLR(optimizer, 1)
+    made.optimizer = schedules
+    scheduled: StepLR = made
+    return scheduled
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda own, other: StepLR(other, 1), 1),
+        (lambda own, other: [StepLR(own, 1), SequentialLR(other, [StepLR(other, 1), StepLR(other, 1)], [2])], 1),
+        (lambda own, other: StepLR(own, 1), 0),
+        (lambda own, other: ChainedScheduler([StepLR(own, 1)]), 0),
+        (lambda own, other: _scheduled(own, Passing(own)), 0),
+        (lambda own, other: _scheduled(own, None), 0),
+    ],
+    ids=["another", "one of two", "own", "chained", "wrapper", "unknown"],
+)
+def test_a_schedule_of_another_optimizer_is_told(
+    make: Callable[[Any, Any], Any], told: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As when the optimizer was made anew after the schedule: the schedule then changes no rate of the training."""
+    model = nn.Linear(2, 2)
+    own, other = Adam(model.parameters()), Adam(model.parameters())
+    registered(model, own, scheduler=make(own, other)).layout(1)
+    warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert sum("belongs to an optimizer (Adam) that wrap_optimizer() was not given" in text for text in warnings) == told
+
+
+@pytest.mark.parametrize("outer", [Container, Lookahead], ids=["container", "wrapper"])
+def test_a_schedule_of_an_optimizer_inside_is_not_told(outer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    around = outer(model) if outer is Container else outer(Adam(model.parameters()))
+    registered(model, around, scheduler=[StepLR(each, 1) for each in owners_of(around)]).layout(1)
+    assert not [r for r in caplog.records if "was not given" in r.getMessage()]
 
 
 def test_an_optimizer_of_whose_steps_nobody_is_told_is_refused(start: Callable[..., Job]) -> None:
