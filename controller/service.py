@@ -74,11 +74,16 @@ class ControllerService(rpc.ControllerServicer):
             reader.cancel()
 
     async def _read(self, reports: AsyncIterator[bytes], connection: Connection) -> None:
+        greeted = False
         try:
             async for data in reports:
                 if connection.closing:
                     break
-                self._driver.feed(ce.Received(connection.id, parse_report(data)), more=True)
+                report = parse_report(data)
+                if not (greeted or isinstance(report, m.Hello)):
+                    raise WireError(f"the first message of a stream is a Hello, not a {type(report).__name__}")
+                greeted = True
+                self._driver.feed(ce.Received(connection.id, report), more=True)
         except WireError as problem:
             log.warning("stream %s is refused: %s", connection.id, problem)
             connection.put(m.Refused(Rank(-1), m.RefusalCode.MALFORMED, str(problem)))

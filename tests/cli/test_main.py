@@ -50,6 +50,9 @@ def test_each_command_explains_itself(ttp: Ttp, command: str) -> None:
         (["status", "--port", "70000"], "--port"),
         (["report-fault", "--port", "1"], "--rank N or --host NAME"),
         (["list", "/no/such/directory"], "does not exist"),
+        (["list", ""], "the path is empty (an unset variable?): give the save_dir"),
+        (["verify", ""], "the path is empty"),
+        (["incidents", ""], "the path is empty"),
     ],
 )
 def test_bad_usage_is_one_line_and_64(ttp: Ttp, arguments: list[str], complaint: str) -> None:

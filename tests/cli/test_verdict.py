@@ -277,6 +277,13 @@ def test_a_wrong_directory_is_a_clear_error(kind: str, tmp_path: Path, ttp: Ttp)
     assert "give the save_dir" in err and len(err.splitlines()) == 1
 
 
+def test_the_directory_of_incidents_stands_for_its_save_dir(place: Path, ttp: Ttp, monkeypatch: Any) -> None:
+    (place / "incidents" / FILE).write_text(begins() + SAVED)
+    assert ttp("verdict", place / "incidents")[:2] == (75, "saved\n")
+    monkeypatch.chdir(place / "incidents")
+    assert ttp("verdict", ".")[:2] == (75, "saved\n")
+
+
 def make_directory(path: Path) -> None:
     path.mkdir()
 

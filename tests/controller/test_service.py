@@ -10,6 +10,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,11 +32,18 @@ from ttp.errors import EXIT_PORT_TAKEN
 from ttp.launch.ring import Ring, write_ring
 from ttp.polling import poll
 from ttp.wire.channel import MESSAGE_BYTES_MAX
+from ttp.wire.convert import order_from_wire, report_to_wire
 from ttp.wire.v1 import controller_pb2 as pb
 
 
 def frozen(rank: int, incident: str, version: int, **changes: Any) -> m.Frozen:
     return replace(m.Frozen(Rank(rank), incident, Version(version), m.Phase.IDLE, final=True), **changes)
+
+
+def until_ended(*reports: pb.RankReport) -> Iterator[pb.RankReport]:
+    """Return a stream of these reports that stays open, as long as its other end keeps it open."""
+    yield from reports
+    threading.Event().wait(20)
 
 
 def save_whatever_is_asked(rank: Any, order: m.Save) -> m.Commit:
@@ -302,6 +311,15 @@ def test_a_hello_is_needed_first(controller: Controller) -> None:
     zero.say(hello(1))
     until(lambda: len(controller.status().ranks) == 2 and controller.status().stage == "training")
     assert [r.version for r in controller.status().ranks] == [0, 0]
+
+
+def test_a_stream_that_does_not_begin_with_a_hello_is_ended_in_words(controller: Controller) -> None:
+    beat = report_to_wire(m.Heartbeat(Rank(1), Version(9), m.Phase.IDLE))
+    for stream in (iter([beat]), until_ended(beat)):
+        orders = list(controller.stub.Attach(stream, metadata=controller.metadata, timeout=10))
+        refused = [order_from_wire(order) for order in orders]
+        assert [type(each) for each in refused] == [m.Refused]
+        assert refused[0].text == "the first message of a stream is a Hello, not a Heartbeat"
 
 
 def test_a_controller_that_is_ended_ends_its_streams_and_accuses_nobody(controller: Controller) -> None:

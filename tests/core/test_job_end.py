@@ -79,6 +79,17 @@ def test_a_job_that_ctrl_c_ends_has_not_trained_to_its_end() -> None:
     assert talk.lost(0) == "", "its stream ends without a fault"
 
 
+def test_a_job_that_ctrl_c_ends_is_told_what_is_on_disk() -> None:
+    for newest, said in ((6, "no finished step is lost, version 6 is on disk already"),
+                         (7, "nothing was saved after version 6, which is on disk")):  # fmt: skip
+        talk = Talk(grid(1, 2))
+        talk.machine.rescue.committing.restored(Version(6))
+        for rank in (0, 1):
+            talk.goodbye(rank, m.GoodbyeReason.INTERRUPTED, version=newest)
+        assert talk.machine.verdict.code == 70
+        assert talk.machine.verdict.text == f"rank 0 was interrupted (Ctrl-C): {said}"
+
+
 def test_nobody_speaks_to_the_controller_any_more() -> None:
     talk = Talk(formed=False)
     assert talk.machine.deadline() == 120

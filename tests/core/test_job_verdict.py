@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ttp.core.controller.job_verdict import FRUITLESS_MAX, JobVerdict
+from ttp.core.layout import Version
 
 
 def launched(fruitless: int = 0) -> JobVerdict:
@@ -97,7 +98,7 @@ def test_a_drained_host_is_one_until_the_next_launch() -> None:
 
 def test_a_job_that_has_trained_to_its_end_got_on() -> None:
     verdict = launched(fruitless=2)
-    verdict.finished()
+    verdict.finished(Version(9), Version(0))
     assert verdict.now.code == 0
     verdict.launch_begins(same_job=True)
     assert verdict.fruitless == 0

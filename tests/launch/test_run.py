@@ -77,6 +77,17 @@ def test_without_torch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     assert "torch is missing" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help_without_torch_is_ours(
+    flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.distributed.run", None)
+    assert run([flag]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "usage: ttp run" in said and "torch is missing here" in said
+    assert "--continuity" in said and "--stand-by" in said and "75 saved and wants to be started again" in said
+
+
 def test_help_is_torchruns_and_ours(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--help"]) == 0
     said = capsys.readouterr().out

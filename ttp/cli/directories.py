@@ -16,9 +16,17 @@ from ttp.store.history import FILE
 from ttp.store.manifest import MANIFEST
 from ttp.store.names import INCIDENTS
 
-SaveDir = Annotated[Path, typer.Argument(metavar="DIR", help="The save_dir of a job.")]
+
+def _path(text: str) -> Path:
+    if not text:  # Path("") would be the current directory
+        raise typer.BadParameter("the path is empty (an unset variable?): give the save_dir of a job")
+    return Path(text)
+
+
+SaveDir = Annotated[Path, typer.Argument(metavar="DIR", help="The save_dir of a job.", parser=_path)]
 CheckpointOrDir = Annotated[
-    Path, typer.Argument(metavar="DIR|CKPT", help="The save_dir of a job, or one checkpoint in it.")
+    Path,
+    typer.Argument(metavar="DIR|CKPT", help="The save_dir of a job, or one checkpoint in it.", parser=_path),
 ]
 
 
@@ -37,6 +45,12 @@ def existing(path: Path) -> Path:
     if not stat.S_ISDIR(mode):
         raise UsageError(f"{path} is not a directory: give the save_dir of a job, or a checkpoint in it")
     return path.absolute()
+
+
+def save_dir_of(path: Path) -> Path:
+    """Return the ``save_dir`` around ``path``, if that is a directory of incidents with a history; else ``path``."""
+    inside = path.absolute().name == INCIDENTS and os.path.lexists(path / FILE)
+    return path.absolute().parent if inside else path
 
 
 def fallback_of(directory: Path) -> Path | None:

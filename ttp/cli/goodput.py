@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from ttp.cli.directories import SaveDir, existing
+from ttp.cli.directories import SaveDir, existing, save_dir_of
 from ttp.cli.incident_reader import IncidentLog, incident_files, readable
 from ttp.cli.output import Json, complain, count_text, duration_text, print_json, say
 from ttp.errors import CheckpointError
@@ -79,7 +79,7 @@ def goodput(directory: SaveDir, *, run_id: RunId = None, json: Json = False) -> 
     unrecorded (those of them without a file, as the disk was full: their lost steps are not known), false_alarms,
     lost_steps, unreadable (lines and files that could not be read).
     """
-    place = existing(directory)
+    place = existing(save_dir_of(directory))
     everything, torn = read_history(place)
     launches = [launch for launch in everything if run_id is None or launch.run_id == run_id]
     if not launches:

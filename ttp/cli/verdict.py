@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from ttp.cli.connection import connected, find, known_ports
-from ttp.cli.directories import SaveDir, existing, fallback_of, holds_ours
+from ttp.cli.directories import SaveDir, existing, fallback_of, holds_ours, save_dir_of
 from ttp.cli.incident_reader import IncidentLog, incident_files, readable
 from ttp.cli.output import Json, complain, print_json, say, seconds
 from ttp.config import Config
@@ -88,6 +88,7 @@ def verdict(
     JSON keys: word, exit_code, text (why), run_id (empty: not known), launches (how many are known), fruitless (the
     last ones in a row that brought no new version).
     """
+    directory = save_dir_of(directory)
     try:
         found, launches = _found(directory, run_id, since, launcher_code)
     except (CheckpointError, OSError) as problem:  # a script must not take this for a job that runs

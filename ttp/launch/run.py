@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import signal
@@ -36,6 +37,8 @@ first node (on TTP_PORT; one node: a free port when unset); when a rank dies, th
 (default 360) to save before they are stopped; and a restart (--max-restarts) works and resumes from what they saved,
 with any rendezvous. {EXIT_CODES} For MindSpore jobs see ttp run --mindspore --help.
 """
+
+WITHOUT_TORCH = "torch is missing here, so these are only the flags that ttp run adds to those of torchrun."
 
 MINDSPORE = "--mindspore"
 ALONE = ("-m", "--module", "--no-python", "--no_python", "--standalone", "--stand-by", "--elastic", "--mindio")
@@ -117,14 +120,12 @@ def _parse(argv: list[str]) -> Any:
     try:
         from torch.distributed.run import get_args_parser
     except ImportError as problem:
+        if argv[:1] in (["-h"], ["--help"]):
+            _with_ours(argparse.ArgumentParser(description=WITHOUT_TORCH)).parse_args(argv[:1])
         raise ConfigError(
             f"ttp run launches torch jobs, and torch is missing: {problem}. For MindSpore: ttp run {MINDSPORE} ..."
         ) from None
-    parser = get_args_parser()
-    parser.prog, parser.epilog = "ttp run", EPILOG
-    add_flags(parser)
-    parser.add_argument("--stand-by", action="store_true", help=STAND_BY_HELP)
-    parser.add_argument("--elastic", action="store_true", help=ELASTIC_HELP)
+    parser = _with_ours(get_args_parser())
     arguments = parser.parse_args(argv)
     if arguments.stand_by and _nodes(arguments.nnodes) < 2:
         raise ConfigError(
@@ -144,6 +145,14 @@ def _parse(argv: list[str]) -> Any:
     if handled and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # torch would undo what ``nohup`` has done
         arguments.signals_to_handle = ",".join(name for name in handled.split(",") if name.strip() != "SIGHUP")
     return arguments
+
+
+def _with_ours(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    parser.prog, parser.epilog = "ttp run", EPILOG
+    add_flags(parser)
+    parser.add_argument("--stand-by", action="store_true", help=STAND_BY_HELP)
+    parser.add_argument("--elastic", action="store_true", help=ELASTIC_HELP)
+    return parser
 
 
 def _let_hosts_go(arguments: Any) -> None:

@@ -323,7 +323,9 @@ def test_a_schedule_of_another_optimizer_is_told(
     own, other = Adam(model.parameters()), Adam(model.parameters())
     registered(model, own, scheduler=make(own, other)).layout(1)
     warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    assert sum("belongs to an optimizer (Adam) that wrap_optimizer() was not given" in text for text in warnings) == told
+    assert (
+        sum("belongs to an optimizer (Adam) that wrap_optimizer() was not given" in text for text in warnings) == told
+    )
 
 
 @pytest.mark.parametrize("outer", [Container, Lookahead], ids=["container", "wrapper"])

@@ -102,9 +102,9 @@ class JobEnd:
         if len(self._job.done) < len(self._job.members):
             return
         self.finished_at, self._job.ended = now, True
-        end = self._verdict.finished()
-        self.finish(self._job.members)
         version = max(mb.version for mb in self._job.members.values())
+        end = self._verdict.finished(version, self._rescue.committing.on_disk())
+        self.finish(self._job.members)
         self._outbox.record("finished", version=version, exit_code=end.code, text=end.text)
 
     def _maybe_stop(self, now: float) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ttp.core.layout import Version
 from ttp.core.messages import Goodbye, GoodbyeReason
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED, EXIT_TRAINED
 
@@ -98,13 +99,22 @@ class JobVerdict:
     def leaves(self, goodbye: Goodbye) -> None:
         """Note why a rank leaves: Ctrl-C ends a job before it has trained to its end."""
         if goodbye.reason is GoodbyeReason.INTERRUPTED and not self._interrupted:
-            self._interrupted = f"rank {goodbye.rank} was interrupted (Ctrl-C): nothing was saved"
+            self._interrupted = f"rank {goodbye.rank} was interrupted (Ctrl-C)"
 
-    def finished(self) -> Verdict:
-        """Return the verdict after every rank has left its training loop."""
+    def finished(self, newest: Version, on_disk: Version) -> Verdict:
+        """Return the verdict after every rank has left its training loop.
+
+        Args:
+            newest: the newest version that a rank had.
+            on_disk: the newest version that is known to be durable; 0: none.
+        """
         self.progress = True
-        trained = Verdict(EXIT_TRAINED, "trained to the end")
-        self._end = Verdict(EXIT_NOT_SAVED, self._interrupted, final=True) if self._interrupted else trained
+        self._end = Verdict(EXIT_TRAINED, "trained to the end")
+        if self._interrupted:
+            after = f" after version {on_disk}, which is on disk" if on_disk else ""
+            whole = f"no finished step is lost, version {on_disk} is on disk already"
+            lost = whole if 0 < newest <= on_disk else f"nothing was saved{after}"
+            self._end = Verdict(EXIT_NOT_SAVED, f"{self._interrupted}: {lost}", final=True)
         return self._end
 
     # ---------------------------------------------------------------------------------------------------------- reports
