@@ -229,11 +229,11 @@ class LocalCapture:
             ms.set_rng_state(ms.Tensor(np.frombuffer(state.stream, np.uint8).copy()))
         return notes
 
-    def close(self, unlink: bool) -> None:
-        """Stop capturing. With ``unlink`` the page is removed."""
+    def close(self) -> None:
+        """Stop capturing."""
         page, self._page = self._page, None
         if page is not None:
-            page.close(unlink)
+            page.close()
 
 
 def digests(data: bytes, finished: bool) -> dict[str, str]:

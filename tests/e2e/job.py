@@ -126,7 +126,23 @@ def wait_for_ever() -> None:
     lock.acquire()
 
 
-DEEDS: Any = {"flip": flip_a_bit, "half": half_a_message, "deadlock": wait_for_ever, "hold": lambda: None}
+def leave() -> None:
+    """Leave train() in good order, while others train."""
+    sys.exit(0)
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+DEEDS: Any = {
+    "leave": leave,
+    "interrupt": interrupt,
+    "flip": flip_a_bit,
+    "half": half_a_message,
+    "deadlock": wait_for_ever,
+    "hold": lambda: None,
+}
 injector = TwoHalves.here = Losses.here = Injector()
 calls = itertools.count()
 

@@ -147,6 +147,19 @@ def test_another_rank_dies_while_one_saves(forked_job: MakeForked, unbroken: Unb
 
 
 @pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.parametrize("how", ["leave", pytest.param("interrupt", marks=pytest.mark.slow)])
+def test_a_rank_that_leaves_alone_keeps_its_rank_local_state(
+    forked_job: MakeForked, unbroken: Unbroken, how: str
+) -> None:
+    """It removed its page as it left, and the others' next collective fails only after that."""
+    fault = {"id": "left", "rank": 1, "step": 3, "phase": "loss", "action": how}
+    job = forked_job(ranks=2, steps=6, faults=[fault]).begin()
+    assert job.end(TIMEOUT_S / 3)[0] == 75, job.story()
+    assert job.live(TIMEOUT_S / 3) == [0, 0], job.story()
+    assert_saved_and_identical(job, unbroken, [{1}])
+
+
+@pytest.mark.timeout(TIMEOUT_S)
 def test_a_checkpoint_on_request(forked_job: MakeForked, unbroken: Unbroken) -> None:
     hold = {"id": "hold", "rank": 1, "step": 3, "phase": "data", "action": "hold", "when": "saved"}
     job = forked_job(ranks=2, steps=6, faults=[hold]).begin()

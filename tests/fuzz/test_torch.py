@@ -190,7 +190,7 @@ def image() -> bytes:
     writer = PageWriter(pages, 0, incarnation=1)
     LocalCapture(Net(), ExtraState({"cursor": Cursor()}), page=writer).capture(3, final=True)
     found = read_page(pages, 0, 3, 1)
-    writer.close(unlink=True)
+    writer.close()
     assert isinstance(found, Page), found
     return found.data
 

@@ -38,7 +38,7 @@ def written(request: pytest.FixtureRequest, in_memory: Path, tmp_path: Path) -> 
             assert writer.write(version, version < 9, [b"%d at %d" % (rank, version)])
     yield writers
     for writer in writers.values():
-        writer.close(unlink=False)
+        writer.close()
 
 
 def left(tmp_path: Path, **pids: int) -> DeadPages:

@@ -213,7 +213,7 @@ def test_the_last_one_of_a_host_leaves_its_page(host: Host, controller: Controll
     owner.kill()
     until(lambda: len(controller.faults) == 2)
     assert sorted((fault["pages"] for fault in controller.faults), key=len) == [[], [[0, 5, "its dice"]]]
-    writer.close(unlink=True)
+    writer.close()
 
 
 def test_whom_the_launcher_stops_is_not_accused(host: Host, controller: Controller, start: Start) -> None:

@@ -262,7 +262,7 @@ def test_a_page_that_is_alive_is_taken_before_a_kept_one(copies: Copies) -> None
     writer = PageWriter(copies.pages, ME, incarnation=3)
     assert writer.write(10, True, [b"page"])
     live, brought = copies.copying.split(order(10, pages=(ME,)), Version(10))
-    writer.close(unlink=True)
+    writer.close()
     assert (live.pages, brought.pages) == ((ME,), ())
 
 

@@ -70,7 +70,7 @@ def host(pages: Path) -> Iterator[Host]:
     yield made
     made.receiver.open.set()
     made.mirror.close()
-    made.writer.close(unlink=True)
+    made.writer.close()
 
 
 class TestMirror:
@@ -159,7 +159,7 @@ class TestKept:
         kept.store(keep(3, b"from elsewhere"))
         kept.store(keep(4, b"from elsewhere"))
         assert read_page(pages, OTHER, 3, INCARNATION) == find(pages, 3) == Page(3, True, b"its own")
-        writer.close(unlink=True)
+        writer.close()
 
     def test_another_rank_of_this_host_may_take_over(self, pages: Path, kept: KeptPages) -> None:
         second = KeptPages(pages, RANK, INCARNATION)
@@ -228,7 +228,7 @@ class TestFinding:
         assert "torn" in str(find(pages, 3))
         kept.store(keep(3, b"from elsewhere"))
         assert find(pages, 3) == Page(3, True, b"from elsewhere")
-        writer.close(unlink=True)
+        writer.close()
 
 
 def test_a_body_that_says_it_is_of_another_rank(pages: Path) -> None:
@@ -236,7 +236,7 @@ def test_a_body_that_says_it_is_of_another_rank(pages: Path) -> None:
     for rank in (OTHER, RANK):
         writer = PageWriter(pages, rank, incarnation=INCARNATION)
         writer.write(3, True, [b"state"])
-        writer.close(unlink=False)
+        writer.close()
     path = pages / page_name(OTHER)
     body = (pages / page_name(RANK)).read_bytes()[512:]
     path.write_bytes(path.read_bytes()[:512] + body)

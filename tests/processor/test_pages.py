@@ -35,7 +35,7 @@ def directory(tmp_path: Path) -> Path:
 def writer(directory: Path) -> Iterator[PageWriter]:
     made = PageWriter(directory, RANK, capacity=64, incarnation=INCARNATION)
     yield made
-    made.close(unlink=False)
+    made.close()
 
 
 def read(directory: Path, version: int) -> Page | str:
@@ -91,7 +91,7 @@ def test_what_was_written_provisionally_and_holds_is_final_where_it_stands(direc
         file.seek(record_of(writer, 9))
         file.write(page_file.SEQUENCE.pack(3))
     assert data_of(directory, 6) == b"6", "the slot that was written was another one"
-    writer.close(unlink=True)
+    writer.close()
     assert not writer.finish(9)
 
 
@@ -203,10 +203,10 @@ class TestWhoseItIs:
         successor = PageWriter(directory, RANK, incarnation=INCARNATION + 1)
         assert "versions held: none" in str(read_page(directory, RANK, 1, INCARNATION + 1))
         writer.write(2, True, [b"still writing"])
-        writer.close(unlink=True)
-        assert (directory / page_name(RANK)).exists(), "the page of the successor is not ours to remove"
-        successor.close(unlink=True)
-        assert list(directory.iterdir()) == []
+        writer.close()
+        successor.write(3, True, [b"new"])
+        successor.close()
+        assert read_page(directory, RANK, 3, INCARNATION + 1) == Page(3, True, b"new"), "it outlives its writer"
 
     def test_another_rank(self, directory: Path, writer: PageWriter) -> None:
         writer.write(1, True, [b"x"])
@@ -251,7 +251,7 @@ class TestWhoseItIs:
         writer = PageWriter(tmp_path / "new", RANK)
         assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
         assert (tmp_path / "new" / page_name(RANK)).stat().st_mode & 0o777 == 0o600
-        writer.close(unlink=True)
+        writer.close()
 
 
 class TestFailure:
@@ -262,7 +262,7 @@ class TestFailure:
         writer = PageWriter(tmp_path / "file" / "pages", RANK)
         assert not writer.write(1, True, [b"x"])
         assert not writer.write(2, True, [b"x"])
-        writer.close(unlink=True)
+        writer.close()
         assert str(tmp_path / "file") in writer.problem
         assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
@@ -316,7 +316,7 @@ class TestGarbage:
         writer = PageWriter(path, RANK, capacity=256, incarnation=INCARNATION)
         for page in TestGarbage.WRITTEN:
             writer.write(page.version, page.final, [page.data[:-300]], [(page.data[-1], page.data[-300:])])
-        writer.close(unlink=False)
+        writer.close()
         return (path / page_name(RANK)).read_bytes()
 
     @staticmethod

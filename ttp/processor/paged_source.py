@@ -28,8 +28,8 @@ class PageCapture(Protocol):
     def open_page(self, page: PageWriter) -> None:
         """Write to this page from now on."""
 
-    def close(self, *, unlink: bool) -> None:
-        """Stop writing; ``unlink``: remove the page."""
+    def close(self) -> None:
+        """Stop writing."""
 
 
 class PagedSource(StateSource):
@@ -64,7 +64,7 @@ class PagedSource(StateSource):
 
     def close(self) -> None:
         """See ``StateSource.close``."""
-        self._pages_of.close(unlink=True)
+        self._pages_of.close()
 
     @property
     def post_step_s(self) -> float:

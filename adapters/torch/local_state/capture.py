@@ -340,10 +340,10 @@ class LocalCapture:
             notes.append("the random streams were not saved")
         return notes
 
-    def close(self, unlink: bool = False) -> None:
-        """Stop capturing, and close the page; with ``unlink`` also remove it."""
+    def close(self) -> None:
+        """Stop capturing, and close the page."""
         page, self._page = self._page, None
         if self._arrivals is not None:
             self._arrivals.close()
         if page is not None:
-            page.close(unlink)
+            page.close()

@@ -36,4 +36,4 @@ def page(tmp_path: Path) -> Iterator[PageWriter]:
     """Return the page of rank 0."""
     writer = PageWriter(tmp_path / "pages", 0)
     yield writer
-    writer.close(unlink=True)
+    writer.close()

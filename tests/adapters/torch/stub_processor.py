@@ -137,7 +137,7 @@ def join(adapter: TorchAdapter, processor: StubProcessor, pages: Path, rank: int
 def leave(adapter: TorchAdapter) -> None:
     """Undo ``join``."""
     adapter.detach()
-    adapter.capture.close(unlink=True)
+    adapter.capture.close()
 
 
 def save(

@@ -67,7 +67,7 @@ class TestRoundTrip:
         capture.open_page(again)
         capture.capture(3, final=True)
         assert read(again, 3).buffers.keys() == read(page, 3).buffers.keys()
-        again.close(unlink=True)
+        again.close()
 
     def test_wrappers_leave_no_trace_in_the_names(self, page: PageWriter) -> None:
         class DistributedLike(nn.Module):

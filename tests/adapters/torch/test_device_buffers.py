@@ -38,7 +38,7 @@ class Page:
 
     def close(self) -> None:
         self.capture.close()
-        self.writer.close(unlink=True)
+        self.writer.close()
 
     def found(self, version: int) -> pages.Page | str:
         return read_page(self.writer.path.parent, 0, version, 0)

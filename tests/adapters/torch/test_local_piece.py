@@ -30,7 +30,7 @@ SOUND, BAD = Rank(0), Rank(1)
 def write(pages: Path, rank: Rank, version: int = 3, incarnation: int = INCARNATION) -> PageWriter:
     writer = PageWriter(pages, rank, incarnation=incarnation)
     writer.write(version, True, [b"state of rank %d" % rank])
-    writer.close(unlink=False)
+    writer.close()
     return writer
 
 

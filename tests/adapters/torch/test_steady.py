@@ -134,7 +134,7 @@ class TestImage:
                     fresh = PageWriter(tmp_path / "fresh", 0)
                     LocalCapture(model, ExtraState(counting), page=fresh).capture(version, final)
                     assert written(page, version).data == written(fresh, version).data, (version, final)
-                    fresh.close(unlink=True)
+                    fresh.close()
         finally:
             streams.set_bit_generator(generator)
 

@@ -122,7 +122,7 @@ class KeptPages:
     def close(self) -> None:
         """Close the files. The pages stay for the rank that saves; they are removed with the directory."""
         for writer in self._writers.values():
-            writer.close(unlink=False)
+            writer.close()
         self._writers.clear()
 
     def _objection(self, keep: Keep) -> str:
@@ -142,7 +142,7 @@ class KeptPages:
         writer = self._writers.get(of)
         if writer is None or not writer.in_place():
             if writer is not None:
-                writer.close(unlink=False)
+                writer.close()
             writer = self._writers[of] = PageWriter(self._directory, of, incarnation=self._incarnation)
         return writer
 

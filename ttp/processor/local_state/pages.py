@@ -326,14 +326,8 @@ class PageWriter:
             return arena is not None and os.path.samestat(os.fstat(arena.fd), os.lstat(self.path))
         return False
 
-    def close(self, unlink: bool) -> None:
-        """Stop writing. With ``unlink`` the file is removed too, if it is still the one made here."""
-        arena = self._arena
-        if arena is None:
-            return
-        with contextlib.suppress(OSError):
-            if unlink and self._pid == os.getpid() and self.in_place():
-                self.path.unlink()
+    def close(self) -> None:
+        """Stop writing. The file stays for ranks that are saved later, and goes with its directory."""
         self._release()
 
     def __del__(self) -> None:
