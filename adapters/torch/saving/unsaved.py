@@ -181,8 +181,8 @@ def tell_strange_schedules(given: Sequence[Optimizer], schedulers: Sequence[Any]
     known = [*inside, *map(unwrap_optimizer, inside)]
     groups = {id(group) for each in known for group in each.param_groups}
     for scheduler in schedulers:
-        its: Any = getattr(scheduler, "optimizer", None)
-        if not hasattr(its, "param_groups") or any(id(group) in groups for group in its.param_groups):
+        its = getattr(scheduler, "optimizer", None)
+        if not isinstance(its, Optimizer) or any(id(group) in groups for group in its.param_groups):
             continue
         if not any(thing is each for thing in vars(its).values() for each in known):
             log.warning(

@@ -288,13 +288,6 @@ def test_a_schedule_that_is_not_given_is_told_once(
     assert sum("wrap_optimizer() was given none" in text for text in caplog.messages) == said
 
 
-class Passing:
-    """A wrapper that only passes calls on, like accelerate's, and shares the param groups of the optimizer inside."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
-
-
 def _scheduled(optimizer: Any, schedules: Any) -> StepLR:
     """Return a schedule of ``optimizer`` that names ``schedules`` as its optimizer."""
     made: Any = StepLR(optimizer, 1)
@@ -310,7 +303,7 @@ def _scheduled(optimizer: Any, schedules: Any) -> StepLR:
         (lambda own, other: [StepLR(own, 1), SequentialLR(other, [StepLR(other, 1), StepLR(other, 1)], [2])], 1),
         (lambda own, other: StepLR(own, 1), 0),
         (lambda own, other: ChainedScheduler([StepLR(own, 1)]), 0),
-        (lambda own, other: _scheduled(own, Passing(own)), 0),
+        (lambda own, other: _scheduled(own, Lookahead(own)), 0),
         (lambda own, other: _scheduled(own, None), 0),
     ],
     ids=["another", "one of two", "own", "chained", "wrapper", "unknown"],
