@@ -135,11 +135,13 @@ def _numbers_in(value: Any, depth: int = _DEPTH_MAX) -> list[float] | None:
 
 
 def _stream_of(value: Any) -> bytes | None:
-    """Return the state of a random generator of torch, Python or numpy; None: the value is none."""
+    """Return the state of a random generator of torch, Python or numpy; None: it is none, or needs no saving."""
+    if any(value is each for each in (torch.default_generator, *torch.cuda.default_generators)):
+        return None  # a checkpoint has those of the process
     if isinstance(value, torch.Generator):
         return copied_bytes(value.get_state())
     if isinstance(value, random.Random):
-        return repr(value.getstate()).encode()
+        return None if isinstance(value, random.SystemRandom) else repr(value.getstate()).encode()
     bits = getattr(value, "bit_generator", None) if type(value).__module__.startswith("numpy.random") else None
     return None if bits is None else repr(bits.state).encode()
 

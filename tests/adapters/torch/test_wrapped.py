@@ -173,6 +173,18 @@ class Rounding(Sign):
         return super().direction(number, p) * noise
 
 
+class Borrowed(Sign):
+    """It draws from the streams of the process, which are saved, and of the system, which have no state."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.torch, self.system = torch.default_generator, random.SystemRandom()
+
+    def direction(self, number: int, p: Any) -> Any:
+        noise = torch.rand((), generator=self.torch) + self.system.random()
+        return super().direction(number, p) * noise
+
+
 class Stream:
     def __init__(self, generator: Any) -> None:
         self.generator = generator
@@ -199,6 +211,17 @@ def test_random_streams_of_an_optimizer_are_told(
     (said,) = (text for text in caplog.messages if "is in no checkpoint" in text)
     names = ["Rounding.ours"] * (not as_extra) + ["Rounding.python", "Rounding.theirs"]
     assert said.split(" changes")[0] == ", ".join(names)
+
+
+def test_random_streams_that_need_no_saving_are_no_news(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = Borrowed(model.parameters())
+    with starting(Loop, tmp_path) as start:
+        loop = start(model, optimizer)
+        for _ in range(3):
+            loop.model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+    assert "is in no checkpoint" not in caplog.text
 
 
 def test_weights_moved_between_two_backward_passes_are_refused(start: Callable[..., Job]) -> None:
