@@ -101,7 +101,8 @@ class AroundUpdate:
             return  # the weights are exchanged after this
         if self.compared is not None and len(self.processor.layout.groups) == 1 and connected(env.world_size):
             names, optimizer = self.compared
-            reduced, state = self.buckets.reduced, held_state(optimizer, env.world_size)
+            reduced = self.buckets.reduced
+            state = held_state(optimizer, env.world_size, reduced)
             self.trial.start(
                 lambda: different_weights(swapped.early(), names, state, reduced, env, version),
                 waits=not self.source.on_device,  # an update may not wait for a device

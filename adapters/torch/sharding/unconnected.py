@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import xxhash
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ttp.adapters.torch.device.accelerator import copied_bytes
+from ttp.adapters.torch.device.accelerator import sample_of
 from ttp.adapters.torch.sharding.names import ModelNames, first_of, parameters_of
 from ttp.config import RankEnv
 from ttp.core.layout import Version
@@ -60,8 +60,6 @@ _DIVERGED = (
     "the module inside, and exchange what a rank writes to weights itself (an initialisation from the first batch, as "
     "ActNorm's; noise)"
 )
-_SOME = 16
-"""Elements of each tensor of the optimizer's state that are compared."""
 _NAMED = 2
 
 log = logging.getLogger("ttp.adapters.torch")
@@ -78,11 +76,17 @@ class Held(NamedTuple):
     """Tensors of the size of a rank's share, each with the parameter of which it may be a share; of a param group it is
     the first one."""
     weights: Mapping[Tensor, bytes]
-    """Some bytes of each parameter on the host."""
+    """Some bytes of each parameter on the host that a DistributedDataParallel should keep equal."""
 
 
-def held_state(optimizer: Optimizer, ranks: int) -> Held:
-    """Return the state that an optimizer has now, which the loop may empty or add to at any time."""
+def held_state(optimizer: Optimizer, ranks: int, reduced: Collection[int]) -> Held:
+    """Return the state that an optimizer has now, which the loop may empty or add to at any time.
+
+    Args:
+        optimizer: the registered optimizer.
+        ranks: number of ranks.
+        reduced: identities of the parameters that a DistributedDataParallel should keep equal.
+    """
     every = ((each, kept) for each, kept in optimizer.state.items() if isinstance(each, Tensor))
     state = {each: dict(kept) for each, kept in every if isinstance(kept, Mapping) and kept}
     shares: list[tuple[Tensor, Tensor]] = []
@@ -94,7 +98,8 @@ def held_state(optimizer: Optimizer, ranks: int) -> Held:
         for first in group["params"][:1]:
             whole = len(group["params"]), *first.shape
             shares += [(first, tensor) for tensor in _tensors(group) if _is_share(tensor.shape, whole, ranks)]
-    return Held(state, shares, {each: b"".join(_some([each])) for each in parameters_of(optimizer)})
+    equal = (parameter for parameter in parameters_of(optimizer) if id(parameter) in reduced)
+    return Held(state, shares, {parameter: b"".join(_some([parameter])) for parameter in equal})
 
 
 def _is_share(shape: Sequence[int], whole: Sequence[int], ranks: int) -> bool:
@@ -169,5 +174,6 @@ def _tensors(state: Mapping[str, Any]) -> list[Tensor]:
 def _some(tensors: Sequence[Tensor]) -> Iterator[bytes]:
     """Yield some bytes of each tensor on the host. Those on a device may be behind the noted weights."""
     for value in tensors:
-        if value.device.type == "cpu" and value.layout is torch.strided:
-            yield copied_bytes(value.flatten()[:_SOME])
+        plain = type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided
+        if plain and value.device.type == "cpu" and value.numel():
+            yield sample_of(value).numpy().tobytes()

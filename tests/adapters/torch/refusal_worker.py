@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import ttp
@@ -86,6 +88,7 @@ def everything(directory: Path, rank: int) -> dict[str, Any]:
         "initialised by each rank": connected(directory / "initialised", rank, own_values=True),
         "past the DDP": connected(directory / "past", rank, past=True),
         "connected": connected(directory / "connected", rank),
+        "beside a distributed tensor": connected(directory / "beside", rank, own_values=True, beside=True),
         "on their own": reduced_by_hand(directory / "own", rank, every=0),
         "now and then": reduced_by_hand(directory / "then", rank, every=4),
         "always": reduced_by_hand(directory / "always", rank, every=1),
@@ -127,10 +130,19 @@ def reduced_by_hand(
     return trained(job, directory, rank, iterate)
 
 
-def connected(directory: Path, rank: int, own_values: bool = False, past: bool = False) -> list[str]:
-    """A DistributedDataParallel whose first forward pass sets a weight by this rank's data, or that is not called."""
+def connected(
+    directory: Path, rank: int, own_values: bool = False, past: bool = False, beside: bool = False
+) -> list[str]:
+    """A DistributedDataParallel whose first forward pass sets a weight by this rank's data, or that is not called.
+
+    There may be a distributed tensor beside it, whose elements cannot be looked at.
+    """
     torch.manual_seed(3)
     model = Ddp(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    both = nn.ModuleList([model])
+    if beside:
+        scale = distribute_tensor(torch.ones(2, 2), init_device_mesh("cpu", (WORLD,)), [Replicate()])
+        both.append(nn.ParameterList([nn.Parameter(scale)]))
 
     def iterate(step: int, update: Callable[[], None]) -> None:
         if step == 1 and own_values:
@@ -138,7 +150,7 @@ def connected(directory: Path, rank: int, own_values: bool = False, past: bool =
         (model.module if past else model)(torch.full((1, 2), 1.0 - 2 * rank)).sum().backward()
         update()
 
-    return trained(adapter(model), directory, rank, iterate)
+    return trained(adapter(both), directory, rank, iterate)
 
 
 class OwnShare(torch.optim.Optimizer):

@@ -77,7 +77,7 @@ class TestGradientsReducedByHand:
         assert first == "" and second.startswith("the optimizer's state for bias, weight differs from that of rank")
 
     @pytest.mark.supports("weights initialised from the first batch")
-    @pytest.mark.parametrize("case", ["initialised by each rank", "past the DDP"])
+    @pytest.mark.parametrize("case", ["initialised by each rank", "past the DDP", "beside a distributed tensor"])
     def test_weights_that_ddp_does_not_keep_equal_are_told(self, told: dict[str, Any], case: str) -> None:
         """It reduces gradients: what a rank writes to weights by itself stays different for ever."""
         first, second = sorted(told[case])
