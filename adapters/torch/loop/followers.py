@@ -47,8 +47,10 @@ _WRITTEN = (
     "right after ttp.restore()"
 )
 _MADE_TWICE = (
-    "the program changes %s between ttp.step_done() and the next forward pass: a checkpoint that is made in this "
-    "iteration has the change already, and the resumed run makes it once more. Make it before ttp.step_done()"
+    "the program changes %s between ttp.step_done() and the next forward pass. If the next iteration does it, as with a "
+    "target network that moves at its top, a checkpoint that is made later in this iteration has the change already, "
+    "and a resumed run makes it once more. If the iteration of the update does it, a checkpoint that is made before it "
+    "lacks the change. Make it before ttp.step_done()"
 )
 
 _State = tuple[Any, Tensor | None]
@@ -180,11 +182,12 @@ class Followers:
         if module.training and torch.is_grad_enabled():
             declared, self._entered, self._declared = self._declared, True, False
             self._beside_mark = self._states_of(self._beside())
+            before = self._mark
             if moved := self._moved():  # changed after the update, or after one that the gradient scaler has skipped
                 self._found(moved, True)
-                if declared and not self._told:
+                if declared and not self._told and (changed := _changed(before, self._mark)):
                     self._told = True
-                    log.warning(_MADE_TWICE, first_of(moved, _LISTED_MAX))
+                    log.warning(_MADE_TWICE, first_of(changed, _LISTED_MAX))
 
     def _moved(self) -> list[str]:
         """Return the names of the parameters that changed since the last call."""

@@ -14,6 +14,7 @@ from tests.adapters.torch.checkpoints import digest
 from tests.adapters.torch.stub_processor import Loop, starting
 from tests.adapters.torch.test_between import network
 from tests.adapters.torch.test_followers import in_place, taught
+from ttp.adapters.torch.loop import followers
 from ttp.core.decide import How
 from ttp.errors import UsageError
 
@@ -195,6 +196,21 @@ def test_what_the_loop_changes_in_the_optimizer_before_step_done_is_of_the_versi
     again = Rounds(path.parent)
     assert again.load(path) == 3
     assert again.facts() == before
+
+
+def test_a_target_that_is_written_to_with_its_own_values_is_no_news(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights may be merged for an evaluation and taken apart again. Of large ones only writes are seen."""
+    monkeypatch.setattr(followers, "_COPIED_BYTES_MAX", 0)
+    job = taught(tmp_path, in_place, inside=False)
+    job.adapter.step_done()
+    for _ in range(7):
+        job.step()
+        job.adapter.step_done()
+        with torch.no_grad():
+            job.model.teacher[0].weight.mul_(1)
+    assert "between ttp.step_done() and" not in caplog.text
 
 
 @pytest.mark.parametrize("early", [True, False], ids=["before step_done", "behind it"])

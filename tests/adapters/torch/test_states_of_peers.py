@@ -252,6 +252,15 @@ def test_buffers_stay_behind_where_others_disagree_and_it_is_told(
     assert f"so its buffers ('{BIAS}') were captured before that update" in caplog.text
 
 
+def test_buffers_that_only_one_other_rank_changes_may_be_behind_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A rank may have had nothing to write in this update."""
+    path, _ = buffers_after(tmp_path, [(1, 2), (5, None), (3, 3)])
+    assert buffers_of(path, 1, 3) == (5, 1)
+    assert f"so its buffers ('{BIAS}') were captured before that update" in caplog.text
+
+
 def test_buffers_that_only_earlier_backward_passes_of_the_version_change_are_not_behind(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

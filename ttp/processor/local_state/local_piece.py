@@ -155,13 +155,14 @@ def may_be_behind(pieces: Sequence[Piece], name: str) -> bool:
 
 
 def has_changed(pieces: Sequence[Piece], name: str) -> bool:
-    """Return whether the object has changed, on ranks that finished the update, since each state that is left.
+    """Return whether the object has changed, on a rank that finished the update, since each state that is left of it.
 
-    In a version of several backward passes the earlier states of ranks that finished it are those of several passes.
+    In a version of several backward passes the earlier states of a rank that finished it are those of several passes.
     The last one is what a rank that died in the update has.
     """
-    finished = [(before, after) for before, after, _ in _changes(pieces, name) if after]
-    return bool(finished) and all(before != after for before, after in finished)
+    finished = [(before != after, ranks) for before, after, ranks in _changes(pieces, name) if after]
+    still = {rank for moved, ranks in finished if not moved for rank in ranks}
+    return any(moved and not still.issuperset(ranks) for moved, ranks in finished)
 
 
 def objects_kept(pieces: Sequence[Piece]) -> list[str]:
