@@ -89,7 +89,8 @@ class AroundUpdate:
             self.buckets.update_finished()
         if self.trial.due:
             self.trial.update_finished()
-        if self.followers is not None and not self.followers.updated(self.between.turns.by_hand):
+        over = self.between.turns.by_hand and not self.processor.env.rank
+        if self.followers is not None and not self.followers.updated(over):
             self.followers = None
         if self.barrier is not None:
             self.barrier.updated()
@@ -97,8 +98,6 @@ class AroundUpdate:
     def _compare(self, swapped: Swapped) -> None:
         """Compare the weights of the ranks, on another thread."""
         env, version = self.processor.env, Version(self.processor.gate.version + 1)
-        if self.source.exchanges:
-            return  # the weights are exchanged after this
         if self.compared is not None and len(self.processor.layout.groups) == 1 and connected(env.world_size):
             names, optimizer = self.compared
             reduced = self.buckets.reduced

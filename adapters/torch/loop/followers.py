@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -47,8 +46,8 @@ _WRITTEN = (
     "right after ttp.restore()"
 )
 _MADE_TWICE = (
-    "the program changes %s between ttp.step_done() and the next forward pass. If the next iteration does it, as with a "
-    "target network that moves at its top, a checkpoint that is made later in this iteration has the change already, "
+    "the program changes %s between ttp.step_done() and the next forward pass. If the next iteration does it, as with "
+    "a target network that moves at its top, a checkpoint that is made later in this iteration has the change already, "
     "and a resumed run makes it once more. If the iteration of the update does it, a checkpoint that is made before it "
     "lacks the change. Make it before ttp.step_done()"
 )
@@ -99,8 +98,8 @@ class Followers:
         self._updates = 0
         self._mark: dict[str, _State] | None = None  # the parameters at the last look; None: they are not compared now
         self._entered = False  # a forward pass has begun since the last update
-        self._declared = False  # the program has declared the end of the last update
-        self._told = dist.is_available() and dist.is_initialized() and dist.get_rank() > 0
+        self._told = False  # such a change was logged
+        self._over = False  # nothing may follow the last update any more, and this rank tells if something does
         self._beside_mark: dict[str, _State] | None = None  # what is beside the model, at the last forward pass
         self._written: dict[str, _State] | None = None  # the buffers at the end of an update, until a forward pass
         forward, uses = Hook(self._forward), Hook(self._uses_buffers)
@@ -114,11 +113,11 @@ class Followers:
         """Whether all the parameters are small ones."""
         return len(self.small) == len(self._named)
 
-    def updated(self, declared: bool = False) -> bool:
+    def updated(self, over: bool) -> bool:
         """Note that an update is finished.
 
         Args:
-            declared: whether the program has called ``ttp.step_done()``, so that nothing follows the update.
+            over: whether to log what changes before the next forward pass: the program has called ``ttp.step_done()``.
 
         Returns:
             Whether to call this method after the next update too.
@@ -129,7 +128,7 @@ class Followers:
         if self._updates > _UPDATES_WATCHED:
             self.close()
             return False
-        self._mark, self._entered, self._beside_mark, self._declared = self._look(), False, None, declared
+        self._mark, self._entered, self._beside_mark, self._over = self._look(), False, None, over and not self._told
         self.captured()
         return True
 
@@ -180,12 +179,12 @@ class Followers:
         if torch.compiler.is_compiling() or self._mark is None or capturing():
             return
         if module.training and torch.is_grad_enabled():
-            declared, self._entered, self._declared = self._declared, True, False
+            over, self._entered, self._over = self._over, True, False
             self._beside_mark = self._states_of(self._beside())
             before = self._mark
             if moved := self._moved():  # changed after the update, or after one that the gradient scaler has skipped
                 self._found(moved, True)
-                if declared and not self._told and (changed := _changed(before, self._mark)):
+                if over and (changed := _changed(before, self._mark)):
                     self._told = True
                     log.warning(_MADE_TWICE, first_of(changed, _LISTED_MAX))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.adapters.torch.checkpoints import digest
+from tests.adapters.torch.going_on import data
 from tests.adapters.torch.stub_processor import Loop, starting
 from tests.adapters.torch.test_between import network
 from tests.adapters.torch.test_followers import in_place, taught
@@ -213,17 +215,21 @@ def test_a_target_that_is_written_to_with_its_own_values_is_no_news(
     assert "between ttp.step_done() and" not in caplog.text
 
 
-@pytest.mark.parametrize("early", [True, False], ids=["before step_done", "behind it"])
+@pytest.mark.parametrize("where", ["top", "top of rank 1", "before step_done", "after a skipped update", "without it"])
 def test_a_target_that_moves_between_two_versions_is_told(
-    early: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    where: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """DreamerV3 moves its target network at the top of an iteration."""
     job = taught(tmp_path, in_place, inside=False)
-    job.adapter.step_done()
+    job.processor.env = replace(job.processor.env, rank=int(where == "top of rank 1"))
+    declare = (lambda: None) if where == "without it" else job.adapter.step_done
+    declare()
     for _ in range(7):
-        job.step(job.model.follow if early else lambda: None)
-        job.adapter.step_done()
-        if not early:
+        job.step(job.model.follow if where == "before step_done" else lambda: None)
+        declare()
+        if where == "after a skipped update":
+            job.model(data())
+        if where != "before step_done":
             job.model.follow()
     said = [text for text in caplog.messages if "between ttp.step_done() and the next forward pass" in text]
-    assert len(said) == (not early) and all("teacher.0.weight" in text for text in said)
+    assert len(said) == (where == "top") and all("teacher.0.weight" in text for text in said)

@@ -14,7 +14,7 @@ import torch
 from tests.adapters.torch.stub_processor import INCARNATION, Stateful, StubProcessor, save
 from tests.adapters.torch.test_local_piece import adapter
 from ttp.adapters.torch.adapter import TorchAdapter
-from ttp.adapters.torch.local_state.image import BUFFER
+from ttp.adapters.torch.local_state.image import BUFFER, without_still_buffers
 from ttp.adapters.torch.restoring.rank_local import from_peers
 from ttp.core.layout import Layout, Rank, Shard
 from ttp.core.messages import Piece
@@ -238,10 +238,13 @@ def buffers_of(path: Path, rank: int, world_size: int) -> tuple[float, float]:
 
 
 @pytest.mark.supports("buffers written after the step")
-def test_a_rank_that_died_in_its_update_gets_the_buffers_of_ranks_that_had_the_same(tmp_path: Path) -> None:
+def test_a_rank_that_died_in_its_update_gets_the_buffers_of_ranks_that_had_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The bias of a load balance is written after the step, on all ranks alike."""
     path, _ = buffers_after(tmp_path, [(1, 2), (1, None), (5, 6)])
     assert [buffers_of(path, rank, 3) for rank in range(3)] == [(2, 0), (2, 1), (6, 2)]
+    assert "before that update" not in caplog.text
 
 
 def test_buffers_stay_behind_where_others_disagree_and_it_is_told(
@@ -281,8 +284,16 @@ def test_only_buffers_that_the_update_changes_are_in_the_manifest(
     assert buffers_of(path, 1, 2) == (1, 1) and "behind" not in caplog.text
 
 
-def test_another_number_of_ranks_gets_the_buffers_of_a_rank_that_finished(tmp_path: Path) -> None:
-    path, _ = buffers_after(tmp_path, [(1, 2), (1, 2)])
+def test_buffers_of_unknown_change_do_not_count_as_changed() -> None:
+    """The page of a rank may have lost what was there before the update."""
+    entries = {("", "b"): [0], ("a", ""): [1], ("c", "d"): [2]}
+    assert without_still_buffers({BUFFER + "x": entries}) == {BUFFER + "x": {("a", ""): [1], ("c", "d"): [2]}}
+    assert without_still_buffers({"ema": entries}) == {"ema": entries}
+
+
+@pytest.mark.parametrize("first", [None, 2])
+def test_another_number_of_ranks_gets_the_buffers_of_a_rank_that_finished(tmp_path: Path, first: float | None) -> None:
+    path, _ = buffers_after(tmp_path, [(1, first), (1, 2)])
     assert buffers_of(path, 0, 1)[0] == 2
 
 
