@@ -5,7 +5,6 @@ A step of a machine depends only on the machine, the event and the time, so each
 
 from __future__ import annotations
 
-import copyreg
 import enum
 import functools
 import io
@@ -17,6 +16,7 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
+from tests.core.talk import apart
 from ttp.core.layout import Layout
 
 GONE = 0
@@ -25,8 +25,8 @@ GONE = 0
 SILENT = {"timeouts", "_timeouts", "_new_id", "_record", "_attempts", "program"}
 """Constants, and what has no influence in the worlds that are explored."""
 
-SPARE_MAX = 2000
-"""Of machines that are kept beside their dumps."""
+SPARE_MAX, SPARE_EACH = 2000, 4
+"""Of states whose machines are kept beside their dumps, and of machines in each."""
 
 
 class Machines:
@@ -34,8 +34,8 @@ class Machines:
 
     def __init__(self) -> None:
         self._dumps: list[bytes] = [b""]
-        self._spare: dict[int, Any] = {}
-        """Machines that the last steps have left in these states, so that the next step from there needs no copy."""
+        self._spare: dict[int, deque[Any]] = {}
+        """Machines that the last steps have left in these states, so that the next steps from there need no copy."""
         self._canon = Canon()
         self._numbers: dict[Any, int] = {}
         self._steps: dict[tuple[int, Any, float], tuple[list[Any], int]] = {}
@@ -53,21 +53,31 @@ class Machines:
 
     def look(self, number: int) -> Any:
         """Return a machine for reading only; it may not be changed."""
-        return self._look(number)
+        return self._spare[number][-1] if number in self._spare else self._look(number)
 
     def step(self, number: int, event: Any, now: float) -> tuple[list[Any], int]:
-        """Return the actions of a machine on an event, and the number of its state afterwards."""
+        """Return the actions of a machine on an event, ``apart``, and the number of its state afterwards."""
         key = (number, event, now)
         known = self._steps.get(key)
         if known is None:
-            machine = self._spare.pop(number, None) or self._load(number)
-            actions = machine.on_event(event, now)
+            machine = self._take(number)
+            actions = apart(machine.on_event(event, now))
             after = self.number(machine)
             known = self._steps[key] = (actions, after)
-            self._spare[after] = machine
+            self._spare.setdefault(after, deque(maxlen=SPARE_EACH)).append(machine)
             if len(self._spare) > SPARE_MAX:
                 del self._spare[next(iter(self._spare))]
         return known
+
+    def _take(self, number: int) -> Any:
+        """Return a machine that may be changed."""
+        spare = self._spare.get(number)
+        if spare is None:
+            return self._load(number)
+        machine = spare.pop()
+        if not spare:
+            del self._spare[number]
+        return machine
 
     def ask(self, number: int, question: Callable[[Any], Any]) -> Any:
         """Return the answer to a question about a machine. Answers are cached."""
@@ -78,32 +88,46 @@ class Machines:
 
     def _load(self, number: int) -> Any:
         """Return a new copy of a machine."""
-        return pickle.loads(self._dumps[number])
+        return _Loader(io.BytesIO(self._dumps[number])).load()
 
     @staticmethod
     def _dump(machine: object) -> bytes:
         buffer = io.BytesIO()
-        pickler = pickle.Pickler(buffer, pickle.HIGHEST_PROTOCOL)
-        pickler.dispatch_table = _REDUCERS
-        pickler.dump(machine)
+        _Dumper(buffer, pickle.HIGHEST_PROTOCOL).dump(machine)
         return buffer.getvalue()
 
 
-_constants: dict[int, object] = {}
-"""The frozen objects that dumps refer to, by identity; they live as long as the process."""
+class _Unchanging(dict[type, bool]):
+    """Whether objects of a type never change: classes, members of enumerations and frozen objects."""
+
+    def __missing__(self, kind: type) -> bool:
+        frozen = getattr(kind, "__dataclass_params__", None)
+        constant = issubclass(kind, (type, enum.Enum, Layout)) or (frozen is not None and frozen.frozen)
+        return self.setdefault(kind, constant)
 
 
-def _constant(identity: int) -> object:
-    return _constants[identity]
+_is_constant = _Unchanging()
+_constants: list[object] = []
+"""The objects that dumps refer to, by number; they live as long as the process."""
+_places: dict[int, int] = {}
+"""Their numbers, by identity."""
 
 
-def _refer(constant: object) -> tuple[Callable[[int], object], tuple[int]]:
-    _constants[id(constant)] = constant
-    return _constant, (id(constant),)
+class _Dumper(pickle.Pickler):
+    """Writes a machine with references to what never changes, instead of its contents."""
+
+    def persistent_id(self, value: object) -> int | None:
+        if not _is_constant[type(value)]:
+            return None
+        place = _places.get(id(value))
+        if place is None:
+            place = _places[id(value)] = len(_constants)
+            _constants.append(value)
+        return place
 
 
-_REDUCERS: dict[type, Any] = dict(copyreg.dispatch_table)
-"""How a dump is made of each type; ``Canon`` adds those of frozen objects. One object is enough for all states."""
+class _Loader(pickle.Unpickler):
+    persistent_load = _constants.__getitem__
 
 
 class Canon:
@@ -157,7 +181,7 @@ class Canon:
 
     def _contents(self, value: object, names: tuple[str, ...]) -> Callable[[Any], Any]:
         """Return a function that numbers objects of the value's type by what these attributes hold."""
-        seen, numbers, of = self._seen, self._numbers, self._of
+        seen, numbers, of, of_kind = self._seen, self._numbers, self._of, self._kinds.get
         contents: Callable[[Any], Any] = attrgetter("__class__", *names) if names else lambda v: (type(v),)
         within = ("within", type(value))  # for a part of it that knows it
 
@@ -165,22 +189,24 @@ class Canon:
             known = seen.get(id(v))
             if known is None:
                 seen[id(v)] = within
-                key = tuple([each if type(each) in _PLAIN else of(each) for each in contents(v)])
-                known = seen[id(v)] = numbers.setdefault(key, ("object", len(numbers)))
+                key = tuple([e if (k := type(e)) in _PLAIN else (of_kind(k) or of)(e) for e in contents(v)])
+                known = numbers.get(key)
+                if known is None:
+                    known = numbers[key] = ("object", len(numbers))
+                seen[id(v)] = known
             return known
 
         return number
 
     def _frozen(self, value: object, contents: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return a function that reads objects of the value's type once, if dumps refer to them."""
-        _REDUCERS[type(value)] = _refer
+        """Return a function that reads each object of the value's type once, if dumps refer to it."""
         fixed = self._fixed
 
         def number(v: Any) -> Any:
             known = fixed.get(id(v))
             if known is None:
                 known = contents(v)
-                if id(v) in _constants:
+                if id(v) in _places:
                     fixed[id(v)] = known
             return known
 

@@ -339,7 +339,7 @@ class Model(Invariants):
     def _controller(self, state: State, place: int, event: Any, path: Any) -> State:
         actions, number = self.machines.step(state.controllers[place], event, state.now)
         state = state._replace(controllers=put(state.controllers, place, number))
-        for action in apart(actions):
+        for action in actions:
             if isinstance(action, Send):
                 state = state.told(action.connection, action.order)
             elif isinstance(action, Record) and action.kind in ("plan", "nothing_new", "released"):

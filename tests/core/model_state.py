@@ -68,7 +68,7 @@ class Process(NamedTuple):
     reported: bool = False  # its end, by its launcher
 
 
-class State(NamedTuple):
+class _Fields(NamedTuple):
     controllers: tuple[int, ...]  # numbers of machines
     ranks: tuple[int, ...]
     exits: tuple[int | None, ...]
@@ -95,6 +95,22 @@ class State(NamedTuple):
     held: frozenset[Version] = frozenset()  # these three: see ``model_shadow``. Committed, to memory only as yet
     in_memory: frozenset[str] = frozenset()  # files that were written there
     refusals: int = 0  # that memory, or the storage, may still give
+
+
+_PLACES = {name: place for place, name in enumerate(_Fields._fields)}
+
+
+class State(_Fields):
+    """A state of the whole world; see ``model``."""
+
+    __slots__ = ()
+
+    def _replace(self, **changes: Any) -> State:
+        """Do what a named tuple does, in half the time: it happens for every part of every move."""
+        values = list(self)
+        for name, value in changes.items():
+            values[_PLACES[name]] = value
+        return tuple.__new__(State, values)
 
     def at_gate(self, r: int, **changes: Any) -> State:
         return self._replace(gates=put(self.gates, r, self.gates[r]._replace(**changes)))
