@@ -139,7 +139,9 @@ def _stream_of(value: Any) -> bytes | None:
     if any(value is each for each in (torch.default_generator, *torch.cuda.default_generators)):
         return None  # a checkpoint has those of the process
     if isinstance(value, torch.Generator):
-        return copied_bytes(value.get_state())
+        with suppress(RuntimeError):  # that of a device has no state to read while a graph is captured
+            return copied_bytes(value.get_state())
+        return None
     if isinstance(value, random.Random):
         return None if isinstance(value, random.SystemRandom) else repr(value.getstate()).encode()
     bits = getattr(value, "bit_generator", None) if type(value).__module__.startswith("numpy.random") else None
