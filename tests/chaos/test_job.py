@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch")
+pytest.importorskip("torch", reason="the jobs of chaos train with it")
 
 from ttp.chaos import job
 from ttp.chaos.vocabulary import START_PHASES

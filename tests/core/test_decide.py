@@ -355,7 +355,7 @@ def test_ranks_that_are_no_numbers_are_refused_in_words(world: Any, ranks: Any) 
 
 
 def test_a_layout_of_numbers_of_numpy_is_like_any_other() -> None:
-    numpy = pytest.importorskip("numpy")
+    numpy = pytest.importorskip("numpy", reason="ttp.core works without numpy")
     of_numpy = Layout(numpy.int64(2), {"m": numpy.arange(2)})
     assert of_numpy.digest == Layout(2, {"m": [False, True]}).digest == Layout(2, {"m": (0, 1)}).digest
 
