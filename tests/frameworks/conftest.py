@@ -29,6 +29,11 @@ if importlib.util.find_spec("torchtitan"):
     forking.PRELOAD.insert(-1, "tests.frameworks.titan_on_cpu")
 
 
+MAY_LOSE = 4
+"""Steps that shards without replicas may lose if they are copied every two updates: one copy is left out if that before
+it takes long, as it does on a busy machine."""
+
+
 def quick(kills: Sequence[kit.Kill], *chosen: int, name: str = "") -> Any:
     """Return these of the kills for ``parametrize``; all of them with ``-m slow``."""
     few = pytest.param(name, [kills[number] for number in chosen], id=f"{name or 'job'}")

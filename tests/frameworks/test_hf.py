@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.forking import ForkedPython
-from tests.frameworks.conftest import quick
+from tests.frameworks.conftest import MAY_LOSE, quick
 from ttp.errors import CheckpointError, ConfigError, UsageError
 from ttp.testing import kit
 
@@ -49,9 +49,8 @@ def test_a_schedule_that_follows_evaluations(tmp_path: Path) -> None:
     ("shard", "kills"), [*quick(COPIES, 1, name="fsdp2"), *quick(COPIES, name="fsdp1"), *quick(COPIES, name="hsdp")]
 )
 def test_a_sharded_model(shard: str, kills: list[kit.Kill], tmp_path: Path) -> None:
-    """Copies are made every two updates, so shards without replicas may lose three finished steps."""
     env = {"HF_SHARD": shard, "TTP_BUDDY_EVERY": "2"}
-    ranks, lost = (4, 0) if shard == "hsdp" else (2, 3)
+    ranks, lost = (4, 0) if shard == "hsdp" else (2, MAY_LOSE)
     found = kit.run(kit.Job(PROGRAM, kills, ranks, 16, env=env, may_lose=lost), tmp_path, start=ForkedPython)
     print(found)
     found.check()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.forking import ForkedPython
-from tests.frameworks.conftest import quick
+from tests.frameworks.conftest import MAY_LOSE, quick
 from ttp.testing import kit
 
 pytestmark = [pytest.mark.needs("torchtitan", "spmd_types"), pytest.mark.timeout(600)]
@@ -28,6 +28,7 @@ def test_it_is_killed_and_ends_with_its_bits(_name: str, kills: list[kit.Kill], 
 def test_shards_without_replicas_come_back_from_their_copies(tmp_path: Path) -> None:
     kills = [kit.Kill("in_step", rank=1, after=5)]
     env = {"PROGRAM_SHARDS": "2", "TTP_BUDDY_EVERY": "2"}
-    found = kit.run(kit.Job("tests.frameworks.titan_program", kills, env=env, may_lose=3), tmp_path, start=ForkedPython)
+    job = kit.Job("tests.frameworks.titan_program", kills, env=env, may_lose=MAY_LOSE)
+    found = kit.run(job, tmp_path, start=ForkedPython)
     print(found)
     found.check()
