@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.core.talk import LOST, Talk, frozen_at_7
 from ttp.core import messages as m
 from ttp.core.layout import Rank, Version
@@ -79,15 +81,19 @@ def test_a_job_that_ctrl_c_ends_has_not_trained_to_its_end() -> None:
     assert talk.lost(0) == "", "its stream ends without a fault"
 
 
-def test_a_job_that_ctrl_c_ends_is_told_what_is_on_disk() -> None:
-    for newest, said in ((6, "no finished step is lost, version 6 is on disk already"),
-                         (7, "nothing was saved after version 6, which is on disk")):  # fmt: skip
-        talk = Talk(grid(1, 2))
-        talk.machine.rescue.committing.restored(Version(6))
-        for rank in (0, 1):
-            talk.goodbye(rank, m.GoodbyeReason.INTERRUPTED, version=newest)
-        assert talk.machine.verdict.code == 70
-        assert talk.machine.verdict.text == f"rank 0 was interrupted (Ctrl-C): {said}"
+@pytest.mark.parametrize(
+    ("newest", "told"),
+    [
+        (6, "no finished step is lost, version 6 is on disk already"),
+        (7, "nothing was saved after version 6, which is on disk"),
+    ],
+)
+def test_a_job_that_ctrl_c_ends_is_told_what_is_on_disk(newest: int, told: str) -> None:
+    talk = Talk(grid(1, 2))
+    talk.machine.rescue.committing.restored(Version(6))
+    for rank in (0, 1):
+        talk.goodbye(rank, m.GoodbyeReason.INTERRUPTED, version=newest)
+    assert (talk.machine.verdict.code, talk.machine.verdict.text) == (70, f"rank 0 was interrupted (Ctrl-C): {told}")
 
 
 def test_nobody_speaks_to_the_controller_any_more() -> None:

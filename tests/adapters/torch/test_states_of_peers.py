@@ -247,20 +247,18 @@ def test_a_rank_that_died_in_its_update_gets_the_buffers_of_ranks_that_had_the_s
     assert "before that update" not in caplog.text
 
 
-def test_buffers_stay_behind_where_others_disagree_and_it_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("biases", "kept"),
+    [
+        ([(1, 2), (1, None), (1, 3)], 1),  # the others disagree
+        ([(1, 2), (5, None), (3, 3)], 5),  # a rank may have had nothing to write in this update
+    ],
+)
+def test_buffers_that_no_other_rank_can_lend_stay_behind_and_that_is_told(
+    biases: list[tuple[int, int | None]], kept: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path, _ = buffers_after(tmp_path, [(1, 2), (1, None), (1, 3)])
-    assert buffers_of(path, 1, 3) == (1, 1)
-    assert f"so its buffers ('{BIAS}') were captured before that update" in caplog.text
-
-
-def test_buffers_that_only_one_other_rank_changes_may_be_behind_too(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A rank may have had nothing to write in this update."""
-    path, _ = buffers_after(tmp_path, [(1, 2), (5, None), (3, 3)])
-    assert buffers_of(path, 1, 3) == (5, 1)
+    path, _ = buffers_after(tmp_path, biases)
+    assert buffers_of(path, 1, 3) == (kept, 1)
     assert f"so its buffers ('{BIAS}') were captured before that update" in caplog.text
 
 
