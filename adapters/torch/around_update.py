@@ -89,9 +89,10 @@ class AroundUpdate:
             self.buckets.update_finished()
         if self.trial.due:
             self.trial.update_finished()
-        over = self.between.turns.by_hand and not self.processor.env.rank
-        if self.followers is not None and not self.followers.updated(over):
-            self.followers = None
+        if self.followers is not None:
+            over = self.between.turns.by_hand and not self.processor.env.rank
+            if not self.followers.updated(over):
+                self.followers = None
         if self.barrier is not None:
             self.barrier.updated()
 

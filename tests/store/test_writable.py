@@ -97,7 +97,7 @@ def test_all_ranks_may_ask_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["s3://bucket/x", "gs://b", "file:///tmp/x", "hdfs://a/b", "simplecache::s3://b/x", str(Path("gs://b/x"))]
+    "url", ["s3://bucket/x", "gs://b", "file:///data/x", "hdfs://a/b", "simplecache::s3://b/x", str(Path("gs://b/x"))]
 )
 def test_a_url_is_refused_with_what_to_do(url: str) -> None:
     with pytest.raises(ConfigError, match="is a URL; ttp writes to mounted file systems only: mount"):

@@ -269,7 +269,7 @@ class _Job:
     # ---------------------------------------------------------------------------------------------------- publishing
 
     def _publish(self, claim: Path) -> None:
-        self._borrow(claim)
+        self._borrow(claim)  # from what is set aside, should nothing have the final name
         try:
             self.disk.rename(claim, self.final)
         except OSError as problem:
@@ -277,7 +277,7 @@ class _Job:
                 raise
             if self._committed() is None:
                 self._check_not_fenced()
-                self._borrow(claim)
+                self._borrow(claim)  # from what may have got the name since
                 self._supersede(claim)
 
     def _check_not_fenced(self) -> None:

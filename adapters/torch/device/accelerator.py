@@ -228,7 +228,7 @@ class Fence:
 
     def __init__(self, runtimes: Sequence[Runtime], base: int = 0, *, newest: bool = False) -> None:
         self._recorded = base
-        self._devices = [_DeviceMarks(runtime, base) for runtime in runtimes]
+        self._devices = [_DeviceEvents(runtime, base) for runtime in runtimes]
         self._pick = max if newest else min
 
     def record(self, version: int) -> None:
@@ -246,7 +246,7 @@ class Fence:
         return poll(lambda: self.finished_version() >= version, timeout_s if self._devices else 0.0)
 
 
-class _DeviceMarks:
+class _DeviceEvents:
     """The events of versions in the queue of one device."""
 
     def __init__(self, runtime: Runtime, base: int) -> None:

@@ -66,7 +66,7 @@ def _exchange_mode() -> Callable[[Any], object]:
     return exchange
 
 
-class _Mark:
+class _Recorded:
     """An event of CUDA."""
 
     __slots__ = ("_device", "event")
@@ -109,14 +109,14 @@ class CudaRuntime:
 
     def event(self, *, side: bool) -> Event:
         """See ``Runtime``."""
-        return _Mark(self._index, self._side if side else torch.cuda.current_stream(self._index))
+        return _Recorded(self._index, self._side if side else torch.cuda.current_stream(self._index))
 
     def side_waits_for(self, event: Any) -> None:
-        """See ``Runtime``. The event is one of ``event``."""
+        """See ``Runtime``. The event is one that ``event`` returned."""
         self._side.wait_event(event.event)
 
     def training_waits_for(self, event: Any) -> None:
-        """See ``Runtime``. The event is one of ``event``."""
+        """See ``Runtime``. The event is one that ``event`` returned."""
         stream: Any = torch.cuda.current_stream(self._index)
         stream.wait_event(event.event)
 

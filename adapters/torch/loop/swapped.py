@@ -23,13 +23,13 @@ from itertools import takewhile
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ttp.adapters.torch.device.accelerator import Event, Runtime, flat_bytes, holder, poll
 from ttp.adapters.torch.loop.misuse import capturing
 from ttp.adapters.torch.sharding.dtensor_chunks import is_distributed, local
+from ttp.adapters.torch.sharding.exchange import tells
 from ttp.adapters.torch.sharding.names import parameters_of
 
 log = logging.getLogger("ttp.adapters.torch")
@@ -174,7 +174,7 @@ class Swapped:
     def _tell_of(self, optimizer: str) -> None:
         """Note an evaluation of the other weights that an optimizer has; said once, on rank 0."""
         first, self._others_evaluated = not self._others_evaluated, self.evaluations
-        if first and not (dist.is_available() and dist.is_initialized() and dist.get_rank() > 0):
+        if first and tells():
             log.warning(_EVALUATES_OTHERS, optimizer)
 
     def _note(self, row: int) -> None:

@@ -10,13 +10,13 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import xxhash
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ttp.adapters.torch.device.accelerator import copied_bytes
 from ttp.adapters.torch.loop.unwrap_optimizer import is_sharded, owners_of, unwrap_optimizer, wrappers_of
+from ttp.adapters.torch.sharding.exchange import tells
 from ttp.adapters.torch.sharding.names import parameters_of
 from ttp.errors import UsageError
 
@@ -110,7 +110,7 @@ def tell_changed(before: Numbers, after: Numbers) -> None:
     It is no error, as a cache does no harm. Not the first update, which makes what never changes again.
     """
     changed = sorted({name for (owner, name), text in after.items() if before.get((owner, name)) != text})
-    if changed and not (dist.is_available() and dist.is_initialized() and dist.get_rank() > 0):
+    if changed and tells():
         log.warning(
             "%s changes with the updates and is in no checkpoint, which holds .state and .param_groups of an optimizer "
             "only: after a restore it begins anew, and the resumed run may have other bits. Keep it in "
@@ -179,7 +179,7 @@ def tell_strange_schedules(given: Sequence[Optimizer], schedulers: Sequence[Any]
         given: the optimizers as the user gave them.
         schedulers: the schedulers.
     """
-    if dist.is_available() and dist.is_initialized() and dist.get_rank() > 0:
+    if not tells():
         return
     inside = [each for optimizer in given for each in (*wrappers_of(optimizer), *owners_of(optimizer))]
     known = [*inside, *map(unwrap_optimizer, inside)]

@@ -29,6 +29,11 @@ _KINDS: dict[bytes, type[ConfigError] | type[UsageError]] = {  # the first that 
 }
 
 
+def tells() -> bool:
+    """Return whether this rank logs what all ranks find alike: rank 0, or a process that is alone so far."""
+    return not (dist.is_available() and dist.is_initialized() and dist.get_rank() > 0)
+
+
 def connected(world_size: int) -> bool:
     """Return whether there is a default process group of this size."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() == world_size

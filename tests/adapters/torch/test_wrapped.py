@@ -143,6 +143,15 @@ class Counting(Sign):
         return {**super().state_dict(), "count": self.count, "norms": self.norms}
 
 
+def three_updates(model: nn.Module, optimizer: Any, root: Path, **given: Any) -> None:
+    """Train with an optimizer; ``given``: more for ``wrap_optimizer()``."""
+    with starting(Loop, root) as start:
+        loop = start(model, optimizer, **given)
+        for _ in range(3):
+            loop.model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+
+
 @pytest.mark.supports("numbers in attributes of an optimizer")
 @pytest.mark.parametrize("as_extra", [False, True])
 def test_numbers_that_are_in_no_checkpoint_are_told_once(
@@ -150,11 +159,7 @@ def test_numbers_that_are_in_no_checkpoint_are_told_once(
 ) -> None:
     model = nn.Linear(3, 2)
     optimizer = Counting(model.parameters())
-    with starting(Loop, tmp_path) as start:
-        loop = start(model, optimizer, **({"extra_state": {"optimizer": optimizer}} if as_extra else {}))
-        for _ in range(3):
-            loop.model(torch.ones(1, 3)).sum().backward()
-            optimizer.step()
+    three_updates(model, optimizer, tmp_path, **({"extra_state": {"optimizer": optimizer}} if as_extra else {}))
     said = [text for text in caplog.messages if "is in no checkpoint" in text]
     assert [text.split(" changes")[0] for text in said] == (
         [] if as_extra else ["Counting.count, Counting.norms, Counting.scales"]
@@ -203,11 +208,7 @@ def test_random_streams_of_an_optimizer_are_told(
 ) -> None:
     model = nn.Linear(3, 2)
     optimizer = Rounding(model.parameters())
-    with starting(Loop, tmp_path) as start:
-        loop = start(model, optimizer, **({"extra_state": Stream(optimizer.ours)} if as_extra else {}))
-        for _ in range(3):
-            loop.model(torch.ones(1, 3)).sum().backward()
-            optimizer.step()
+    three_updates(model, optimizer, tmp_path, **({"extra_state": Stream(optimizer.ours)} if as_extra else {}))
     (said,) = (text for text in caplog.messages if "is in no checkpoint" in text)
     names = ["Rounding.ours"] * (not as_extra) + ["Rounding.python", "Rounding.theirs"]
     assert said.split(" changes")[0] == ", ".join(names)
@@ -216,11 +217,7 @@ def test_random_streams_of_an_optimizer_are_told(
 def test_random_streams_that_need_no_saving_are_no_news(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Linear(3, 2)
     optimizer = Borrowed(model.parameters())
-    with starting(Loop, tmp_path) as start:
-        loop = start(model, optimizer)
-        for _ in range(3):
-            loop.model(torch.ones(1, 3)).sum().backward()
-            optimizer.step()
+    three_updates(model, optimizer, tmp_path)
     assert "is in no checkpoint" not in caplog.text
 
 
