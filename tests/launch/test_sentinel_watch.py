@@ -199,6 +199,8 @@ def test_an_exit_with_0_is_a_death_unless_the_rank_has_left(
     if not leaves:
         until(lambda: len(controller.faults) == 2)
         assert sorted(fault["reason"] for fault in controller.faults) == ["exited with code 0", REASON]
+        pid = owner.process.pid
+        assert [host._sentinels.shows_death(0, each) for each in (pid, pid + 1)] == [True, False]
     killed.kill()
     until(lambda: {fault["ranks"][0] for fault in controller.faults} == ({1} if leaves else {0, 1}))
 

@@ -103,9 +103,7 @@ def object_digests(data: bytes, _finished: bool = False) -> dict[str, str]:
             digest.update(part)
         digests[name] = digest.hexdigest()
     for info, section in image.buffers:
-        digest = xxhash.xxh3_128(f"{info.dtype} {info.shape}".encode())
-        digest.update(section)
-        digests[BUFFER + info.name] = digest.hexdigest()
+        digests[BUFFER + info.name] = xxhash.xxh3_128_hexdigest(section)
     return digests
 
 

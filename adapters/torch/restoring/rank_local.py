@@ -111,8 +111,7 @@ def _behind(manifest: Manifest, rank: int, local: LocalState, peers: LocalState,
 def from_peers(checkpoint: Path, manifest: Manifest, rank: int, local: LocalState | None) -> LocalState:
     """Return the objects of ``extra_state`` and the buffers that a rank which died gets from a replica; see ``lender``.
 
-    An average of the weights, for example, is equal on all replicas. If nothing of the rank was saved, its buffers are
-    those of the shard.
+    An average of the weights, for example, is equal on all replicas.
     """
     pieces, extra, buffers = manifest.pieces, dict[str, bytes](), dict[str, Tensor]()
     if local is not None and not is_provisional(pieces, rank):
@@ -130,7 +129,7 @@ def from_peers(checkpoint: Path, manifest: Manifest, rank: int, local: LocalStat
         if name in state.extra:
             extra[name] = state.extra[name]
             log.info(_OF_A_PEER, manifest.version, f"extra_state[{name!r}]", rank, giver, why)
-        elif buffer != name and buffer in state.buffers and local is not None:
+        elif buffer != name and buffer in state.buffers:
             buffers[buffer] = state.buffers[buffer]
             log.info(_OF_A_PEER, manifest.version, f"the buffer {buffer}", rank, giver, why)
     return LocalState(b"", buffers, extra)

@@ -136,10 +136,11 @@ class Trial:
             if self.fresh() and any(map(_has_state, self._optimizers)):
                 _log.warning(_EARLIER)
         for number, optimizer in enumerate(self._optimizers):
-            if len(optimizer.param_groups) != self._groups[number]:
+            known = self._groups[number]
+            if len(optimizer.param_groups) != known:
                 self._groups[number], self.due = len(optimizer.param_groups), True
                 self._refuse_unsaved()
-                self._tell_late(optimizer)
+                self._tell_late(optimizer.param_groups[known:])
         if self._thread is not None and (self._waits or not self._thread.is_alive()):
             self._finish(self._thread)
 
@@ -247,10 +248,9 @@ class Trial:
                 "persistent=False if it is a cache"
             )
 
-    def _tell_late(self, optimizer: Optimizer) -> None:
-        """Warn of parameters in a new param group that the model did not have when the objects were wrapped."""
-        late = [parameter for parameter in parameters_of(optimizer) if id(parameter) not in self._made]
-        self._made.update(map(id, late))
+    def _tell_late(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Warn of parameters in new param groups that the model did not have when the objects were wrapped."""
+        late = [parameter for group in groups for parameter in group["params"] if id(parameter) not in self._made]
         if late:
             _log.warning(_MADE_LATE, first_of([*map(self._names.of, late)], _LISTED_MAX))
 
