@@ -6,6 +6,8 @@ import contextlib
 import gc
 import importlib
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -67,6 +69,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     grouped = (item for item in session.items if item.get_closest_marker("xdist_group") is not None)
     if getattr(session.config.option, "loadgroup", False) and any("@" not in item.nodeid for item in grouped):
         raise pytest.UsageError("pytest-xdist cannot group tests with this pytest: pip install 'pytest>=8,<9.1'")
+
+
+@pytest.fixture(autouse=True)
+def _sigterm_is_given_back() -> Iterator[None]:
+    """A handler of ttp that a test leaves behind ends the worker a second after a SIGTERM of another test."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    assert signal.getsignal(signal.SIGTERM) == before, "this test has left a handler of SIGTERM"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -101,6 +101,7 @@ def test_a_page_that_a_cleaner_removes_is_made_again(
     page = read_page(place, 0, 1, incarnation)
     assert isinstance(page, Page) and page.data == b"state"
     current.processor.close()
+    current.end_launch()
     assert not place.exists()
 
 
@@ -119,6 +120,7 @@ def test_a_page_that_cannot_be_made_again_is_tried_once(
         current.processor.host.look_after(source)
     assert len([text for text in removed if "removed by another program" in text]) == 1
     current.processor.close()
+    current.end_launch()
 
 
 def test_a_train_whose_error_nobody_heard_keeps_neither_signals_nor_objects(
