@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import logging
 import sys
 from collections.abc import Callable, Collection, Sequence
@@ -34,7 +35,7 @@ _WHOLE_STEP = (
     "where the optimizer allows it: loss = closure(); optimizer.step()"
 )
 
-_LEFT = (
+_STEP_LEFT = (
     "optimizer.step() was left by an exception that the program has caught, in the update after version %d. The "
     "weights may contain a part of that update, so this rank cannot be saved until it has made another whole step. If "
     "other ranks did not raise the same exception, their weights differ from those of this rank from now on; replicas "
@@ -46,8 +47,23 @@ _NOT_EVALUATED = (
     "to an optimizer that does not call it"
 )
 
+HAD_AN_ERROR = "ttp had an error while it followed an update; training goes on"
+
 _VERSIONS_LOOKED_AT = 5
 """Number of first versions in which optimizers are watched for communication in their steps."""
+
+
+class Stage(enum.Enum):
+    """How far the update to the next version has come."""
+
+    NONE = "no update has begun"
+    OPEN = "it has begun and not ended, and an optimizer may be writing"
+    BETWEEN = "training is between steps of the open update, or in a closure that a step evaluates"
+    LEFT = "an exception has left it half made, and the next step makes it again"
+    ABANDONED = "an exception has left it half made, and a new gradient has come since: the next step makes another one"
+
+
+NONE, OPEN, BETWEEN, LEFT, ABANDONED = Stage  # looking them up in the class takes longer
 
 
 class Capture(Protocol):
@@ -106,10 +122,9 @@ class Bracket:
     """
 
     __slots__ = (
-        "_again", "_aside", "_begun", "_between", "_calls", "_capture", "_closures", "_complained", "_ended",
-        "_evaluating", "_fence", "_handled", "_heard", "_left", "_mark", "_no_sync", "_number", "_numbers", "_opened",
-        "_post_step", "_reporter", "_said", "_stands", "_stepping", "_turns", "_untouched", "_version", "_way_back",
-        "redoable", "toggled",
+        "_calls", "_capture", "_closures", "_ended", "_evaluating", "_fence", "_handled", "_heard", "_mark", "_no_sync",
+        "_number", "_numbers", "_opened", "_post_step", "_reporter", "_said", "_stage", "_stands", "_stepping",
+        "_turns", "_untouched", "_version", "redoable", "toggled",
     )  # fmt: skip
 
     def __init__(
@@ -135,26 +150,20 @@ class Bracket:
         """Whether the update at the gate needs only its gradient, and neither a closure nor ``step_done()``."""
         self._stepping = Stepping([each for several in optimizers for each in several])
         self._no_sync = no_sync
-        self._aside = False  # the step that runs only creates the state of its optimizer
-        self._begun = False  # an update has begun and not ended
+        self._stage = NONE
         self._stands = False  # training may have to stop between the steps of the open update
-        self._between = False  # training is between steps of an update now, or in a closure that a step evaluates
-        self._way_back = False  # training can go back to the version before the step that evaluates a closure
         self._turns, self._untouched = turns, untouched
         self.toggled: Collection[int] = () if untouched is None else untouched.toggled
         """Identities of parameters whose ``requires_grad`` the loop changes to and fro, as far as known."""
         self._numbers = {id(each): number for number, several in enumerate(optimizers) for each in several}
         self._number = 0  # number of the optimizer that steps now, or stepped last
         self._opened = False  # that optimizer may write
-        self._left = False  # an exception left the last update half made, and no other update has begun since
-        self._again = False  # no new gradient has come since then: the next step repeats that update
         self._handled = 0  # identity of the exception that the loop handled already when the forward pass began
         self._heard = False  # a backward pass was seen, or its absence was reported
         self._closures = 0  # number of closures that are running
         self._ended = 0  # number of versions that this process has finished
         self._mark = 0
-        self._evaluating = False
-        self._complained = False
+        self._evaluating = False  # this object has reported an evaluation as the activity
         self._said: set[str] = set()
 
     def step_done(self) -> None:
@@ -165,26 +174,24 @@ class Bracket:
         Raises:
             UsageError: called from inside ``optimizer.step()``.
         """
-        if self._stepping.depth:
-            self._look_for_exception()
+        self._look_for_exception()
         if self._stepping.depth:
             raise UsageError("step_done() was called inside optimizer.step(): call it at the end of the iteration")
         hand = self._turns.ends_by_hand(self._ended)
-        if self._begun:
+        if self._updating():
             self._end()
         elif not hand:  # at the first call the hooks have ended this version already, too early
-            try:
-                self._post_step.step_done()
-            except Exception:
-                self._complain()
-            self._capture.capture(self._version(), True)
+            self._post_step_over(self._post_step.step_done)
 
     def settled(self) -> None:
         """Note that scheduler, scaler and averages have followed the last update; for frameworks that tell when."""
+        self._post_step_over(self._post_step.at_gate)
+
+    def _post_step_over(self, note: Callable[[], None]) -> None:
         try:
-            self._post_step.at_gate()
+            note()
         except Exception:
-            self._complain()
+            self._say_once(HAD_AN_ERROR, exc_info=True)
         self._capture.capture(self._version(), True)
 
     # --------------------------------------------------------------------------------------------------- the update
@@ -204,8 +211,7 @@ class Bracket:
                 return None
         closure = None
         if (kwargs or len(args) > 1) and (closure := closure_of(args, kwargs)) is None and creates_state():
-            self._aside = True
-            self._stepping.entered()
+            self._stepping.entered(aside=True)
             return None
         if self._turns.simple:
             self._opened = False
@@ -215,23 +221,25 @@ class Bracket:
             if not self._heard:
                 self._heard = True
                 warn_of_unheard(optimizer)
-            self._open(redoable=True)
+            self._open()
             self._stepping.entered()
             if self._ended < _VERSIONS_LOOKED_AT and (check := self._turns.communication) is not None:
                 check.step_begins(type(optimizer).__name__)
             return None
-        self._again = False  # the closure makes a new gradient
+        if self._stage is LEFT:
+            self._stage = ABANDONED  # the closure makes a new gradient
         kind: Any = type(optimizer)
-        first = evaluates_first(kind)
-        if not first:
+        evaluate = self._evaluate
+        if not evaluates_first(kind):
             self._say_once(_WHOLE_STEP.format(kind.__name__))
-            self._open(redoable=False, within=True)
+            if self._open(redoable=False, within=True):
+                evaluate = self._evaluate_between
         self._stepping.entered()
-        return with_closure(partial(self._evaluate if first else self._evaluate_again, closure), args, kwargs)
+        return with_closure(partial(evaluate, closure), args, kwargs)
 
     def _take_turn(self, number: int) -> None:
         """Note that the optimizer with this number is about to step; end the version first if that is overdue."""
-        if self._left and not self._again:
+        if self._stage is ABANDONED:
             self._turns.forget()
         if self._turns.overdue(number):
             self._end()
@@ -247,70 +255,74 @@ class Bracket:
             self._closures -= 1
         if not self._opened:
             with torch.no_grad():
-                self._open(redoable=True)
+                self._open()
         return result
 
-    def _evaluate_again(self, closure: Closure, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate a closure in a step that may write weights before and after it.
+    def _evaluate_between(self, closure: Closure, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate a closure in a step that may write weights before and after it, and that training can go back from.
 
         While the closure runs the state does not change but belongs to no version, and the rank may wait in a
-        collective for a dead peer. If training can go back to the last version, the rank can be frozen there.
+        collective for a dead peer. So the rank can be frozen here, and is saved as it was before the step.
         """
-        if self._way_back:
-            self._between = True
-            self._reporter.stand_between()
+        self._stand_between()
         result = self._evaluate(closure, *args, **kwargs)
-        if self._between:
-            with torch.no_grad():
-                self._go_on()
+        with torch.no_grad():
+            self._go_on()
         return result
 
-    def _open(self, redoable: bool, *, within: bool = False) -> None:
+    def _open(self, *, redoable: bool = True, within: bool = False) -> bool:
         """Begin an update, or continue the open one: the optimizer whose turn it is will write next.
 
         Args:
             redoable: see the attribute of that name.
             within: whether training may have to stop inside of this step.
+
+        Returns:
+            Whether training can stop inside of this step, because it can go back to the last version from there.
         """
-        fresh, self._opened = not self._left, True  # after a half-made update there is no version to go back to
-        begins = not self._begun
-        if begins:
-            self._begin(redoable)
-        elif self._between:
+        before, self._opened = self._stage, True
+        if before is BETWEEN:
             self._go_on()
-        if self._stands or within:
-            known = fresh and (self._stands or begins)  # optimizers that stepped before in this version were copied too
-            self._way_back = known and self._calls.before_turn(self._version(), self._number, within)
+        elif before is not OPEN:
+            self._begin(redoable)
+        if not (self._stands or within):
+            return False
+        # There is no version to go back to after a half-made update, or if earlier steps of this one were not copied.
+        known = before is NONE or (self._stands and before in (OPEN, BETWEEN))
+        return known and self._calls.before_turn(self._version(), self._number, within)
 
     def _go_on(self) -> None:
         """Continue an update after a stop between its steps; waits while the job is frozen, as before any update."""
         self._pass()
         self._capture.look_again(self._next_version())
         self._reporter.begin_update()
-        self._between = False
+        self._stage = OPEN
+
+    def _stand_between(self) -> None:
+        """Let the rank be frozen at this point inside of the open update."""
+        self._stage = BETWEEN
+        self._reporter.stand_between()
 
     def _begin(self, redoable: bool) -> None:
-        again, turns = self._again, self._turns
+        before, turns = self._stage, self._turns
         self._pass()
         self._no_sync.at_gate()
         try:
             self._post_step.at_gate()
         except Exception:
-            self._complain()
+            self._say_once(HAD_AN_ERROR, exc_info=True)
         self._capture.look_again(self._next_version())
         self._stands = stands = not turns.simple and turns.stands_between
         self.redoable = redoable and not (turns.by_hand or stands)
-        if not again:
+        if before is not LEFT:
             self._calls.before_gate()
-        self._reporter.begin_update(again)
-        self._begun = True
-        self._calls.before_update(self._version(), not self._left)
-        self._left = self._again = False
+        self._reporter.begin_update(before is LEFT)
+        self._stage = OPEN
+        self._calls.before_update(self._version(), before is NONE)
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         depth = self._stepping.returned()
-        if self._aside:
-            self._aside = depth > 0
+        if self._stepping.aside:
             return
         if not self._opened:
             self._say_once(_NOT_EVALUATED.format(type(optimizer).__name__))
@@ -324,11 +336,10 @@ class Bracket:
         if self._turns.simple or self._turns.ended(self._number):
             self._end()
         elif self._stands:
-            self._between = True
-            self._reporter.stand_between()
+            self._stand_between()
 
     def _end(self) -> None:
-        if self._between:
+        if self._stage is BETWEEN:
             self._reporter.begin_update()  # waits while the job is frozen, as between two steps
         turns, version = self._turns, self._version() + 1
         if not turns.simple:
@@ -337,16 +348,16 @@ class Bracket:
         try:
             self._post_step.update_finished(version, turns.by_hand)
         except Exception:
-            self._complain()
+            self._say_once(HAD_AN_ERROR, exc_info=True)
         try:
             self._fence.record(version)
         except Exception:
-            self._complain()
+            self._say_once(HAD_AN_ERROR, exc_info=True)
         try:
             self._calls.after_update()
         except Exception:
-            self._complain()
-        self._begun = self._between = False
+            self._say_once(HAD_AN_ERROR, exc_info=True)
+        self._stage = NONE
         self._ended += 1
         self._mark = self._reporter.mark = 0
         self._reporter.end_update()
@@ -354,20 +365,22 @@ class Bracket:
 
     def _next_version(self) -> int:
         """Return the version that the next update makes. A half-made update uses up a number unless it is repeated."""
-        return self._version() + (2 if self._left and not self._again else 1)
+        return self._version() + (2 if self._stage is ABANDONED else 1)
+
+    def _updating(self) -> bool:
+        """Return whether an update has begun and not ended."""
+        return self._stage in (OPEN, BETWEEN)
 
     def _look_for_exception(self, *, entering: bool = False) -> None:
         """Give up the open update if an exception has left its ``step()`` and the program has caught the exception."""
         if self._closures or not self._stepping.was_left(entering=entering):
             return
-        self._aside = False
-        if self._begun:
-            self._begun = self._between = False
-            self._left = self._again = True
+        if self._updating():
+            self._stage = LEFT
             if self._untouched is not None and not self._untouched.stepped():
                 self._untouched = None
             self._reporter.leave_update()
-            log.error(_LEFT, self._version())
+            log.error(_STEP_LEFT, self._version())
 
     def _pass(self) -> None:
         """Raise the mark of the step by one."""
@@ -378,13 +391,8 @@ class Bracket:
             if self._reporter.activity == EVALUATING:  # else the program has set another activity since
                 self._reporter.activity = ""
 
-    def _say_once(self, text: str) -> None:
+    def _say_once(self, text: str, *, exc_info: bool = False) -> None:
+        """Log a warning, with the error that is being handled if ``exc_info``; the same text only once."""
         if text not in self._said:
             self._said.add(text)
-            log.warning("%s", text)
-
-    def _complain(self) -> None:
-        """Log the current exception, which code of ttp has raised; only the first one."""
-        if not self._complained:
-            self._complained = True
-            log.warning("ttp had an error while it followed an update; training goes on", exc_info=True)
+            log.warning("%s", text, exc_info=exc_info)

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ttp.adapters.torch.device.accelerator import Fence
-from ttp.adapters.torch.loop.bracket import EVALUATING, Bracket, Calls, Capture
+from ttp.adapters.torch.loop.bracket import ABANDONED, EVALUATING, HAD_AN_ERROR, LEFT, Bracket, Calls, Capture
 from ttp.adapters.torch.loop.followers import called
 from ttp.adapters.torch.loop.hook import Hook
 from ttp.adapters.torch.loop.misuse import Strangers, capturing, graph_task, refuse_in_backward
@@ -100,7 +100,7 @@ class Attachment(Bracket):
         self._backward_begins = Hook(self._backward_enters, traced=False)  # it may be part of a compiled backward pass
         self._task = -1
         every = [each for several in optimizers for each in several]
-        self._strangers = Strangers(every, model, lambda: self._begun)
+        self._strangers = Strangers(every, model, self._updating)
         for optimizer in every:
             self._handles.append(optimizer.register_step_pre_hook(Hook(self._before_step, traced=False)))
             self._handles.append(optimizer.register_step_post_hook(Hook(self._after_step, traced=False)))
@@ -146,7 +146,7 @@ class Attachment(Bracket):
         try:
             self._post_step.forward_entered(module.training and learning)
         except Exception:
-            self._complain()
+            self._say_once(HAD_AN_ERROR, exc_info=True)
 
     def _on_output(self, _module: nn.Module, _args: Any, output: Any) -> None:
         """Hook the output tensors: a backward pass reaches them before gradients inside of the module are reduced."""
@@ -168,7 +168,9 @@ class Attachment(Bracket):
             return
         if self._stepping.depth:
             self._look_for_exception()
-        self._again, self._heard = False, True
+        if self._stage is LEFT:
+            self._stage = ABANDONED
+        self._heard = True
         self._calls.before_backward()
         self._pass()
         if not self._turns.simple:

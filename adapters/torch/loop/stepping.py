@@ -33,10 +33,13 @@ class Stepping:
         self._shows = True  # whether the stack shows the wrapper; a compiled step() has another function there
         self.depth = 0
         """Number of calls that have begun and not returned, as counted by the hooks."""
+        self.aside = False
+        """Whether the call that runs, or ran last, only creates the state of its optimizer."""
 
-    def entered(self) -> None:
-        """Note that ``step()`` begins."""
+    def entered(self, *, aside: bool = False) -> None:
+        """Note that ``step()`` begins; ``aside``: only to create the state of its optimizer."""
         if not self.depth:
+            self.aside = aside
             self._thread = threading.get_ident()
             self._shows = sys._getframe(_USUAL).f_code is _WRAPPER or _is_near(sys._getframe())
         self.depth += 1
