@@ -31,6 +31,7 @@ from ttp.adapters.torch.loop.device_marks import with_marks
 from ttp.adapters.torch.loop.hooks import Attachment, Calls
 from ttp.adapters.torch.loop.post_step_state import PostStepState
 from ttp.adapters.torch.restoring.compare import hand_to
+from ttp.adapters.torch.restoring.rank_local import Restore
 from ttp.adapters.torch.saving.job_state import JobState
 from ttp.adapters.torch.saving.preimage import PreImage
 from ttp.adapters.torch.sharding.exchange import connected, gather_or_refuse
@@ -200,7 +201,7 @@ class MegatronAdapter(TorchAdapter):
         for note in notes:
             log.warning("restored version %s, but %s", job.version, note)
         self._held.extra_states.take(job.version)
-        return self._loaded(checkpoint, manifest, job, rank, world_size, protected=protected)
+        return self._loaded(Restore(checkpoint, manifest, rank, world_size, protected), job)
 
     def _load_scheduler(self, job: JobState) -> list[str]:
         """Restore scheduler and param groups, then make the scheduler's step if the save came before it.
@@ -222,12 +223,13 @@ class MegatronAdapter(TorchAdapter):
         self.source.increment, self._noted = increment, scheduler.num_steps
         return []
 
-    def _number(self, rank: int, world_size: int) -> int:
+    def _number(self, restore: Restore) -> int:
         """Return 0: Megatron seeds each rank itself, so ttp need not give ranks different random streams."""
         return 0
 
-    def _same_places(self, manifest: Manifest, world_size: int) -> bool:
-        return world_size == manifest.world_size and dict(manifest.groups) == dict(self._held.layout.groups)
+    def _same_places(self, restore: Restore) -> bool:
+        manifest = restore.manifest
+        return restore.world_size == manifest.world_size and dict(manifest.groups) == dict(self._held.layout.groups)
 
 
 def _extra_state(given: Any, progress: Progress) -> dict[str, Any]:

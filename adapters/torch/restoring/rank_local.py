@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -41,25 +41,33 @@ _OF_A_PEER = "restored version %d of %s of rank %d from rank %d: %s"
 _LISTED_MAX = 4
 
 
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """One restore: which checkpoint, and who restores it.
+
+    Args:
+        checkpoint: the directory of the checkpoint, whose digests have been verified.
+        manifest: its manifest.
+        rank: this rank.
+        world_size: number of ranks of this job.
+        protected: True if ttp is switched on, so that the restored rank-local state is captured.
+    """
+
+    checkpoint: Path
+    manifest: Manifest
+    rank: int
+    world_size: int
+    protected: bool = True
+
+
 def load_rank_local(
-    checkpoint: Path,
-    manifest: Manifest,
-    job: JobState,
-    rank: int,
-    *,
-    world_size: int,
-    same_places: bool,
-    number: int,
-    capture: LocalCapture,
+    restore: Restore, job: JobState, *, same_places: bool, number: int, capture: LocalCapture
 ) -> list[str]:
     """Load the rank-local state, and return notes for the log. In another layout it is derived anew.
 
     Args:
-        checkpoint: the directory of the checkpoint.
-        manifest: its manifest.
-        job: its job state.
-        rank: this rank.
-        world_size: number of ranks of this job.
+        restore: the checkpoint, and who restores it.
+        job: the job state of the checkpoint.
         same_places: whether each rank holds the shards that the rank of the same number held in the job that saved.
         number: see ``reseed``.
         capture: loads what the rank itself had captured, and knows the user's objects.
@@ -68,7 +76,7 @@ def load_rank_local(
         CheckpointError: the state cannot be read.
         OtherModelError: an object does not accept its state.
     """
-    extra = capture.extra
+    checkpoint, manifest, rank, extra = restore.checkpoint, restore.manifest, restore.rank, capture.extra
     constant = job.extra.get("constant", {})
     owner = rank if same_places else 0
     local = read_local_state(checkpoint, manifest.pieces, owner)
@@ -90,8 +98,8 @@ def load_rank_local(
     return [
         *notes,
         *extra.restore(states),
-        f"{manifest.world_size} ranks saved it and {world_size} restore it"
-        + (", in another layout" if world_size == manifest.world_size else "")
+        f"{manifest.world_size} ranks saved it and {restore.world_size} restore it"
+        + (", in another layout" if restore.world_size == manifest.world_size else "")
         + ": extra_state is that of rank 0, random streams are derived from each rank's seed",
     ]
 

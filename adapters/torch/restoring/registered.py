@@ -21,7 +21,7 @@ from ttp.adapters.torch.loop.post_step_state import PostStepState
 from ttp.adapters.torch.loop.repeating import Repeating
 from ttp.adapters.torch.restoring.compare import hand_to
 from ttp.adapters.torch.restoring.kept import Kept, UnlikeError
-from ttp.adapters.torch.restoring.rank_local import load_rank_local
+from ttp.adapters.torch.restoring.rank_local import Restore, load_rank_local
 from ttp.adapters.torch.restoring.reader import load_chunks, read_values
 from ttp.adapters.torch.restoring.restore import restore_into
 from ttp.adapters.torch.restoring.transfer import give, receive
@@ -103,7 +103,7 @@ class Restoring(abc.ABC):
         Raises:
             CheckpointError: the checkpoint belongs to another model (nothing has been changed), or cannot be read.
         """
-        return self._load(checkpoint, Manifest.load(checkpoint), rank, world_size, protected=protected)
+        return self._load(Restore(checkpoint, Manifest.load(checkpoint), rank, world_size, protected))
 
     def load_going_on(
         self, checkpoint: Path, rank: int, world_size: int, state: KeptState, verify: Callable[[], None]
@@ -130,20 +130,20 @@ class Restoring(abc.ABC):
             RuntimeError: another rank is lost.
         """
         began = time.monotonic()
-        manifest = Manifest.load(checkpoint)
+        restore = Restore(checkpoint, Manifest.load(checkpoint), rank, world_size)
         _together(verify, world_size)
         try:
-            kept, way = self._brought(*state.take(), manifest, rank, world_size)
-            version = self._load(checkpoint, manifest, rank, world_size, protected=True, kept=kept)
+            kept, way = self._brought(restore, *state.take())
+            version = self._load(restore, kept)
         except UnlikeError as problem:
             way = f"read from the checkpoint ({problem})"
             kept = None
         if kept is None:  # not in the except block: there the error's traceback keeps the objects alive
-            version = self._load(checkpoint, manifest, rank, world_size, protected=True)
+            version = self._load(restore)
         state.say(f"its state was {way}, in {time.monotonic() - began:.3f} s")
         return version
 
-    def _brought(self, kept: Kept | None, why: str, manifest: Manifest, rank: int, world_size: int) -> tuple[Kept, str]:
+    def _brought(self, restore: Restore, kept: Kept | None, why: str) -> tuple[Kept, str]:
         """Return the state that this rank kept or received, and a text that says which. A collective call.
 
         Ranks that kept their state send it to ranks that did not.
@@ -151,71 +151,61 @@ class Restoring(abc.ABC):
         Raises:
             UnlikeError: this rank has no state in memory, so it has to read the checkpoint; the text says why.
         """
-        committed = Origin(manifest.version, manifest.incident)
-        if kept is not None and (why := self._why_not(kept, committed, manifest, rank, world_size)):
+        rank, world_size = Rank(restore.rank), restore.world_size
+        if kept is not None and (why := self._why_not(restore, kept)):
             kept = None
         several = connected(world_size) and not self.source.on_device  # state on devices is not sent yet
-        if several and (manifest.size >= TRANSFER_BYTES or several_hosts(world_size)):
+        if several and (restore.manifest.size >= TRANSFER_BYTES or several_hosts(world_size)):
             flags = gather_bytes(b"1" if kept is not None else b"0")
             holders = [Rank(other) for other, flag in enumerate(flags) if flag == b"1"]
             plan = givers(self.sharding(world_size).layout, holders)
-            for other in [other for other, giver in plan.items() if giver == rank and kept is not None]:
-                assert kept is not None
-                give(kept, other)
-            if Rank(rank) in plan:
-                received = receive(plan[Rank(rank)])
-                if why := self._why_not(received, committed, manifest, rank, world_size):
+            if kept is not None:
+                for other in [other for other, giver in plan.items() if giver == rank]:
+                    give(kept, other)
+            if rank in plan:
+                received = receive(plan[rank])
+                if why := self._why_not(restore, received):
                     raise UnlikeError(why)
-                return received, f"received from rank {plan[Rank(rank)]} ({received.size} bytes)"
+                return received, f"received from rank {plan[rank]} ({received.size} bytes)"
         if kept is None:
             raise UnlikeError(why)
         return kept, f"kept ({kept.size} bytes)"
 
-    def _why_not(self, kept: Kept, committed: Origin, manifest: Manifest, rank: int, world_size: int) -> str:
+    def _why_not(self, restore: Restore, kept: Kept) -> str:
         """Return why a kept state may differ from the checkpoint's; an empty string if it is of the same commit."""
-        if not self._same_places(manifest, world_size):
+        manifest = restore.manifest
+        if not self._same_places(restore):
             return "the checkpoint is of a job with another layout or number of ranks"
-        if rank not in ranks_kept(manifest.pieces):
+        if restore.rank not in ranks_kept(manifest.pieces):
             return "the checkpoint has no random streams and buffers of this rank"
-        return why_not_adopted(kept.origin, committed)
+        return why_not_adopted(kept.origin, Origin(manifest.version, manifest.incident))
 
-    def _load(
-        self,
-        checkpoint: Path,
-        manifest: Manifest,
-        rank: int,
-        world_size: int,
-        *,
-        protected: bool,
-        kept: Kept | None = None,
-    ) -> Version:
-        elsewhere = self.sharding(world_size).elsewhere() if connected(world_size) else ()
+    def _load(self, restore: Restore, kept: Kept | None = None) -> Version:
+        world_size = restore.world_size
         restored = restore_into(
-            checkpoint,
-            manifest,
+            restore.checkpoint,
+            restore.manifest,
             model=self._model,
             optimizer=self._optimizer,
             scheduler=self._schedulers,
             scaler=self._scaler,
-            elsewhere=elsewhere,
+            elsewhere=self.sharding(world_size).elsewhere() if connected(world_size) else (),
             kept=kept,
         )
         self._resumed = True
-        self._load_modules(checkpoint, manifest)
-        return self._loaded(checkpoint, manifest, restored.job, rank, world_size, protected=protected)
+        self._load_modules(restore)
+        return self._loaded(restore, restored.job)
 
-    def _loaded(
-        self, checkpoint: Path, manifest: Manifest, job: JobState, rank: int, world_size: int, *, protected: bool
-    ) -> Version:
+    def _loaded(self, restore: Restore, job: JobState) -> Version:
         """Load the rank-local state too, and note that all objects hold the checkpoint's version."""
         version = Version(job.version)
-        if manifest.extra.get("disputed"):
+        if disputed := restore.manifest.extra.get("disputed"):
             log.warning(
                 "replicas of %s differed when version %s was saved, and which was right is unknown: watch the loss",
-                ", ".join(map(str, manifest.extra["disputed"])),
-                manifest.version,
+                ", ".join(map(str, disputed)),
+                restore.manifest.version,
             )
-        for note in self._load_local(checkpoint, manifest, job, rank, world_size):
+        for note in self._load_local(restore, job):
             log.warning("restored version %s, but %s", version, note)
         if self._post_step is not None:
             self._post_step.restored(version)
@@ -223,14 +213,14 @@ class Restoring(abc.ABC):
             fence.record(version)
         self.source.base = version
         self.source.forget()
-        if protected:
+        if restore.protected:
             self.capture.capture(version, final=True)
         return version
 
-    def _load_modules(self, checkpoint: Path, manifest: Manifest) -> None:
+    def _load_modules(self, restore: Restore) -> None:
         """Load the modules that were given as ``extra_state``, such as averages of the weights."""
         saved: dict[str, list[IndexEntry]] = defaultdict(list)
-        for item in items_of(manifest.pieces):
+        for item in items_of(restore.manifest.pieces):
             if item.path[0] == "extra":
                 saved[str(item.path[1])].append(item)
         for name, module in self._extra.modules.items():
@@ -239,41 +229,34 @@ class Restoring(abc.ABC):
             elif any(map(is_distributed, module.parameters())):
                 tensors = module_tensors(module).items()
                 wanted = [(("extra", name, key), chunks_of(stored(tensor)) or ()) for key, tensor in tensors]
-                load_chunks(checkpoint, saved[name], wanted)
+                load_chunks(restore.checkpoint, saved[name], wanted)
             else:
-                whole = read_values(checkpoint, saved[name])["extra"][name]
+                whole = read_values(restore.checkpoint, saved[name])["extra"][name]
                 hand_to(f"extra_state[{name!r}].load_state_dict()", module.load_state_dict, whole)
 
-    def _load_local(self, checkpoint: Path, manifest: Manifest, job: JobState, rank: int, world_size: int) -> list[str]:
+    def _load_local(self, restore: Restore, job: JobState) -> list[str]:
         if self.start is not None:
             self.start.put_back(self.capture)
             return []
-        same, number = self._same_places(manifest, world_size), self._number(rank, world_size)
-        return load_rank_local(
-            checkpoint,
-            manifest,
-            job,
-            rank,
-            world_size=world_size,
-            same_places=same,
-            number=number,
-            capture=self.capture,
-        )
+        same, number = self._same_places(restore), self._number(restore)
+        return load_rank_local(restore, job, same_places=same, number=number, capture=self.capture)
 
-    def _number(self, rank: int, world_size: int) -> int:
+    def _number(self, restore: Restore) -> int:
         """Return the number that ``reseed`` mixes into the seed of a rank, so that ranks with equal seeds differ.
 
         It is 0 if there are several shards: ranks of one tensor-parallel group have to draw the same numbers.
         """
+        world_size = restore.world_size
         several = connected(world_size) and len(self.sharding(world_size).layout.groups) > 1
-        return 0 if several else rank
+        return 0 if several else restore.rank
 
-    def _same_places(self, manifest: Manifest, world_size: int) -> bool:
+    def _same_places(self, restore: Restore) -> bool:
         """Return whether each rank holds the shards that the rank of the same number held in the job that saved.
 
         Layouts of other kinds may have the same replica groups: ranks that draw their own numbers (FSDP) become ranks
         that have to draw the same (tensor parallelism). They hold other parameters then.
         """
+        manifest, world_size = restore.manifest, restore.world_size
         if world_size != manifest.world_size or not connected(world_size):
             return world_size == manifest.world_size
         sharding, held = self.sharding(world_size), defaultdict[tuple[Rank, ...], set[str]](set)

@@ -40,47 +40,62 @@ def refuse_unsaved(given: Sequence[Optimizer], extra: Collection[Any]) -> None:
     Raises:
         UsageError: an optimizer keeps such state.
     """
-    every = [owner for optimizer in given for owner in owners_of(optimizer)]
-    several = "of several optimizers does not tell which of them such an entry belongs to"
-    why = several if len(every) > 1 else "has names for strings only"
-    for owner in every:
-        others = (key for key in list(owner.state) if not isinstance(key, Tensor))
-        nobodys = next((key for key in others if len(every) > 1 or not isinstance(key, str)), None)
-        if nobodys is not None:
-            raise UsageError(
-                f"{type(owner).__name__} keeps {nobodys!r} in .state, which is no parameter: a checkpoint {why}. Keep "
-                "it in state[parameter] or in its param groups"
-            )
+    _refuse_nobodys([owner for optimizer in given for owner in owners_of(optimizer)])
+    saved = set(map(id, extra))
     for optimizer in given:
         owners = owners_of(optimizer)
         for wrapper in wrappers_of(optimizer):
-            if any(each is wrapper for each in extra):
-                continue
-            if kept := _kept_by(wrapper, owners):
-                inside = ", ".join(type(owner).__name__ for owner in owners)
-                raise UsageError(
-                    f"{type(wrapper).__name__} keeps tensors of its own (.{kept}), and a checkpoint holds only the "
-                    f"state of {inside} inside of it. If its state_dict() and load_state_dict() include these tensors, "
-                    'give the object to wrap_optimizer() as extra state too: extra_state={"optimizer": optimizer}'
-                )
-            if isinstance(getattr(wrapper, "train_mode", None), bool):
-                raise UsageError(
-                    f"{type(wrapper).__name__}.train_mode tells which weights are in the model, and is in no "
-                    "checkpoint: a resumed job would move the weights once more. Use an optimizer that keeps it in its "
-                    "param groups (schedulefree.AdamWScheduleFree), or give the object as extra state too if its "
-                    "state_dict() has it"
-                )
+            if id(wrapper) not in saved:
+                _refuse_wrapper(wrapper, owners)
         for owner in owners:
-            if owner.state or is_sharded(owner) or type(owner).__module__.partition(".")[0] == "torch":
-                continue
-            kept = _kept_by(owner, ())
-            if kept and not any(each is owner for each in extra):
-                raise UsageError(
-                    f"{type(owner).__name__} has stepped, its .state is empty, and it keeps tensors in .{kept}: a "
-                    "checkpoint holds .state only. Keep them in self.state[parameter], or give the object to "
-                    "wrap_optimizer() as extra state too, with state_dict() and load_state_dict() that include them: "
-                    'extra_state={"optimizer": optimizer}'
-                )
+            if id(owner) not in saved:
+                _refuse_own_tensors(owner)
+
+
+def _refuse_nobodys(owners: Sequence[Optimizer]) -> None:
+    """Refuse entries of ``.state`` that belong to no parameter, unless one optimizer has them under strings."""
+    several = len(owners) > 1
+    for owner in owners:
+        others = (key for key in list(owner.state) if not isinstance(key, Tensor))
+        nobodys = next((key for key in others if several or not isinstance(key, str)), None)
+        if nobodys is not None:
+            which = "of several optimizers does not tell which of them such an entry belongs to"
+            raise UsageError(
+                f"{type(owner).__name__} keeps {nobodys!r} in .state, which is no parameter: a checkpoint "
+                f"{which if several else 'has names for strings only'}. Keep it in state[parameter] or in its param "
+                "groups"
+            )
+
+
+def _refuse_wrapper(wrapper: Optimizer, owners: Sequence[Optimizer]) -> None:
+    """Refuse a wrapper around ``owners`` that has tensors of its own, or a mode, that no checkpoint holds."""
+    if kept := _kept_by(wrapper, owners):
+        inside = ", ".join(type(owner).__name__ for owner in owners)
+        raise UsageError(
+            f"{type(wrapper).__name__} keeps tensors of its own (.{kept}), and a checkpoint holds only the "
+            f"state of {inside} inside of it. If its state_dict() and load_state_dict() include these tensors, "
+            'give the object to wrap_optimizer() as extra state too: extra_state={"optimizer": optimizer}'
+        )
+    if isinstance(getattr(wrapper, "train_mode", None), bool):
+        raise UsageError(
+            f"{type(wrapper).__name__}.train_mode tells which weights are in the model, and is in no "
+            "checkpoint: a resumed job would move the weights once more. Use an optimizer that keeps it in its "
+            "param groups (schedulefree.AdamWScheduleFree), or give the object as extra state too if its "
+            "state_dict() has it"
+        )
+
+
+def _refuse_own_tensors(owner: Optimizer) -> None:
+    """Refuse an optimizer that has stepped and keeps its state in attributes instead of in ``.state``."""
+    if owner.state or is_sharded(owner) or type(owner).__module__.partition(".")[0] == "torch":
+        return
+    if kept := _kept_by(owner, ()):
+        raise UsageError(
+            f"{type(owner).__name__} has stepped, its .state is empty, and it keeps tensors in .{kept}: a "
+            "checkpoint holds .state only. Keep them in self.state[parameter], or give the object to "
+            "wrap_optimizer() as extra state too, with state_dict() and load_state_dict() that include them: "
+            'extra_state={"optimizer": optimizer}'
+        )
 
 
 def numbers_of(given: Sequence[Optimizer], extra: Collection[Any]) -> Numbers:

@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.adapters.torch.stub_processor import StubProcessor, join, registered, save_together
+from ttp.adapters.torch.restoring.rank_local import Restore
 from ttp.adapters.torch.saving.checkpoint import Chunk
 from ttp.adapters.torch.sharding.names import ModelNames
 from ttp.adapters.torch.sharding.sharding import Sharding, TrainingObjects, sharding_of
@@ -301,7 +302,7 @@ def restore_all(directory: Path, rank: int) -> list[Any]:
         job = Job(directory / f"again{world}" / f"{source} {target}", target, rank)
         path = directory / source / "tft_saved_checkpoints-step_2"
         job.adapter.load(path, rank, world, protected=False)
-        same = job.adapter._same_places(Manifest.load(path), world)
+        same = job.adapter._same_places(Restore(path, Manifest.load(path), rank, world))
         told.append({"pair": [source, target], "same": same, **compared(job, directory / source)})
         job.close()
     return told
