@@ -288,12 +288,10 @@ class TorchAdapter(Restoring):
     def _make_barrier(self, processor: Processor) -> UpdateBarrier | None:
         if not needs_barrier(processor.layout, self._undo):
             return None
-        stream = None
-        if processor.config.stream_barrier and self.source.on_device:
-            stream = self.source.runtime_for_barrier, self._why_wait
-        runtimes = self.source.runtimes
-        barrier = UpdateBarrier(processor.env.world_size, runtimes, processor, stream)
-        self.source.stream_barrier = barrier.stream
+        source = self.source
+        barrier = UpdateBarrier(processor.env.world_size, source.runtimes, processor)
+        if processor.config.stream_barrier and source.on_device:
+            source.stream_barrier = barrier.let_device_wait(source.runtime_for_barrier, self._why_wait)
         return barrier
 
     def _why_wait(self) -> str:

@@ -26,14 +26,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from ttp.adapters.torch.device.accelerator import Runtime
-from ttp.adapters.torch.loop.stream_barrier import StreamBarrier
+from ttp.adapters.torch.loop.stream_barrier import StreamBarrier, meet
 from ttp.adapters.torch.sharding.exchange import gather_bytes
 from ttp.core.layout import Layout
 from ttp.core.messages import FaultKind
@@ -48,7 +47,8 @@ log = logging.getLogger("ttp.adapters.torch")
 FREEZE_S = 30.0
 """Seconds that a rank whose barrier broke waits to be frozen: long enough to outlast the loss of a controller."""
 COMES_S = 1800.0
-"""Seconds that a rank waits for the others in the barrier; torch's own timeout for collectives."""
+"""Seconds that a rank waits for the others in the barrier, as torch in collectives: they may have good reasons to be
+late. The death of a rank ends the wait at once."""
 
 
 class Frozen(Protocol):
@@ -82,23 +82,12 @@ class UpdateBarrier:
         world_size: number of ranks of the job; all of them take part.
         runtimes: the devices on which the state is.
         processor: the processor of this rank.
-        stream: two functions for ``StreamBarrier``: one returns the device that is to wait instead of its host, the
-            other returns why it may not; None: the host waits.
-        timeout: how long to wait for the other ranks before the barrier raises; None: torch's half an hour
-            (``COMES_S``), because ranks may have good reasons to be late. The death of a rank is an error at once.
 
     Raises:
         ConfigError: torch.distributed has no default process group of ``world_size`` ranks.
     """
 
-    def __init__(
-        self,
-        world_size: int,
-        runtimes: Sequence[Runtime],
-        processor: Frozen,
-        stream: tuple[Callable[[], Runtime], Callable[[], str]] | None = None,
-        timeout: timedelta | None = None,
-    ) -> None:
+    def __init__(self, world_size: int, runtimes: Sequence[Runtime], processor: Frozen) -> None:
         ready = dist.is_available() and dist.is_initialized()
         if not ready or dist.get_world_size() != world_size:
             found = f"has {dist.get_world_size()} ranks" if ready else "is not initialised"
@@ -108,29 +97,37 @@ class UpdateBarrier:
                 'give wrap_optimizer() undo="preimage"'
             )
         self._runtimes, self._processor = runtimes, processor
-        self._timeout_s = timeout.total_seconds() if timeout is not None else COMES_S
         place = find_place(dist.get_rank(), processor.page_dir, gather_bytes)
         wide = len(place.firsts) > 1
         self.meeting = Meeting(place.words, place.number, len(place.ranks), wide=wide, gone=place.gone)
         self._turn = 0
-        self._couriers: list[Courier] = []
+        self._courier: Courier | None = None
         if wide:
-            group = dist.new_group(list(place.firsts), backend="gloo", timeout=timeout)
+            group = dist.new_group(list(place.firsts), backend="gloo")
             if place.number == 0:
-                self._couriers.append(Courier(self.meeting, group))
+                self._courier = Courier(self.meeting, group)
         text = "before updates rank %d waits for ranks %s in shared memory, and for %d hosts (or lone ranks) over gloo"
         log.info(text, dist.get_rank(), place.ranks, len(place.firsts) - 1)
-        self.stream = None if stream is None else self._on_stream(*stream)
+        self.stream: StreamBarrier | None = None
         """The barrier on the training's stream; None: the host waits."""
         processor.on_death = self._warn
 
-    def _on_stream(self, runtime: Callable[[], Runtime], why_not: Callable[[], str]) -> StreamBarrier | None:
+    def let_device_wait(self, runtime: Callable[[], Runtime], why_not: Callable[[], str]) -> StreamBarrier | None:
+        """Let the device wait instead of its host, if its driver can do that.
+
+        Args:
+            runtime: returns the device.
+            why_not: see ``StreamBarrier``.
+
+        Returns:
+            The barrier on the training's stream; None: the host waits.
+        """
         gate = self._processor.gate
         try:
-            return StreamBarrier(self.meeting, runtime(), why_not, lambda: gate.closed, self._timeout_s)
+            self.stream = StreamBarrier(self.meeting, runtime(), why_not, lambda: gate.closed, COMES_S)
         except (OSError, AttributeError, RuntimeError) as problem:
             log.warning("the host waits for its device in the barrier before each update: %s", describe(problem))
-            return None
+        return self.stream
 
     def wait(self) -> None:
         """Wait until every rank holds its final gradient, or until this rank is ordered to make the update alone.
@@ -147,8 +144,7 @@ class UpdateBarrier:
             runtime.event(side=False).synchronize()
         with gate.nearby(self._ring):
             try:
-                if not run(self.meeting.come(self._turn)):
-                    run(self.meeting.wait(self._turn, self._patience(gate, self._timeout_s)))
+                meet(self.meeting, self._turn, COMES_S, lambda: gate.closed and gate.stand_aside())
             except (BrokenError, TimeoutError) as problem:
                 if not self._rescued(problem):
                     raise RuntimeError(f"the barrier before the update broke: {self._why(problem)}") from problem
@@ -164,8 +160,8 @@ class UpdateBarrier:
         """End the threads of the barrier. The training thread may make no more updates."""
         if self.stream is not None:
             self.stream.close()
-        for courier in self._couriers:
-            courier.close()
+        if self._courier is not None:
+            self._courier.close()
 
     def _ring(self) -> None:
         """Wake all ranks that wait in the barrier, so that the training thread of this one checks its gate."""
@@ -177,22 +173,9 @@ class UpdateBarrier:
         with contextlib.suppress(OSError):
             run(self.meeting.warn())
 
-    @staticmethod
-    def _patience(gate: Gate, patience_s: float) -> Any:
-        """Return a function that tells a woken thread whether to leave the barrier; it raises after ``patience_s``."""
-        deadline = time.monotonic() + patience_s
-
-        async def leave() -> bool:
-            if gate.closed and gate.stand_aside():
-                return True
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"not all ranks came to the barrier within {patience_s:g} s")
-            return False
-
-        return leave
-
     def _why(self, problem: Exception) -> str:
-        return "; ".join([describe(problem), *(courier.problem for courier in self._couriers if courier.problem)])
+        courier = "" if self._courier is None else self._courier.problem
+        return "; ".join(filter(None, (describe(problem), courier)))
 
     def _rescued(self, problem: Exception) -> bool:
         """Report the broken barrier and wait for the freeze. Returns whether this rank is to make the update anyway."""

@@ -23,6 +23,7 @@ the one that follows the update, once that has begun, as a schedule may write th
 
 from __future__ import annotations
 
+import enum
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -41,7 +42,6 @@ from ttp.adapters.torch.device.accelerator import (
     Numbers,
     Runtime,
     holder,
-    number,
     poll,
 )
 from ttp.adapters.torch.local_state.hyperparameters import (
@@ -52,6 +52,7 @@ from ttp.adapters.torch.local_state.hyperparameters import (
     put_back,
     with_values,
 )
+from ttp.adapters.torch.loop.scaler_reading import ScalerReading, read_scaler
 from ttp.adapters.torch.loop.schedule_habit import Habit, Reading
 from ttp.adapters.torch.loop.unwrap_optimizer import listed
 from ttp.adapters.torch.saving.job_state import JobState, Schedule
@@ -61,7 +62,17 @@ from ttp.store.encoding import EncodingError, encode
 _READS_MAX = 20
 _LEARNING_UPDATES = 5
 """Number of updates of a launch in which it is learned which hyperparameters are put back behind each step."""
-_SCALING = "_per_optimizer_states"
+
+
+class PostStep(enum.Enum):
+    """How far the loop is behind its last update."""
+
+    OPEN = "schedulers and scaler may still follow the update"
+    ENTERED = "an evaluation has begun: they may follow, but a save does not wait for them"
+    OVER = "what they do now does not belong to the update"
+
+
+_OPEN, _ENTERED, _OVER = PostStep  # looking them up in the class takes longer
 
 
 class _Snapshot(NamedTuple):
@@ -70,22 +81,16 @@ class _Snapshot(NamedTuple):
     Args:
         version: finished updates.
         schedules: a reading of each scheduler.
-        scaler: the scaler's numbers, some of which may still be on their way from a device; None: no scaler.
         groups: the hyperparameters of each optimizer.
-        scaling: an object of the scaler that ``scaler.update()`` replaces, which shows that it was called.
-        updated: whether ``scaler.update()`` was called after the update to this version.
-        skipping: the flags by which the scaler has told fused optimizers to skip the step.
+        scale: the reading of the scaler; None: there is none.
         usual: the hyperparameters of the forward pass before the update, or after it if that was seen; None: of none.
         copied: the event behind the copies of hyperparameters and of schedules' tensors on a device; None: none are.
     """
 
     version: int
     schedules: tuple[Reading, ...]
-    scaler: dict[str, Any] | None
     groups: Hyperparameters
-    scaling: Any = None
-    updated: bool = False
-    skipping: tuple[Any, ...] = ()
+    scale: ScalerReading | None = None
     usual: Hyperparameters | None = None
     copied: Event | None = None
 
@@ -121,8 +126,7 @@ class PostStepState:
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._averages = averages
         self._check()
-        self._open = False  # scheduler steps and scaler updates that are made now belong to the last version
-        self._entered = True  # since the last update a forward pass has begun, or the thread has come to the gate
+        self._stage = _OVER
         self._ended = 0  # number of post-steps whose end was seen
         self._updates_expected = True  # scaler.update() was called in the last post-step
         self._older: deque[_Snapshot] = deque(maxlen=AHEAD_MAX)
@@ -144,7 +148,7 @@ class PostStepState:
         self._older.clear()
         self._usual, self._looked = None, -1
         self._snapshot = self._take(version)
-        self._open, self._entered = False, True
+        self._stage = _OVER
 
     def forward_entered(self, training: bool) -> None:
         """Note that a forward pass begins. An evaluation may precede the scheduler's step: it ends no post-step."""
@@ -152,9 +156,12 @@ class PostStepState:
             return  # what is copied on a device now would become part of the CUDA graph: the gate is early enough
         if training and self._looked is not None and self._looked != self._snapshot.version:
             self._look_at_settings()
-        if self._open and training:
+        if self._stage is _OVER:
+            return
+        if training:
             self._end_post_step()
-        self._entered = True
+        else:
+            self._stage = _ENTERED
 
     def _look_at_settings(self) -> None:
         """Note the hyperparameters of the iteration that begins, and learn which of them the last step had changed."""
@@ -169,9 +176,8 @@ class PostStepState:
 
     def at_gate(self) -> None:
         """Note that the next update is about to begin."""
-        if self._open:
+        if self._stage is not _OVER:
             self._end_post_step()
-        self._entered = True
 
     def update_finished(self, version: int, whole: bool = False) -> None:
         """Note that an update is finished.
@@ -185,36 +191,37 @@ class PostStepState:
         if whole:
             self._usual = self._looked = None  # what was changed for the step only has been put back
         now = self._snapshot = self._take(version, last)
-        if not (self._open or whole or self._scaler is not None):  # else the step may have followed a skipped update
+        if self._stage is _OVER and not whole and self._scaler is None:  # a scaler may have skipped an update before
             for habit, before, after in zip(self._habits, last.schedules, now.schedules, strict=True):
                 habit.leading = habit.leading or before.moved(after)
-        self._entered, self._open = whole, not whole
+        self._stage = _OVER if whole else _OPEN
 
     def step_done(self) -> None:
         """Note that the user's loop has declared the step done, post-step included."""
         self._snapshot = self._after(self._snapshot, training=True)
-        self._open, self._entered = False, True
+        self._stage = _OVER
 
     def _end_post_step(self) -> None:
         last = self._snapshot
         now = self._after(last, training=True)
         for habit, before, after in zip(self._habits, last.schedules, now.schedules, strict=True):
             habit.post_step_ended(habit.steps_since(before, after))
-        self._updates_expected = now.updated
+        self._updates_expected = now.scale is not None and now.scale.updated
         self._ended += 1
-        self._entered = True  # before the snapshot: a thread that reads the new snapshot must find no call due after it
+        self._stage = _ENTERED  # before the snapshot: a thread that reads the new one must find no call due after it
         self._snapshot = now
-        self._open = False
+        self._stage = _OVER
 
     # -------------------------------------------------------------------------------------------------- any thread
 
     def done(self) -> bool:
         """Return whether the post-step of the last update is over."""
-        if self._entered:
+        if self._stage is not _OPEN:
             return True
         last = self._snapshot
         schedules = all(habit.done(before) for habit, before in zip(self._habits, last.schedules, strict=True))
-        return schedules and self._scaler_done(self._is_updated(last)) and not (self._averages or self._in_doubt)
+        scaled = last.scale is None or last.scale.was_updated() or self._never_updates
+        return schedules and scaled and not (self._averages or self._in_doubt)
 
     def foreseen(self) -> bool:
         """Return whether it is known which calls follow an update, so that a save can record them as due."""
@@ -227,8 +234,10 @@ class PostStepState:
         usual = self._snapshot.usual
         return not (self._ended or self._habits or usual is None or self._snapshot.groups is usual)
 
-    def _scaler_done(self, updated: bool) -> bool:
-        return self._scaler is None or updated or (self._ended > 0 and not self._updates_expected)
+    @property
+    def _never_updates(self) -> bool:
+        """Whether the loop was seen not to call ``scaler.update()`` after an update."""
+        return self._ended > 0 and not self._updates_expected
 
     def job_state(self, version: int) -> JobState:
         """Return the states of scheduler and scaler that belong to ``version``, with the calls that are still due.
@@ -238,16 +247,21 @@ class PostStepState:
         Raises:
             CheckpointError: the state of that version is not kept, or numbers did not arrive from the device.
         """
-        entered = self._entered  # read before the snapshot, which may be replaced meanwhile
+        stage = self._stage  # read before the snapshot, which may be replaced meanwhile
         found, due = self._read(version)
         _wait_for(found)
-        open_ended = found.version == self._snapshot.version and not entered
-        pending = open_ended and not self._scaler_done(found.updated)
-        if self._scales_elsewhere and found.version == self._snapshot.version and not found.updated:
-            pending = pending or self._is_updated(found)  # the host has queued the update: see ``_after``
         schedules = [Schedule(each.state, now) for each, now in zip(found.schedules, due, strict=True)]
-        job = JobState.of(version, schedules, _scaler_state(found.scaler), pending)
-        return replace(job, scaler_skipped=pending and any(float(number(flag)) for flag in found.skipping))
+        if (scale := found.scale) is None:
+            return JobState.of(version, schedules)
+        pending = found.version == self._snapshot.version and self._update_is_due(scale, stage)
+        job = JobState.of(version, schedules, scale.state(), pending)
+        return replace(job, scaler_skipped=pending and scale.skips())
+
+    def _update_is_due(self, scale: ScalerReading, stage: PostStep) -> bool:
+        """Return whether a ``scaler.update()`` follows the last update, or has followed it and is not in ``scale``."""
+        if scale.updated:
+            return False
+        return (stage is _OPEN and not self._never_updates) or (scale.elsewhere and scale.was_updated())
 
     def param_groups(self, version: int, job: JobState | None = None) -> list[ParamGroups]:
         """Return the hyperparameters of ``version``, per optimizer.
@@ -275,36 +289,37 @@ class PostStepState:
         a reading that is known to be of one moment, or the snapshot that was taken when the update ended.
         """
         for _ in range(_READS_MAX):
-            last, entered, still_open = self._snapshot, self._entered, self._open
+            last, stage = self._snapshot, self._stage
             found = self._of(version)
-            if found is not last or not still_open:
+            if found is not last or stage is _OVER:
                 return found, [False] * len(self._habits)
-            due = self._due(last, entered)
+            due = self._due(last, stage)
             if any(due):
                 return self._after(last, schedules=False), due
             now = self._after(last)
-            if self._snapshot is last and self._open and not any(map(Habit.began, self._habits, now.schedules)):
+            moment = self._snapshot is last and self._stage is not _OVER
+            if moment and not any(map(Habit.began, self._habits, now.schedules)):
                 return now, due
         return self._snapshot, [False] * len(self._habits)
 
-    def _due(self, last: _Snapshot, entered: bool) -> list[bool]:
+    def _due(self, last: _Snapshot, stage: PostStep) -> list[bool]:
         """Return for each scheduler whether a step is due after ``last``; all False: they can be read as they are."""
         pairs = list(zip(self._habits, last.schedules, strict=True))
         began = [habit.began(before) for habit, before in pairs]
         half = any(habit.began(before) and not habit.through(before) for habit, before in pairs)
         half = half or (last.copied is not None and any(began))  # a thread that saves does not read rates on a device
-        missing = [not entered and not b and h.learned(self._ended) for h, b in zip(self._habits, began, strict=True)]
+        missing = [
+            stage is _OPEN and not each and habit.learned(self._ended)
+            for habit, each in zip(self._habits, began, strict=True)
+        ]
         if not half and not any(missing):
             return [False] * len(pairs)
         return [b or m for b, m in zip(began, missing, strict=True)]
 
     def skipped(self) -> bool:
         """Return whether the scaler skipped the last step. Waits for the device."""
-        if self._scaler is None:
-            return False
-        now, before = _scaler_state(_scaler_numbers(self._scaler)), _scaler_state(self._snapshot.scaler)
-        assert now is not None and before is not None
-        return bool(now["_growth_tracker"] == 0 and now["scale"] <= before["scale"])
+        scale = self._snapshot.scale
+        return scale is not None and scale.skipped_since()
 
     # ----------------------------------------------------------------------------------------------------- snapshots
 
@@ -323,13 +338,9 @@ class PostStepState:
         else:
             schedules = tuple(map(Habit.look, self._habits, last.schedules))
             groups = hyperparameters_of(self._optimizers, self._usual or last.groups)
-        usual, event = self._usual, self._event(groups, schedules) if self._runtimes else None
-        if self._scaler is None:
-            return _Snapshot(version, schedules, None, groups, usual=usual, copied=event)
-        flags = (getattr(each, "found_inf", None) for each in self._optimizers)
-        skipping = tuple(self._numbers.bring(flag) for flag in flags if flag is not None)
-        scaling, scaler = getattr(self._scaler, _SCALING, None), self._brought(_scaler_numbers(self._scaler))
-        return _Snapshot(version, schedules, scaler, groups, scaling, skipping=skipping, usual=usual, copied=event)
+        event = self._event(groups, schedules) if self._runtimes else None
+        scale = None if self._scaler is None else read_scaler(self._scaler, self._numbers, self._optimizers)
+        return _Snapshot(version, schedules, groups, scale, self._usual, event)
 
     def _after(self, last: _Snapshot, *, schedules: bool = True, training: bool = False) -> _Snapshot:
         """Return ``last`` brought up to now: with the scaler's update and the schedulers' steps that followed it.
@@ -337,13 +348,10 @@ class PostStepState:
         Args:
             last: the snapshot of the version.
             schedules: whether to read the schedulers.
-            training: whether this is the training thread. Only there are numbers on a device read, in the order of its
-                work: another thread could read them as they were before the scaler's update that the host has queued.
-                So for other threads that update is still due.
+            training: whether this is the training thread; see ``ScalerReading.brought_up``.
         """
-        news = self._scaler is not None and not last.updated and self._is_updated(last)
-        if news and (training or not self._scales_elsewhere):
-            last = last._replace(scaler=self._brought(_scaler_numbers(self._scaler)), updated=True)
+        if last.scale is not None and (scale := last.scale.brought_up(training=training)) is not last.scale:
+            last = last._replace(scale=scale)
         if not schedules or not self._habits:
             return last
         now = tuple(map(Habit.look, self._habits, last.schedules))
@@ -358,16 +366,6 @@ class PostStepState:
         found = {id(r): r for v in leaves if isinstance(v, Tensor) and (r := holder(self._runtimes, v)) is not None}
         return AllEvents([runtime.event(side=False) for runtime in found.values()]) if found else None
 
-    def _is_updated(self, last: _Snapshot) -> bool:
-        return last.updated or (last.scaling is not None and getattr(self._scaler, _SCALING, None) is not last.scaling)
-
-    @property
-    def _scales_elsewhere(self) -> bool:
-        return self._numbers.elsewhere(getattr(self._scaler, "_scale", None))
-
-    def _brought(self, numbers: dict[str, Any]) -> dict[str, Any]:
-        return {key: self._numbers.bring(value) for key, value in numbers.items()}
-
     def _check(self) -> None:
         for habit in self._habits:
             with ToldAs(UsageError, "the state of the scheduler cannot be stored", EncodingError):
@@ -377,24 +375,3 @@ class PostStepState:
 def _wait_for(found: _Snapshot) -> None:
     if found.copied is not None and not poll(found.copied.query, NUMBER_S):
         raise CheckpointError(f"a learning rate or its schedule was not set on the device within {NUMBER_S:g} s")
-
-
-def _scaler_numbers(scaler: Any) -> dict[str, Any]:
-    """Return the values of ``scaler.state_dict()``, without waiting for the device."""
-    try:
-        scale, tracker = scaler._scale, scaler._growth_tracker
-        return {
-            "scale": scaler._init_scale if scale is None else scale,
-            "growth_factor": scaler._growth_factor,
-            "backoff_factor": scaler._backoff_factor,
-            "growth_interval": scaler._growth_interval,
-            "_growth_tracker": scaler._init_growth_tracker if tracker is None else tracker,
-        }
-    except AttributeError:  # this version of torch has other attributes
-        return dict(scaler.state_dict())
-
-
-def _scaler_state(numbers: dict[str, Any] | None) -> dict[str, Any] | None:
-    if numbers is None:
-        return None
-    return {key: number(value) for key, value in numbers.items()}

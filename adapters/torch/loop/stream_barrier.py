@@ -31,6 +31,27 @@ _LOOK_S = 0.1
 _Turn = tuple[int, int, Event]
 
 
+def meet(meeting: Meeting, turn: int, patience_s: float, leaves: Callable[[], bool]) -> None:
+    """Come to a meeting, and wait until all ranks have come or ``leaves``, asked after each ring, returns True.
+
+    Raises:
+        BrokenError: a rank will never come.
+        TimeoutError: not all ranks came within ``patience_s``.
+    """
+    if run(meeting.come(turn)):
+        return
+    deadline = time.monotonic() + patience_s
+
+    async def leave() -> bool:
+        if leaves():
+            return True
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not all ranks came to the barrier within {patience_s:g} s")
+        return False
+
+    run(meeting.wait(turn, leave))
+
+
 class StreamBarrier:
     """Makes the device wait for the other ranks instead of the host, once it is known that this is possible.
 
@@ -173,16 +194,8 @@ class StreamBarrier:
 
     def _meet(self, turn: int, version: int) -> None:
         """Return when all ranks have come, or when this rank is ordered to go on without them; else never return."""
-        deadline = time.monotonic() + self._patience_s
-
-        async def leave() -> bool:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"not all ranks came to the barrier within {self._patience_s:g} s")
-            return self._admitted >= version
-
         try:
-            if not run(self._meeting.come(turn)):
-                run(self._meeting.wait(turn, leave))
+            meet(self._meeting, turn, self._patience_s, lambda: self._admitted >= version)
         except (BrokenError, TimeoutError) as problem:
             log.warning("the device makes the update to version %s only by order: %s", version, describe(problem))
             while self._admitted < version:

@@ -170,9 +170,9 @@ def test_what_cannot_hold_a_stream_is_found_out_and_the_host_waits(
     monkeypatch.setattr(stream_barrier, "_PROBE_S", 0.01)
     monkeypatch.setattr(FakeRuntime, "hold", make)
     barrier: Any = UpdateBarrier.__new__(UpdateBarrier)
-    barrier._processor, barrier.meeting, barrier._timeout_s = None, None, 1.0
+    barrier.meeting = barrier.stream = None
     barrier._processor = type("Processor", (), {"gate": None})
-    assert barrier._on_stream(FakeRuntime, lambda: "") is None
+    assert barrier.let_device_wait(FakeRuntime, lambda: "") is None
     assert "the host waits for its device" in caplog.text and text in caplog.text
 
 
