@@ -18,7 +18,7 @@ def digest(state: Any) -> str:
         hashed.update(name.encode())
         value = found.to_local() if hasattr(found, "to_local") else found
         if hasattr(value, "untyped_storage"):
-            from ttp.adapters.torch.device.accelerator import copied_bytes
+            from ttp.adapters.torch.tensor_memory import copied_bytes
 
             hashed.update(f"{value.dtype}{tuple(value.shape)}".encode() + copied_bytes(value.cpu()))
         else:

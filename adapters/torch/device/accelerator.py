@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -34,8 +34,6 @@ AHEAD_MAX = 12
 _NUMBERS, _NUMBER_BYTES = 512, 16
 """Number of single numbers for which there is pinned memory, and bytes for each. A job with several scaled optimizers
 sends some dozens per update."""
-_SAMPLED = 64
-"""Number of elements in a sample of a tensor."""
 NUMBER_S = 5.0
 """Seconds to wait for a single number from a device."""
 
@@ -273,41 +271,3 @@ class _DeviceEvents:
             except RuntimeError as problem:  # the device is broken, and finishes nothing more
                 log.debug("the events of the device cannot be queried: %s", problem)
             return self._finished
-
-
-def flat_bytes(tensor: Tensor) -> Tensor:
-    """Return a view of the memory of a dense tensor as a vector of bytes; see ``as_viewed``."""
-    # A dimension of size 1 may have any stride, which reshape(-1) would keep.
-    memory = as_viewed(tensor.detach(), tensor)
-    return memory.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
-def as_viewed(memory: Tensor, tensor: Tensor) -> Tensor:
-    """Return ``memory`` conjugated and negated if ``tensor`` is such a view of its own memory (``Tensor.conj()``)."""
-    turned = memory.conj() if tensor.is_conj() else memory
-    return torch._neg_view(turned) if tensor.is_neg() else turned
-
-
-def sample_of(tensor: Tensor) -> Tensor:
-    """Return a copy of some elements in the middle of a tensor that is not empty, as bytes on its device."""
-    row = tensor.detach()[tuple(size // 2 for size in tensor.shape[:-1])]
-    return flat_bytes(row.reshape(-1)[:_SAMPLED].clone())
-
-
-def copied_bytes(tensor: Tensor) -> bytes:
-    """Return a copy of the elements of a strided tensor, on the host, as bytes."""
-    return flat_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous()).numpy().tobytes()
-
-
-Copies = tuple[list[Tensor], list[Tensor]]
-"""Targets and sources of copies."""
-
-
-def by_kind(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[Copies]:
-    """Group pairs of target and source by device and dtype: torch would copy a mixed list tensor by tensor."""
-    kinds: defaultdict[tuple[Any, Any], Copies] = defaultdict(lambda: ([], []))
-    for target, source in pairs:
-        targets, sources = kinds[target.device, target.dtype]
-        targets.append(target)
-        sources.append(source)
-    return list(kinds.values())

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ttp.adapters.torch.device.accelerator import AHEAD_MAX, AllEvents, Event, Runtime, flat_bytes, holder
+from ttp.adapters.torch.device.accelerator import AHEAD_MAX, AllEvents, Event, Runtime, holder
 from ttp.adapters.torch.local_state.buffers import BufferEntry, BufferTable
+from ttp.adapters.torch.tensor_memory import flat_bytes
 from ttp.inbox import Inbox
 from ttp.processor.local_state.pages import Buffer, Kept
 

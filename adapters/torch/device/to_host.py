@@ -14,7 +14,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ttp.adapters.torch.device.accelerator import Event, Runtime, as_viewed, flat_bytes, holder, poll
+from ttp.adapters.torch.device.accelerator import Event, Runtime, holder, poll
+from ttp.adapters.torch.tensor_memory import as_viewed, flat_bytes, memory_order
 
 RING_BYTES = 64 << 20
 """Size in bytes of each pinned buffer."""
@@ -93,7 +94,7 @@ class HostCopier:
             if runtime is None:
                 yield _Flight(None, tensor, tensor, tensor.detach)
                 continue
-            source = _by_stride(tensor)
+            source = tensor.permute(memory_order(tensor))
             run, span = _run(source), _span(source)
             with_gaps = span <= source.numel() // run * (run + _COPY_BYTES // source.element_size())
             runs = iter([source.as_strided((span,), (1,))]) if with_gaps else _runs(source, run)
@@ -144,11 +145,6 @@ def _copy_once(runtime: Runtime, pinned: Tensor) -> None:
         raise TimeoutError(f"the device did not finish its first copy within {_START_S:g} s")
 
 
-def _by_stride(tensor: Tensor) -> Tensor:
-    """Return a view with the dimensions in the order of memory: dense tensors, channels last too, are contiguous."""
-    return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
-
-
 def _run(source: Tensor) -> int:
     """Return the number of elements that lie together in memory, at least 1; ``source`` is in the order of memory."""
     run = 1
@@ -183,7 +179,7 @@ def _shaped(copied: Tensor, tensor: Tensor, with_gaps: bool) -> Tensor:
         tensor: the original.
         with_gaps: ``copied`` also has what lies between the elements.
     """
-    source = _by_stride(tensor)
+    order = memory_order(tensor)
+    source = tensor.permute(order)
     whole = copied.as_strided(source.shape, source.stride()).contiguous() if with_gaps else copied.view(source.shape)
-    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     return as_viewed(whole.permute(sorted(range(tensor.dim()), key=order.__getitem__)), tensor)

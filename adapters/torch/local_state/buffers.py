@@ -21,9 +21,9 @@ import xxhash
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from ttp.adapters.torch.device.accelerator import copied_bytes, flat_bytes
 from ttp.adapters.torch.sharding.names import _walk as walk
 from ttp.adapters.torch.sharding.names import takes_any_shape
+from ttp.adapters.torch.tensor_memory import copied_bytes, flat_bytes, is_plain
 from ttp.errors import CheckpointError
 from ttp.processor.local_state.host_rng import memory_at
 from ttp.processor.local_state.pages import Buffer, Kept
@@ -137,12 +137,7 @@ class BufferTable:
             for key, tensor in owner._buffers.items():
                 if tensor is None:
                     self._absent.append((owner._buffers, key))
-                elif (
-                    type(tensor.detach()) is not Tensor  # the content of a subclass need not be in its own memory
-                    or tensor.layout is not torch.strided
-                    or tensor.is_quantized
-                    or tensor.is_meta
-                ):
+                elif tensor.is_meta or not is_plain(tensor.detach()):
                     self.skipped.append(prefix + key)
                 else:
                     self._add(owner, key, prefix + key, tensor)

@@ -26,11 +26,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ttp.adapters.torch.device.accelerator import copied_bytes, sample_of
 from ttp.adapters.torch.loop.hook import Hook
 from ttp.adapters.torch.loop.misuse import capturing
 from ttp.adapters.torch.sharding.dtensor_chunks import is_distributed
 from ttp.adapters.torch.sharding.names import first_of, parameters_of
+from ttp.adapters.torch.tensor_memory import copied_bytes, is_plain, sample_of
 from ttp.errors import UsageError
 
 log = logging.getLogger("ttp.adapters.torch")
@@ -239,8 +239,7 @@ def _moving(tensor: Tensor) -> _State:
 
 
 def _is_readable(tensor: Tensor) -> bool:
-    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
-    return plain and not (tensor.is_inference() or tensor.is_meta or tensor.is_quantized)
+    return is_plain(tensor) and not (tensor.is_inference() or tensor.is_meta)
 
 
 def _changed(before: Mapping[str, _State], now: Mapping[str, _State]) -> list[str]:

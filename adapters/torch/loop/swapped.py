@@ -23,14 +23,15 @@ from itertools import takewhile
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from ttp.adapters.torch.device.accelerator import Event, Runtime, flat_bytes, holder, poll
+from ttp.adapters.torch.device.accelerator import Event, Runtime, holder, poll
 from ttp.adapters.torch.loop.misuse import capturing
 from ttp.adapters.torch.sharding.dtensor_chunks import is_distributed, local
 from ttp.adapters.torch.sharding.exchange import tells
 from ttp.adapters.torch.sharding.names import parameters_of
+from ttp.adapters.torch.tensor_memory import flat_bytes, is_plain
 
 log = logging.getLogger("ttp.adapters.torch")
 
@@ -302,8 +303,7 @@ def _shared(one: str, other: str) -> int:
 
 def _is_plain(memory: Tensor) -> bool:
     """Return whether bytes of the tensor can be read."""
-    plain = type(memory) in (Tensor, nn.Parameter) and memory.layout is torch.strided and memory.device.type != "meta"
-    return plain and memory.numel() > 0 and memory.is_contiguous()
+    return is_plain(memory) and not memory.is_meta and memory.numel() > 0 and memory.is_contiguous()
 
 
 def _sample(parameter: Tensor, runtimes: Sequence[Runtime]) -> _Sample:

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ttp.adapters.torch.device.accelerator import sample_of
 from ttp.adapters.torch.sharding.dtensor_chunks import is_distributed
 from ttp.adapters.torch.sharding.names import parameters_of
+from ttp.adapters.torch.tensor_memory import sample_of
 from ttp.errors import UsageError
 
 log = logging.getLogger("ttp.adapters.torch")

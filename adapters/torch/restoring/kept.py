@@ -22,6 +22,7 @@ from ttp.adapters.torch.saving.piece_index import IndexEntry
 from ttp.adapters.torch.saving.state import optimizer_kind
 from ttp.adapters.torch.sharding.dtensor_chunks import is_distributed, local
 from ttp.adapters.torch.sharding.names import ModelNames, parameters_of
+from ttp.adapters.torch.tensor_memory import is_plain
 from ttp.core.rank.kept_state import Origin
 
 PLAIN = (bool, int, float, str, type(None))
@@ -125,7 +126,7 @@ def _cut(tensor: Any) -> tuple[Any, ...]:
 def _refuse_shared(tensors: Sequence[Tensor]) -> None:
     seen: set[int] = set()
     for tensor in tensors:
-        if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_quantized or overlaps(tensor):
+        if not is_plain(tensor) or overlaps(tensor):
             raise UnlikeError("a tensor is not plain and dense")
         memory = tensor.untyped_storage().data_ptr()
         if memory in seen and tensor.numel():

@@ -14,8 +14,8 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from ttp.adapters.torch.device.accelerator import flat_bytes
 from ttp.adapters.torch.restoring.kept import Held, Kept, UnlikeError, values_of
+from ttp.adapters.torch.tensor_memory import flat_bytes
 from ttp.core.layout import Version
 from ttp.core.rank.kept_state import Origin
 from ttp.store.encoding import decode, encode

@@ -16,6 +16,7 @@ from torch import Tensor
 from ttp.adapters.torch.saving.flatten_state import StateValue, ToHost, dump, leaves, whole
 from ttp.adapters.torch.saving.piece_index import SHARD_KIND, IndexEntry, encode_table
 from ttp.adapters.torch.saving.tensor_serializer import TensorWriter
+from ttp.adapters.torch.tensor_memory import is_plain, memory_order
 from ttp.core.layout import Rank, Shard
 from ttp.core.messages import Piece
 from ttp.errors import CheckpointError
@@ -191,10 +192,7 @@ def chunks_of(value: Any) -> Sequence[Chunk] | None:
 
 def _order(tensor: Tensor) -> tuple[int, ...]:
     """Return the dimensions as they lie in memory, see ``IndexEntry``. Elements that share memory have no order."""
-    strides = tensor.stride()
-    if tensor.is_contiguous() or 0 in strides:
-        return ()
-    return tuple(sorted(range(len(strides)), key=lambda dimension: -strides[dimension]))
+    return () if tensor.is_contiguous() or 0 in tensor.stride() else tuple(memory_order(tensor))
 
 
 def _give_back(copy: Tensor, of: Tensor) -> None:
@@ -210,7 +208,7 @@ def _give_back(copy: Tensor, of: Tensor) -> None:
 
 def objection(key: str, tensor: Tensor) -> str:
     """Return why stock torch could not load this tensor without unpickling classes; an empty string if it could."""
-    if type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized:
+    if is_plain(tensor):
         return ""
     advice = (
         "Use an optimizer that keeps plain tensors (for 8 bits that of bitsandbytes, not torchao's)"

@@ -23,12 +23,13 @@ import xxhash
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ttp.adapters.torch.device.accelerator import Runtime, flat_bytes, holder, poll
+from ttp.adapters.torch.device.accelerator import Runtime, holder, poll
 from ttp.adapters.torch.saving.flatten_state import leaves
 from ttp.adapters.torch.saving.piece_index import StatePath
 from ttp.adapters.torch.saving.state import optimizer_state
 from ttp.adapters.torch.sharding.names import ModelNames, parameters_of
 from ttp.adapters.torch.sharding.sharding import Sharding, local_tensors
+from ttp.adapters.torch.tensor_memory import flat_bytes, is_plain, memory_order
 from ttp.core.layout import Shard
 from ttp.processor.sampling import BAD_MAX, Blocks, blocks_of
 
@@ -175,12 +176,11 @@ class Inspector:
     def _memory(self, tensor: Tensor) -> Tensor | None:
         """Return the elements of a tensor in the order of its memory, as a vector; None if it cannot be compared."""
         tensor = tensor.detach()
-        plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized
-        if not plain or tensor.device.type == "meta" or tensor.numel() == 0:
+        if not is_plain(tensor) or tensor.device.type == "meta" or tensor.numel() == 0:
             return None
         if tensor.is_contiguous():
             return tensor.view(-1)
-        ordered = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+        ordered = tensor.permute(memory_order(tensor))
         if not ordered.is_contiguous():
             if holder(self._runtimes, tensor) is not None:
                 return None  # a dense copy would have to be allocated on the device

@@ -26,12 +26,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ttp.adapters.torch.device.accelerator import AHEAD_MAX, Fence, Runtime, by_kind, holder
+from ttp.adapters.torch.device.accelerator import AHEAD_MAX, Fence, Runtime, holder
 from ttp.adapters.torch.loop.combined_optimizer import members_of
 from ttp.adapters.torch.loop.schedule_habit import copied
 from ttp.adapters.torch.loop.unwrap_optimizer import unwrap_optimizer
 from ttp.adapters.torch.sharding.dtensor_chunks import is_distributed, local
 from ttp.adapters.torch.sharding.names import parameters_of
+from ttp.adapters.torch.tensor_memory import by_kind, is_plain
 from ttp.errors import CheckpointError
 
 log = logging.getLogger("ttp.adapters.torch")
@@ -193,7 +194,7 @@ class PreImage:
         return copied(value)
 
     def _copy_tensor(self, live: Tensor, place: _Place, copies: _Copies) -> Tensor:
-        if not is_distributed(live) and (type(live) is not Tensor or live.layout is not torch.strided):
+        if not (is_distributed(live) or is_plain(live)):
             return live.clone()
         self._used.add(place)
         memory = self._memory.get(place)

@@ -14,10 +14,10 @@ import xxhash
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ttp.adapters.torch.device.accelerator import copied_bytes
 from ttp.adapters.torch.loop.unwrap_optimizer import is_sharded, owners_of, unwrap_optimizer, wrappers_of
 from ttp.adapters.torch.sharding.exchange import tells
 from ttp.adapters.torch.sharding.names import parameters_of
+from ttp.adapters.torch.tensor_memory import copied_bytes
 from ttp.errors import UsageError
 
 log = logging.getLogger("ttp.adapters.torch")

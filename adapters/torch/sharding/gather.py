@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ttp.adapters.torch.device.accelerator import Copies, by_kind
 from ttp.adapters.torch.sharding.partition import ShardPlacement
+from ttp.adapters.torch.tensor_memory import Copies, by_kind, is_plain, memory_order
 from ttp.errors import ConfigError
 
 GATHER_BYTES = 64 << 20
@@ -141,8 +141,8 @@ def dense_memory(parameter: Tensor) -> Tensor:
         ConfigError: the parameter is not a plain, dense tensor.
     """
     tensor = parameter.detach()
-    if type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized:
-        ordered = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+    if is_plain(tensor):
+        ordered = tensor.permute(memory_order(tensor))
         if tensor.is_contiguous() or ordered.is_contiguous():
             return (tensor if tensor.is_contiguous() else ordered).view(-1)
     raise ConfigError(

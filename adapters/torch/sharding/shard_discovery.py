@@ -12,7 +12,6 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor, nn
 
-from ttp.adapters.torch.device.accelerator import flat_bytes
 from ttp.adapters.torch.saving.checkpoint import Chunk, TensorOrChunks
 from ttp.adapters.torch.sharding import dtensor_chunks
 from ttp.adapters.torch.sharding.data_parallel import pipeline_stages
@@ -20,6 +19,7 @@ from ttp.adapters.torch.sharding.dtensor_chunks import Ranks
 from ttp.adapters.torch.sharding.fsdp1 import flat_scopes
 from ttp.adapters.torch.sharding.names import module_tensors
 from ttp.adapters.torch.sharding.sharding import TrainingObjects
+from ttp.adapters.torch.tensor_memory import flat_bytes
 from ttp.core.layout import Rank, Shard, compact_ranks
 from ttp.errors import ConfigError
 from ttp.store.encoding import decode, encode

@@ -21,14 +21,13 @@ import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 import xxhash
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from ttp.adapters.torch.device.accelerator import sample_of
 from ttp.adapters.torch.sharding.names import ModelNames, first_of, parameters_of
+from ttp.adapters.torch.tensor_memory import is_plain, sample_of
 from ttp.config import RankEnv
 from ttp.core.layout import Version
 
@@ -174,6 +173,5 @@ def _tensors(state: Mapping[str, Any]) -> list[Tensor]:
 def _some(tensors: Sequence[Tensor]) -> Iterator[bytes]:
     """Yield some bytes of each tensor on the host. Those on a device may be behind the noted weights."""
     for value in tensors:
-        plain = type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided
-        if plain and value.device.type == "cpu" and value.numel():
+        if is_plain(value) and value.device.type == "cpu" and value.numel():
             yield sample_of(value).numpy().tobytes()

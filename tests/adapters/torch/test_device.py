@@ -12,10 +12,11 @@ from torch import nn
 from tests.adapters.torch.fake_device import FakeDevice, Sin, Watching
 from tests.adapters.torch.fake_runtime import FakeRuntime
 from ttp.adapters.torch.device import to_host
-from ttp.adapters.torch.device.accelerator import copied_bytes, holder, sample_of
+from ttp.adapters.torch.device.accelerator import holder
 from ttp.adapters.torch.device.to_host import HostCopier
 from ttp.adapters.torch.local_state import buffers
 from ttp.adapters.torch.sharding import unconnected
+from ttp.adapters.torch.tensor_memory import copied_bytes, sample_of
 from ttp.errors import CheckpointError
 
 LARGE = buffers.LARGE_BYTES // 4
