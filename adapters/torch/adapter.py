@@ -173,31 +173,28 @@ class TorchAdapter(Restoring):
 
     def attach(self, processor: Processor) -> None:
         """Register hooks on optimizer and model, and report updates to ``processor`` from now on."""
-        self._processor, source = processor, self.source
+        self._processor, source, gate = processor, self.source, processor.gate
         sharding = self.sharding(processor.env.world_size)
-        several = processor.env.world_size > 1
-        for note in (*self._extra.notes(), *told_of_waiting(self._given, self._undo)) if several else ():
-            log.warning("%s", note)
+        if processor.env.world_size > 1:
+            for note in (*self._extra.notes(), *told_of_waiting(self._given, self._undo)):
+                log.warning("%s", note)
         ddps = ddps_of(self._model)
-        others = {} if gathering(self._model) else untrained(self._names.parameters, [self._optimizer, *self._given])
-        post_step = self._post_step = source.post_step = self._make_post_step()
-        seen = source.on_host, self._followed, self._extra.tensors_in_place
-        self._followers = Followers(self._model, others, *seen, lambda: not (processor.env.rank or turns.by_hand))
-        self._hooks.callback(self._followers.close)
-        self._followed(self._followers.small)
         buckets = source.buckets = LayoutWatch(ddps, self._names)
+        post_step = self._post_step = source.post_step = PostStepState(
+            members_of(self._optimizer),
+            scheduler=self._schedulers,
+            scaler=self._scaler,
+            averages=bool(self._extra.modules),
+            runtimes=source.runtimes,
+        )
         self._trial = self._make_trial(processor, sharding, buckets)
         source.exchanges = is_sharded(self._optimizer)
         if self._undo is not None:
             source.preimage = self._make_preimage(unwrap_optimizer(self._optimizer))
         self._barrier = self._make_barrier(processor)
         source.watch_swaps(sharding)
-        takers = [taker for each in self._given for taker in turn_takers(each)]
-        if is_sharded(self._optimizer):
-            takers = [list(sharding.stepping)]
-        hidden = next((name for each in self._given if (name := hides_its_step(each))), "")
-        turns = Turns(names_of(takers), skipped=post_step.skipped, scaled=self._scaler is not None, hidden=hidden)
-        gate = processor.gate
+        turns, takers = self._make_turns(sharding, post_step)
+        self._follow(processor, turns)
         calls = self._make_around(processor, turns, takers, buckets).calls()
         self._attachment = Attachment(
             takers,
@@ -222,6 +219,28 @@ class TorchAdapter(Restoring):
         self.repeating = Repeating(self._model, self._given, scaler, self.capture, self._extra, layout, ddps)
         self.capture.capture(gate.version, final=True)
 
+    def _make_turns(self, sharding: Sharding, post_step: PostStepState) -> tuple[Turns, list[list[Optimizer]]]:
+        """Return what decides where versions end, and the optimizers of each turn."""
+        takers = [taker for each in self._given for taker in turn_takers(each)]
+        if is_sharded(self._optimizer):
+            takers = [list(sharding.stepping)]
+        hidden = next((name for each in self._given if (name := hides_its_step(each))), "")
+        scaled = self._scaler is not None
+        return Turns(names_of(takers), skipped=post_step.skipped, scaled=scaled, hidden=hidden), takers
+
+    def _follow(self, processor: Processor, turns: Turns) -> None:
+        """Compare, from now on, parameters that no optimizer trains."""
+        self._followers = Followers(
+            self._model,
+            {} if gathering(self._model) else untrained(self._names.parameters, [self._optimizer, *self._given]),
+            on_host=self.source.on_host,
+            found=self._followed,
+            beside=self._extra.tensors_in_place,
+            tells=lambda: not (processor.env.rank or turns.by_hand),
+        )
+        self._hooks.callback(self._followers.close)
+        self._followed(self._followers.small)
+
     def _forward_begins(self, module: nn.Module, _args: Any) -> None:
         """Capture the extra states of modules before the first forward pass after a version changes them."""
         if torch.compiler.is_compiling() or self._processor is None or capturing():
@@ -229,15 +248,6 @@ class TorchAdapter(Restoring):
         version, states = self._processor.gate.version, self.source.module_states
         if module.training and torch.is_grad_enabled() and states.values(version) is None:
             states.take(version)
-
-    def _make_post_step(self) -> PostStepState:
-        return PostStepState(
-            members_of(self._optimizer),
-            scheduler=self._schedulers,
-            scaler=self._scaler,
-            averages=bool(self._extra.modules),
-            runtimes=self.source.runtimes,
-        )
 
     def _make_preimage(self, optimizer: Optimizer, *, reserve: bool = True) -> PreImage:
         modules, runtimes = self._extra.modules.values(), self.source.runtimes

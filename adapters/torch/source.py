@@ -26,7 +26,7 @@ from ttp.adapters.torch.loop.post_step_state import PostStepState
 from ttp.adapters.torch.loop.swapped import Swapped
 from ttp.adapters.torch.loop.unwrap_optimizer import unwrap_optimizer
 from ttp.adapters.torch.restoring.kept import Kept, UnlikeError, keep
-from ttp.adapters.torch.saving.checkpoint import write_shard
+from ttp.adapters.torch.saving.checkpoint import Deal, everything, write_shard
 from ttp.adapters.torch.saving.inspection import ComparedTensor, Findings, Inspector, agreed_on, leaves_of, replicated
 from ttp.adapters.torch.saving.job_state import FROZEN, JOB_KIND, SETTINGS, JobState
 from ttp.adapters.torch.saving.metadata import NO_GAPS, finalise
@@ -308,10 +308,10 @@ class TorchSource(Standing):
         assert self.sharding is not None
         part = stripes.parse(shard)
         name = f"__{list(self.processor.layout.groups).index(part.shard)}_{generation}"
-        cut: dict[str, Any] = {}
+        deal: Deal = everything
         if part.count > 1:
             name += f"_{part.index}of{part.count}"
-            cut["deal"] = Share(part.index, part.count, self._agreed()).of
+            deal = Share(part.index, part.count, self._agreed()).of
         return write_shard(
             draft,
             f"{name}.distcp",
@@ -321,8 +321,8 @@ class TorchSource(Standing):
             to_host=self._to_host,
             cancelled=cancelled,
             progress=self.wrote,
+            deal=deal,
             lacking=self._names.lacking(),
-            **cut,
         )
 
     def _agreed(self) -> Callable[[StatePath], bool]:

@@ -74,7 +74,12 @@ def decode(data: bytes) -> LocalState:
         CheckpointError: the bytes are no image.
     """
     with ToldAs(CheckpointError, f"{len(data)} bytes of rank-local state cannot be read", *_UNREADABLE):
-        return _decode(data)
+        image = _parse(memoryview(data))
+        extra = {name: bytes(section) for name, section in image.extra.items()}
+        for name, parts in image.apart.items():
+            extra[name] = encode(decode_values(extra[name], [bytes(part) for part in parts]))
+        buffers = {info.name: decode_buffer(info, bytes(section)) for info, section in image.buffers}
+        return LocalState(bytes(image.rng), buffers, extra)
 
 
 def read_local_state(path: Path, pieces: Sequence[Piece], rank: int) -> LocalState | None:
@@ -121,15 +126,6 @@ def without_still_buffers(changes: Changes) -> Changes:
         if known:
             found[name] = known
     return found
-
-
-def _decode(data: bytes) -> LocalState:
-    image = _parse(memoryview(data))
-    extra = {name: bytes(section) for name, section in image.extra.items()}
-    for name, parts in image.apart.items():
-        extra[name] = encode(decode_values(extra[name], [bytes(part) for part in parts]))
-    buffers = {info.name: decode_buffer(info, bytes(section)) for info, section in image.buffers}
-    return LocalState(bytes(image.rng), buffers, extra)
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,9 +115,7 @@ class _Reader:
         """Return True if an expression calls only the closure, False if something else, None if it calls nothing."""
         calls = [node for node in ast.walk(value) if isinstance(node, ast.Call)] if value is not None else []
         uses = [call for call in calls if self._is_use(call)]
-        others = [
-            call for call in calls if call not in uses and _name(call) not in {*_GRADIENTS_ON, *_HARMLESS, "super"}
-        ]
+        others = [call for call in calls if call not in uses and _name(call) not in _HARMLESS]
         if any(not self._is_wrapped(call) for call in others):
             return False
         return True if uses else None

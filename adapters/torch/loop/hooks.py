@@ -42,7 +42,7 @@ from ttp.adapters.torch.loop.post_step_state import PostStepState
 from ttp.adapters.torch.loop.turns import Turns
 from ttp.adapters.torch.loop.untouched import Untouched
 from ttp.adapters.torch.sharding.data_parallel import ddps_of
-from ttp.adapters.torch.sharding.ddp_buckets import Ddp
+from ttp.adapters.torch.sharding.ddp_buckets import Ddp, reduced_by
 from ttp.processor.source import UpdateReporter
 
 __all__ = ["EVALUATING", "Attachment", "Calls", "gathering", "gradient_triggers"]
@@ -199,8 +199,7 @@ def gradient_triggers(model: nn.Module, ddps: Sequence[Ddp]) -> list[Tensor]:
     for ddp in ddps:
         if ddp.find_unused_parameters or ddp.static_graph:
             continue
-        ignored = set(getattr(ddp, "parameters_to_ignore", ()))
-        reduced = [p for name, p in ddp.module.named_parameters() if p.requires_grad and name not in ignored]
+        reduced = [parameter for parameter in reduced_by(ddp) if parameter.requires_grad]
         fresh = [parameter for parameter in reduced if id(parameter) not in covered]
         chosen += fresh[:1]
         covered.update(map(id, reduced))

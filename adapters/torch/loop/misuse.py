@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ttp.adapters.torch.local_state.extra_state import by_name
 from ttp.adapters.torch.loop.hook import Hook
+from ttp.adapters.torch.loop.unwrap_optimizer import held_by
 from ttp.adapters.torch.sharding.names import parameters_of
 from ttp.errors import ConfigError, UsageError
 from ttp.processor.faults import is_collective_error
@@ -190,19 +191,10 @@ class Strangers:
 
     def _is_stranger(self, optimizer: Optimizer) -> bool:
         """Return whether ``optimizer`` has parameters of the model and does not wrap a registered optimizer."""
-        if any(thing is known for thing in _held_by(optimizer) for known in self._optimizers):
+        if any(thing is known for thing in held_by(optimizer) for known in self._optimizers):
             return False
         own = set(map(id, self._model.parameters()))
         return any(id(parameter) in own for parameter in parameters_of(optimizer))
-
-
-def _held_by(thing: Any) -> Iterator[Any]:
-    for value in vars(thing).values():
-        yield value
-        if isinstance(value, (list, tuple)):
-            yield from value
-        elif type(value) is dict:
-            yield from value.values()
 
 
 def told_of_waiting(optimizers: Sequence[Optimizer], undo: str | None) -> list[str]:

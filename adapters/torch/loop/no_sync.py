@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from ttp.adapters.torch.sharding.ddp_buckets import Ddp
+from ttp.adapters.torch.sharding.ddp_buckets import Ddp, reduced_by
 
 
 class NoSync:
@@ -46,10 +46,5 @@ class NoSync:
 
 def _is_all_theirs(model: nn.Module, ddps: Sequence[Ddp]) -> bool:
     """Return whether these DistributedDataParallel modules reduce every gradient of the model."""
-    theirs = {
-        id(parameter)
-        for ddp in ddps
-        for name, parameter in ddp.module.named_parameters()
-        if name not in getattr(ddp, "parameters_to_ignore", ())
-    }
+    theirs = {id(parameter) for ddp in ddps for parameter in reduced_by(ddp)}
     return all(id(parameter) in theirs for parameter in model.parameters() if parameter.requires_grad)

@@ -7,7 +7,7 @@ optimizers keep the state, and whose steps make the update.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
@@ -90,10 +90,8 @@ def wrapped_by(optimizer: Optimizer) -> list[Optimizer]:
     """Return the optimizers in the attributes of ``optimizer`` that update its parameters; empty: it does so itself."""
     if is_sharded(optimizer):
         return []
-    found: dict[int, Optimizer] = {}
-    for value in list(vars(optimizer).values()):
-        found.update((id(each), each) for each in _optimizers_in(value) if each is not optimizer)
-    inside = list(found.values())
+    found = (each for each in held_by(optimizer) if isinstance(each, Optimizer) and each is not optimizer)
+    inside = list({id(each): each for each in found}.values())
     owned = [id(p) for each in inside for p in parameters_of(each)]
     shown = {id(p) for p in parameters_of(optimizer)}
     return inside if inside and shown <= set(owned) else []
@@ -156,9 +154,11 @@ def fires_hooks(optimizer: Optimizer) -> bool:
     return bool(getattr(step, "hooked", False)) and hasattr(optimizer, "_optimizer_step_pre_hooks")
 
 
-def _optimizers_in(value: Any) -> Iterable[Optimizer]:
-    if isinstance(value, Optimizer):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [each for each in value if isinstance(each, Optimizer)] if isinstance(value, (list, tuple)) else []
+def held_by(thing: Any) -> Iterator[Any]:
+    """Yield the values of the attributes of an object, and what is in those that are lists, tuples or dicts."""
+    for value in list(vars(thing).values()):
+        yield value
+        if isinstance(value, (list, tuple)):
+            yield from value
+        elif isinstance(value, dict):
+            yield from list(value.values())

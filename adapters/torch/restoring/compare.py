@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from ttp.adapters.torch.restoring.param_groups import SavedGroups
 from ttp.adapters.torch.saving.piece_index import IndexEntry
 from ttp.adapters.torch.saving.state import optimizer_kind
 from ttp.adapters.torch.sharding.dtensor_chunks import Cutter
@@ -28,8 +29,6 @@ _NOT_HYPERPARAMETERS = {
     "base_momentum",
 }
 """Keys of a param group that do not identify the optimizer's class: schedulers and programs add them."""
-
-SavedGroups = Sequence[Mapping[str, Any]]
 
 
 def model_differences(

@@ -7,7 +7,7 @@ modified. ``ttp.core.rank.kept_state`` decides whether a state may be kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -105,18 +105,13 @@ def keep(origin: Origin, names: ModelNames, optimizer: Optimizer) -> Kept:
 
 def _held(value: Any, owner: Any) -> Any:
     if isinstance(value, Tensor):
-        if cut := is_distributed(value):
-            _refuse_another_cut(value, owner)
+        cut = is_distributed(value)
+        if cut and not (is_distributed(owner) and _cut(value) == _cut(owner)):  # ``hand_over`` cuts it as the parameter
+            raise UnlikeError("the optimizer keeps a tensor that is distributed in another way than its parameter")
         return Held(local(value).detach(), cut)
     if not isinstance(value, PLAIN):
         raise UnlikeError(f"the optimizer's state has a {type(value).__name__}: not a tensor, number, string or None")
     return value
-
-
-def _refuse_another_cut(value: Any, owner: Any) -> None:
-    """Refuse a tensor that is not sharded as its parameter is, because ``hand_over`` gives it that sharding."""
-    if not is_distributed(owner) or _cut(value) != _cut(owner):
-        raise UnlikeError("the optimizer keeps a tensor that is distributed in another way than its parameter")
 
 
 def _cut(tensor: Any) -> tuple[Any, ...]:
@@ -232,10 +227,3 @@ def _give(parameter: Tensor, old: Tensor) -> None:
     here = local(parameter)
     if here.data_ptr() != old.data_ptr() or here.stride() != old.stride():
         here.copy_(old)
-
-
-def values_of(kept: Kept) -> Iterator[tuple[str, str, Any]]:
-    """Yield (name of the parameter, key, value) for all values of the optimizer's state."""
-    for name, values in kept.optimizer.items():
-        for key, value in values.items():
-            yield name, key, value

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from ttp.adapters.torch.restoring.kept import Held, Kept, UnlikeError, values_of
+from ttp.adapters.torch.restoring.kept import Held, Kept, UnlikeError
 from ttp.adapters.torch.tensor_memory import flat_bytes
 from ttp.core.layout import Version
 from ttp.core.rank.kept_state import Origin
@@ -88,7 +88,8 @@ def _described(kept: Kept, tensors: Sequence[Tensor]) -> bytes:
             "parameters": [[name, number[id(tensor)]] for name, tensor in kept.parameters.items()],
             "optimizer": [
                 [name, key, *((True, number[id(v.tensor)], v.cut) if isinstance(v, Held) else (False, v, False))]
-                for name, key, v in values_of(kept)
+                for name, values in kept.optimizer.items()
+                for key, v in values.items()
             ],
         }
     )

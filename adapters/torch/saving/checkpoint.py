@@ -48,6 +48,16 @@ class Chunk:
     dtype: torch.dtype | None = None
     placed: tuple[int, ...] = ()
 
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """The element type on disk."""
+        return self.dtype or self.tensor.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the elements on disk, in bytes."""
+        return self.tensor.numel() * self.stored_dtype.itemsize
+
 
 TensorOrChunks = Tensor | Chunk | tuple[Chunk, ...]
 """One tensor of the state: the whole tensor, or the chunks of it that this rank holds. A chunk without elements is not
@@ -57,7 +67,8 @@ Deal = Callable[[Iterable[StateValue]], tuple[Iterable[StateValue], str]]
 """Takes the entries of a shard; returns those that belong to one part of it, and a digest of how it was divided."""
 
 
-def _everything(entries: Iterable[StateValue]) -> tuple[Iterable[StateValue], str]:
+def everything(entries: Iterable[StateValue]) -> tuple[Iterable[StateValue], str]:
+    """Return all entries: the ``Deal`` of a piece that is a whole shard."""
     return entries, ""
 
 
@@ -71,7 +82,7 @@ def write_shard(
     to_host: ToHost = Tensor.cpu,
     cancelled: Callable[[], bool] = lambda: False,
     progress: Progress | None = None,
-    deal: Deal = _everything,
+    deal: Deal = everything,
     lacking: Sequence[str] = (),
 ) -> Piece:
     """Write the shard ``state`` to ``draft/file``; return when the file is durable.
@@ -143,7 +154,7 @@ class _ShardWriter:
         tensor = chunk.tensor.detach()
         if why := objection(name.key, tensor):
             raise CheckpointError(why)
-        dtype = chunk.dtype or tensor.dtype
+        dtype = chunk.stored_dtype
         layout = (dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
         same = (tensor.device, tensor.data_ptr(), *layout, chunk.offsets, chunk.shape)
         first = self._tensors.get(same) if tensor.numel() else None

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from ttp.adapters.torch.device.accelerator import AllEvents, Fence, Runtime, holder, poll
 from ttp.adapters.torch.device.cuda import runtimes_on
@@ -18,7 +19,6 @@ from ttp.adapters.torch.loop.stream_barrier import StreamBarrier
 from ttp.adapters.torch.loop.swapped import Swapped
 from ttp.adapters.torch.loop.unwrap_optimizer import unwrap_optimizer
 from ttp.adapters.torch.saving.preimage import PreImage
-from ttp.adapters.torch.saving.state import tensors_in
 from ttp.adapters.torch.sharding.names import parameters_of
 from ttp.core.layout import Version
 from ttp.core.messages import Phase
@@ -105,9 +105,9 @@ class Standing(PagedSource):
 
     def has_state_on_host(self) -> bool:
         """Return whether any parameter, or any non-scalar tensor of the optimizer's state, is on the host."""
-        owned = [*parameters_of(self._optimizer)]
-        kept = [v for values in list(unwrap_optimizer(self._optimizer).state.values()) for v in tensors_in(values)]
-        return any(map(self.on_host, [*owned, *(v for v in kept if v.dim())]))
+        kept = tree_leaves(list(unwrap_optimizer(self._optimizer).state.values()))
+        tensors = (value for value in kept if isinstance(value, Tensor) and value.dim())
+        return any(map(self.on_host, (*parameters_of(self._optimizer), *tensors)))
 
     def why_not_abort(self, within_s: float) -> str:
         """Return why this rank's collectives must not be aborted now; an empty string if they may be.

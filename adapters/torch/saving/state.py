@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -115,18 +114,6 @@ def frozen(names: ModelNames, optimizer: Optimizer, toggled: Collection[int] = (
     """
     owned = {id(parameter) for parameter in parameters_of(optimizer)}.difference(toggled)
     return [name for name, p in names.parameters.items() if id(p) in owned and not p.requires_grad]
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in the optimizer state of one parameter, inside of any containers."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in list(value.values()):
-            yield from tensors_in(item)
-    elif isinstance(value, (list, tuple, deque)):
-        for item in list(value):
-            yield from tensors_in(item)
 
 
 def optimizer_kind(optimizer: Optimizer) -> str:

@@ -86,12 +86,12 @@ class _Line:
         found: list[Chunk] = []
         for chunk in stack:
             found += _cut(chunk, at, bounds, wanted)
-            at += _bytes(chunk)
+            at += chunk.nbytes
         return begin, found
 
 
 def _cut(chunk: Chunk, at: int, bounds: Sequence[float], wanted: int) -> Iterator[Chunk]:
-    size = _bytes(chunk)
+    size = chunk.nbytes
     dim = next((d for d, n in enumerate(chunk.tensor.shape) if n > 1), None)
     rows = chunk.tensor.shape[dim] if dim is not None and size >= CUT_MIN else 1
     pitch = size / rows
@@ -128,16 +128,8 @@ def _address(tensor: Tensor) -> tuple[bool, int]:
 
 
 def _described(chunk: Chunk) -> list[Any]:
-    return [str(_dtype(chunk)), list(chunk.tensor.shape), list(chunk.offsets), list(chunk.shape)]
-
-
-def _dtype(chunk: Chunk) -> torch.dtype:
-    return chunk.dtype or chunk.tensor.dtype
-
-
-def _bytes(chunk: Chunk) -> int:
-    return chunk.tensor.numel() * _dtype(chunk).itemsize
+    return [str(chunk.stored_dtype), list(chunk.tensor.shape), list(chunk.offsets), list(chunk.shape)]
 
 
 def _size(stack: Stack) -> int:
-    return sum(map(_bytes, stack))
+    return sum(chunk.nbytes for chunk in stack)

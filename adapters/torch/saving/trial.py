@@ -174,8 +174,7 @@ class Trial:
 
     def _all(self) -> set[str]:
         """Return the names of the parameters that the optimizers have now."""
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        return {self._names.of(parameter) for group in groups for parameter in group["params"]}
+        return set(map(self._names.of, parameters_of(*self._optimizers)))
 
     def _try(self) -> str:
         state = self._make_state()

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ttp.adapters.torch.sharding.ddp_buckets import BucketWatch, Ddp, apply_bucket_layout, missing_layout
+from ttp.adapters.torch.sharding.ddp_buckets import BucketWatch, Ddp, apply_bucket_layout, missing_layout, reduced_by
 from ttp.adapters.torch.sharding.names import ModelNames
 
 _log = logging.getLogger("ttp.adapters.torch")
@@ -95,13 +95,9 @@ def not_replicated(ddps: Sequence[Ddp]) -> list[Tensor]:
     ignored: dict[int, Tensor] = {}
     reduced: set[int] = set()
     for ddp in ddps:
-        names = set(getattr(ddp, "parameters_to_ignore", ()))
-        reduced.update(map(id, getattr(ddp, "_delay_all_reduce_params", ())))
-        for name, parameter in ddp.module.named_parameters():
-            if name in names:
-                ignored[id(parameter)] = parameter
-            else:
-                reduced.add(id(parameter))
+        own = set(map(id, reduced_by(ddp)))
+        reduced |= own | set(map(id, getattr(ddp, "_delay_all_reduce_params", ())))
+        ignored.update((id(p), p) for p in ddp.module.parameters() if id(p) not in own)
     return [parameter for identity, parameter in ignored.items() if identity not in reduced]
 
 

@@ -45,6 +45,12 @@ _applied: weakref.WeakKeyDictionary[Ddp, str] = weakref.WeakKeyDictionary()
 _WHAT_MAY_FAIL = (AttributeError, TypeError, ValueError, RuntimeError, KeyError, IndexError)
 
 
+def reduced_by(ddp: Ddp) -> list[Tensor]:
+    """Return the parameters of the module that it was not told to ignore, trained and frozen ones."""
+    ignored = set(getattr(ddp, "parameters_to_ignore", ()))
+    return [parameter for name, parameter in ddp.module.named_parameters() if name not in ignored]
+
+
 def bucket_layout(ddp: Ddp) -> str | None:
     """Return the bucket layout for the next step, e.g. ``"7 6 5 4, 2 3 1 0"``: parameter numbers, bucket by bucket.
 

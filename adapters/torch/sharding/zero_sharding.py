@@ -104,19 +104,13 @@ def _check(parts: TrainingObjects) -> None:
         raise ConfigError(
             f"{kind}(overlap_with_ddp=True) has no step() of its own to protect: make it without overlap_with_ddp"
         )
-    if not (_spans(parts.optimizer, parts.world_size) or _reduced_over_all(parts)):
+    optimizer: Any = parts.optimizer
+    groups = [each.process_group for each in (optimizer, *parts.ddps)]
+    if not any(dist.get_world_size(group) == parts.world_size for group in groups):
         raise ConfigError(
             f"the process group of {kind} has not all {parts.world_size} ranks, and no DistributedDataParallel over "
             "all ranks keeps the weights of the others equal: use the group of all data-parallel ranks for both"
         )
-
-
-def _spans(optimizer: Any, world_size: int) -> bool:
-    return dist.get_world_size(optimizer.process_group) == world_size
-
-
-def _reduced_over_all(parts: TrainingObjects) -> bool:
-    return any(dist.get_world_size(ddp.process_group) == parts.world_size for ddp in parts.ddps)
 
 
 def _alone(layout: Layout, optimizer: Optimizer) -> str:

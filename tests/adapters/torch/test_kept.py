@@ -23,7 +23,7 @@ from tests.adapters.torch.worlds import run_world
 from tests.making import making
 from ttp.adapters.torch import adapter
 from ttp.adapters.torch.restoring import registered, restore, transfer
-from ttp.adapters.torch.restoring.kept import Held, Kept, UnlikeError, hand_over, keep, values_of
+from ttp.adapters.torch.restoring.kept import Held, Kept, UnlikeError, hand_over, keep
 from ttp.adapters.torch.saving.piece_index import IndexEntry
 from ttp.adapters.torch.sharding.names import ModelNames
 from ttp.core.layout import Version
@@ -62,7 +62,8 @@ class Job(Loop):
     def saved(self) -> list[IndexEntry]:
         """Return the optimizer state in a checkpoint."""
         kept = keep(ORIGIN, ModelNames(self.model, self.optimizer), self.optimizer)
-        return [IndexEntry(("optim", "state", name, key), "file", 0, 0) for name, key, _ in values_of(kept)]
+        values = [(name, key) for name, of_parameter in kept.optimizer.items() for key in of_parameter]
+        return [IndexEntry(("optim", "state", name, key), "file", 0, 0) for name, key in values]
 
 
 @pytest.fixture
@@ -327,7 +328,8 @@ def told(kept: Kept) -> list[Any]:
     parts = [[n, str(t.dtype), list(t.stride()), digest(t.contiguous())] for n, t in kept.parameters.items()]
     values = [
         [name, key, digest(v.tensor) if isinstance(v, Held) else v, isinstance(v, Held) and v.cut]
-        for name, key, v in values_of(kept)
+        for name, of_parameter in kept.optimizer.items()
+        for key, v in of_parameter.items()
     ]
     tied = kept.parameters["large"] is kept.parameters["tied"]
     return [parts, values, tied, kept.kind, *astuple(kept.origin)]
