@@ -143,8 +143,14 @@ class Followers:
         Raises:
             UsageError: the program has changed parameters, or modules beside the model, since a forward pass began.
         """
-        if self._beside_mark:
-            self._refuse_changed(self._beside_mark, self._states_of(self._beside()))
+        if self._beside_mark and (changed := _changed(self._beside_mark, self._states_of(self._beside()))):
+            raise UsageError(
+                f"the program changes {first_of(changed, _LISTED_MAX)} between the beginning of a forward pass and "
+                "optimizer.step(), and a module given as extra_state is read when a checkpoint is written: it would "
+                "hold the module as it is one step later. Give the module within model= instead, whose buffers are "
+                'kept for each version: model=nn.ModuleDict({"model": model, "loss": loss}). Or give an object that is '
+                "no module"
+            )
         before, moved, now = self._mark or {}, self._moved(), self._mark or {}
         changed = [name for name in moved if self._entered and _differ(before[name][1], now[name][1])]
         if moved and not changed:  # if no forward pass was seen, the change may have been made before it
@@ -195,16 +201,6 @@ class Followers:
             return []
         now = self._mark = self._look()
         return [name for name in self._named if now[name][0] != before[name][0]]
-
-    def _refuse_changed(self, before: Mapping[str, _State], now: Mapping[str, _State]) -> None:
-        if changed := _changed(before, now):
-            raise UsageError(
-                f"the program changes {first_of(changed, _LISTED_MAX)} between the beginning of a forward pass and "
-                "optimizer.step(), and a module given as extra_state is read when a checkpoint is written: it would "
-                "hold the module as it is one step later. Give the module within model= instead, whose buffers are "
-                'kept for each version: model=nn.ModuleDict({"model": model, "loss": loss}). Or give an object that is '
-                "no module"
-            )
 
     def _look_at_buffers(self) -> dict[str, _State]:
         return self._states_of(dict(self._model.named_buffers()))

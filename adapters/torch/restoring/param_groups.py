@@ -71,15 +71,9 @@ def _for_adding(group: Mapping[str, Any], names: ModelNames) -> dict[str, Any]:
 def load_groups(saved: SavedGroups, optimizer: Optimizer) -> None:
     """Load the settings of groups as ``groups_for`` returns them. Tensors are written in place."""
     for group, other in zip(optimizer.param_groups, saved, strict=True):
-        _load_group(group, other)
-
-
-def _load_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    for key, value in saved.items():
-        current = group.get(key)
-        if key == "params":
-            continue
-        if isinstance(current, Tensor) and isinstance(value, Tensor) and current.shape == value.shape:
-            current.detach().copy_(value)  # in place: schedulers and compiled steps keep references to the tensor
-        else:
-            group[key] = value
+        for key, value in other.items():
+            current = group.get(key)
+            if isinstance(current, Tensor) and isinstance(value, Tensor) and current.shape == value.shape:
+                current.detach().copy_(value)  # in place: schedulers and compiled steps keep references to the tensor
+            elif key != "params":
+                group[key] = value
