@@ -20,11 +20,12 @@ from ttp.adapters.torch.local_state.extra_state import ExtraState
 from ttp.adapters.torch.loop.barrier import UpdateBarrier, needs_barrier
 from ttp.adapters.torch.loop.between import BetweenSteps
 from ttp.adapters.torch.loop.combined_optimizer import combined, members_of, refuse_shared, tell_forgotten
+from ttp.adapters.torch.loop.communication import told_of_waiting
 from ttp.adapters.torch.loop.device_marks import with_marks
 from ttp.adapters.torch.loop.followers import Followers, called, untrained
 from ttp.adapters.torch.loop.hook import Hook
 from ttp.adapters.torch.loop.hooks import Attachment, gathering
-from ttp.adapters.torch.loop.misuse import capturing, refuse_lazy, told_of_waiting
+from ttp.adapters.torch.loop.misuse import capturing, refuse_lazy
 from ttp.adapters.torch.loop.post_step_state import PostStepState
 from ttp.adapters.torch.loop.repeating import Repeating
 from ttp.adapters.torch.loop.turns import Turns

@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from ttp.adapters.torch.device.accelerator import Fence
 from ttp.adapters.torch.loop.closures import Closure, closure_of, evaluates_first, with_closure
-from ttp.adapters.torch.loop.misuse import graph_task, pass_on_failure, refuse_capture, refuse_in_step, warn_of_unheard
+from ttp.adapters.torch.loop.communication import warn_of_unheard
+from ttp.adapters.torch.loop.misuse import graph_task, pass_on_failure, refuse_capture, refuse_in_step
 from ttp.adapters.torch.loop.no_sync import NoSync
 from ttp.adapters.torch.loop.post_step_state import PostStepState
 from ttp.adapters.torch.loop.stepping import Stepping, creates_state

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from ttp.adapters.torch.loop.misuse import CommunicationCheck
+from ttp.adapters.torch.loop.communication import CommunicationCheck
 from ttp.adapters.torch.sharding.names import first_of
 from ttp.errors import UsageError
 
