@@ -7,7 +7,7 @@ so dictionaries are made only when a caller needs them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from operator import is_
@@ -83,7 +83,7 @@ def plain_settings(optimizers: Sequence[ParamGroups]) -> ParamGroups:
     return [{name: v for name, v in group.items() if type(v) in PLAIN or _is_fixed(v)} for group in groups]
 
 
-def put_back(before: Hyperparameters, between: Hyperparameters, after: Hyperparameters) -> set[Setting]:
+def _put_back(before: Hyperparameters, between: Hyperparameters, after: Hyperparameters) -> set[Setting]:
     """Return the numbers, texts and tuples that are equal ``before`` and ``after``, and had another value between."""
     found: set[Setting] = set()
     for number, moments in enumerate(zip(before, between, after, strict=True)):
@@ -95,13 +95,46 @@ def put_back(before: Hyperparameters, between: Hyperparameters, after: Hyperpara
     return found
 
 
-def with_values(groups: list[ParamGroups], usual: Hyperparameters, settings: Iterable[Setting]) -> list[ParamGroups]:
-    """Return the groups of some optimizers with these settings as they are in ``usual``; changes no argument."""
-    found, known = [[*each] for each in groups], [each.groups() for each in usual]
-    for number, place, name in settings:
-        if place < len(known[number]) and name in known[number][place]:
-            found[number][place] = found[number][place] | {name: known[number][place][name]}
-    return found
+class PutBack:
+    """Learns which hyperparameters a wrapper sets for the step inside only, and puts back behind it."""
+
+    def __init__(self) -> None:
+        self.usual: Hyperparameters | None = None
+        """Those of the last forward pass that was the first one after an update; None: they are not looked at."""
+        self.looked: int | None = -1
+        """The version before that forward pass; None: no look is needed any more."""
+        self._settings: set[Setting] = set()
+
+    def begin(self) -> None:
+        """Note that a loop begins."""
+        self.usual, self.looked = None, -1
+
+    def end(self) -> None:
+        """Note that no look is needed: every version ends when all has been put back, or nothing ever is."""
+        self.usual = self.looked = None
+
+    def look(self, now: Hyperparameters, stepped: Hyperparameters, version: int, *, learning: bool) -> None:
+        """Note the hyperparameters of a forward pass, and learn which of them the step before it had changed.
+
+        Args:
+            now: the hyperparameters now.
+            stepped: those when the step had ended.
+            version: the version that the step has made.
+            learning: whether this is one of the first forward passes.
+        """
+        before, self.usual, self.looked = self.usual, now, version
+        if learning and before is not None and now is not stepped:
+            self._settings = self._settings | _put_back(before, stepped, now)  # a saver may read the old set
+        elif not (learning or self._settings):
+            self.end()
+
+    def applied(self, groups: list[ParamGroups], usual: Hyperparameters) -> list[ParamGroups]:
+        """Return the groups of some optimizers with these settings as they are in ``usual``; changes no argument."""
+        found, known = [[*each] for each in groups], [each.groups() for each in usual]
+        for number, place, name in self._settings:
+            if place < len(known[number]) and name in known[number][place]:
+                found[number][place] = found[number][place] | {name: known[number][place][name]}
+        return found
 
 
 def _looked_at(groups: list[dict[str, Any]], last: GroupValues | None) -> GroupValues:

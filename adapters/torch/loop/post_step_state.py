@@ -44,14 +44,7 @@ from ttp.adapters.torch.device.accelerator import (
     holder,
     poll,
 )
-from ttp.adapters.torch.local_state.hyperparameters import (
-    Hyperparameters,
-    ParamGroups,
-    Setting,
-    hyperparameters_of,
-    put_back,
-    with_values,
-)
+from ttp.adapters.torch.local_state.hyperparameters import Hyperparameters, ParamGroups, PutBack, hyperparameters_of
 from ttp.adapters.torch.loop.scaler_reading import ScalerReading, read_scaler
 from ttp.adapters.torch.loop.schedule_habit import Habit, Reading
 from ttp.adapters.torch.loop.unwrap_optimizer import listed
@@ -130,9 +123,7 @@ class PostStepState:
         self._ended = 0  # number of post-steps whose end was seen
         self._updates_expected = True  # scaler.update() was called in the last post-step
         self._older: deque[_Snapshot] = deque(maxlen=AHEAD_MAX)
-        self._usual: Hyperparameters | None = None  # of the last forward pass that was the first one after an update
-        self._looked: int | None = -1  # the version before that forward pass; None: no look is needed
-        self._put_back: set[Setting] = set()
+        self._put_back = PutBack()
         self._snapshot = self._take(0)
 
     # --------------------------------------------------------------------------------------------- training thread
@@ -146,7 +137,7 @@ class PostStepState:
         for habit in self._habits:
             habit.leading = False  # a step that was made while loading says nothing about the loop
         self._older.clear()
-        self._usual, self._looked = None, -1
+        self._put_back.begin()
         self._snapshot = self._take(version)
         self._stage = _OVER
 
@@ -154,7 +145,7 @@ class PostStepState:
         """Note that a forward pass begins. An evaluation may precede the scheduler's step: it ends no post-step."""
         if self._snapshot.copied is not None and any(runtime.capturing() for runtime in self._runtimes):
             return  # what is copied on a device now would become part of the CUDA graph: the gate is early enough
-        if training and self._looked is not None and self._looked != self._snapshot.version:
+        if training and self._put_back.looked not in (None, self._snapshot.version):
             self._look_at_settings()
         if self._stage is _OVER:
             return
@@ -164,15 +155,11 @@ class PostStepState:
             self._stage = _ENTERED
 
     def _look_at_settings(self) -> None:
-        """Note the hyperparameters of the iteration that begins, and learn which of them the last step had changed."""
-        last, before = self._snapshot, self._usual
-        now = self._usual = hyperparameters_of(self._optimizers, last.groups)
-        self._looked, self._snapshot = last.version, last._replace(usual=now)  # a schedule may have changed them too
-        if self._ended < _LEARNING_UPDATES:
-            if before is not None and now is not last.groups:
-                self._put_back = self._put_back | put_back(before, last.groups, now)  # a saver may read the old set
-        elif not self._put_back:
-            self._usual = self._looked = None
+        """Note the hyperparameters of the iteration that begins: a schedule may have changed them too."""
+        last = self._snapshot
+        now = hyperparameters_of(self._optimizers, last.groups)
+        self._snapshot = last._replace(usual=now)
+        self._put_back.look(now, last.groups, last.version, learning=self._ended < _LEARNING_UPDATES)
 
     def at_gate(self) -> None:
         """Note that the next update is about to begin."""
@@ -189,7 +176,7 @@ class PostStepState:
         last = self._snapshot
         self._older.append(last)
         if whole:
-            self._usual = self._looked = None  # what was changed for the step only has been put back
+            self._put_back.end()  # what was changed for the step only has been put back
         now = self._snapshot = self._take(version, last)
         if self._stage is _OVER and not whole and self._scaler is None:  # a scaler may have skipped an update before
             for habit, before, after in zip(self._habits, last.schedules, now.schedules, strict=True):
@@ -280,7 +267,7 @@ class PostStepState:
     def _groups(self, found: _Snapshot) -> list[ParamGroups]:
         _wait_for(found)
         groups = [each.groups() for each in found.groups]
-        return groups if found.usual is None else with_values(groups, found.usual, self._put_back)
+        return groups if found.usual is None else self._put_back.applied(groups, found.usual)
 
     def _read(self, version: int) -> tuple[_Snapshot, list[bool]]:
         """Return the snapshot of ``version``, and for each scheduler whether a step is due after it.
@@ -337,10 +324,10 @@ class PostStepState:
             schedules, groups = tuple(map(Habit.look, self._habits)), hyperparameters_of(self._optimizers)
         else:
             schedules = tuple(map(Habit.look, self._habits, last.schedules))
-            groups = hyperparameters_of(self._optimizers, self._usual or last.groups)
+            groups = hyperparameters_of(self._optimizers, self._put_back.usual or last.groups)
         event = self._event(groups, schedules) if self._runtimes else None
         scale = None if self._scaler is None else read_scaler(self._scaler, self._numbers, self._optimizers)
-        return _Snapshot(version, schedules, groups, scale, self._usual, event)
+        return _Snapshot(version, schedules, groups, scale, self._put_back.usual, event)
 
     def _after(self, last: _Snapshot, *, schedules: bool = True, training: bool = False) -> _Snapshot:
         """Return ``last`` brought up to now: with the scaler's update and the schedulers' steps that followed it.
