@@ -7,11 +7,12 @@ unless the rank asks this controller to take over. After a takeover ``gathering`
 from __future__ import annotations
 
 from ttp.core import messages as m
+from ttp.core.controller import hello_rules as rules
 from ttp.core.controller.events import ConnectionId, LedElsewhere
 from ttp.core.controller.gathering import Gathering
 from ttp.core.controller.incident import Stage
 from ttp.core.controller.job_end import JobEnd
-from ttp.core.controller.membership import Guest, Refusal
+from ttp.core.controller.membership import Guest, Member
 from ttp.core.controller.parts import ControllerParts
 from ttp.core.layout import Rank, compact_ranks
 
@@ -34,49 +35,58 @@ class Admission:
     def hello(self, connection: ConnectionId, hello: m.Hello, now: float) -> None:
         """Handle a rank's hello: admit the rank, refuse it, or ask for its layout first if that is unknown."""
         unknown = hello.layout_digest not in self._job.layouts
-        if not unknown and self._job.is_guest(hello):
+        if not unknown and rules.is_guest(self._job, hello):
             self._job.guests[hello.rank] = Guest(connection, hello)
             self._welcome(connection, hello, joins=True, guest=True)
             self._outbox.record("guest", rank=hello.rank, host=hello.host, pid=hello.pid)
             return
-        abdicates = hello.takeover and hello.term_seen > self._job.term and self._job.may_have_moved(hello)
+        abdicates = hello.takeover and hello.term_seen > self._job.term and rules.may_have_moved(self._job, hello)
         if abdicates and not unknown:
             self._abdicate(now)
-        refusal = self._elsewhere(hello) or self._job.malformed(hello)
+        refusal = rules.elsewhere(self._job, hello) or rules.malformed(self._job, hello)
         if refusal is None and not (abdicates and unknown):
-            refusal = self._job.refusal(hello) or self._busy(hello) or self._apart(hello)
+            refusal = self._refusal(hello)
         if refusal is not None:
             self._outbox.refuse(connection, hello, *refusal)
-            return
-        if unknown:
+        elif unknown:
             self._parts.layouts.wait(connection, hello, now)
-            return
-        if self._job.starts_incarnation(hello):
+        else:
+            self._admit(connection, hello, now)
+
+    def _refusal(self, hello: m.Hello) -> rules.Refusal | None:
+        if refusal := rules.refusal(self._job, hello) or self._busy(hello):
+            return refusal
+        return None if self._rescue.program.leads else rules.apart(self._job, hello)
+
+    def _admit(self, connection: ConnectionId, hello: m.Hello, now: float) -> None:
+        """Make a rank a member of the job, or of the next incarnation, which begins with it."""
+        if rules.starts_incarnation(self._job, hello):
             self._new_incarnation(hello, now)
         known = self._job.members.get(hello.rank)
-        if known is not None and known.connection is not None and connection < known.connection:
-            return  # late: the rank has opened another stream since
-        if known is not None and known.hello.nonce != hello.nonce:
+        if self._job.has_later(connection, hello.rank):
+            return
+        if known is not None:
+            self._replaces(known, hello)
+        self._rescue.committing.restored(hello.base_version)
+        self._welcome(connection, hello, joins=self._job.join(connection, hello, now).seated)
+        if known is None:  # a rank that comes back has not moved
+            self._parts.hangs.observed((hello.rank,), hello.version, 0, hello.phase, "", now)
+        self._parts.joined(hello.rank, now)
+        kind = "reconnected" if hello.resume else "joined"
+        self._outbox.record(kind, rank=hello.rank, host=hello.host, pid=hello.pid, version=hello.version)
+        self.gathering.joined(hello, new=known is None, now=now)
+        if self._job.complete and known is None:
+            self._outbox.record("formed", world_size=hello.world_size, incarnation=self._job.incarnation)
+        self._joined(hello, now)
+
+    def _replaces(self, known: Member, hello: m.Hello) -> None:
+        """Let another process, or the same one on another stream, take the place of a member."""
+        if known.hello.nonce != hello.nonce:
             text = f"rank {hello.rank} was started again as pid {hello.pid} on {hello.host}"
             self._outbox.send_to(hello.rank, m.Refused(hello.rank, m.RefusalCode.FENCED, text))
             self._parts.forget(hello.rank)
-        self._rescue.committing.restored(hello.base_version)
-        first = hello.rank not in self._job.members
-        if known is not None and known.hello.host != hello.host:
+        if known.hello.host != hello.host:
             self._parts.silence.lost(hello.rank)  # on its former host
-        self._welcome(connection, hello, joins=self._job.join(connection, hello, now).seated)
-        if first:  # a rank that comes back has not moved
-            self._parts.hangs.observed((hello.rank,), hello.version, 0, hello.phase, "", now)
-        self._parts.silence.joined(hello.rank, now)
-        self._parts.standby.joined(hello.rank)
-        self._parts.buddies.joined(hello.rank)
-        self._parts.mirrors.joined(hello.rank)
-        kind = "reconnected" if hello.resume else "joined"
-        self._outbox.record(kind, rank=hello.rank, host=hello.host, pid=hello.pid, version=hello.version)
-        self.gathering.joined(hello, new=first, now=now)
-        if self._job.complete and first:
-            self._outbox.record("formed", world_size=hello.world_size, incarnation=self._job.incarnation)
-        self._joined(hello, now)
 
     def _welcome(self, connection: ConnectionId, hello: m.Hello, *, joins: bool, guest: bool = False) -> None:
         term, incarnation = self._job.term, self._job.incarnation
@@ -117,40 +127,14 @@ class Admission:
             incident.evidence.withdraw_all(m.FaultKind.LOST)
         self._abdicate(now)
 
-    def _busy(self, hello: m.Hello) -> Refusal | None:
+    def _busy(self, hello: m.Hello) -> rules.Refusal | None:
         incident = self._rescue.incident
         saving = incident is not None and incident.stage is not Stage.RELEASED and bool(self._job.live)
         newcomer = not hello.incarnation and hello.rank not in self._job.members
-        relaunched = self._job.starts_incarnation(hello)
+        relaunched = rules.starts_incarnation(self._job, hello)
         if incident is not None and saving and (newcomer or relaunched):
             incident.overtaken |= relaunched
             return m.RefusalCode.BUSY, "the last incarnation of this job is still being saved; try again in a moment"
-        return None
-
-    def _apart(self, hello: m.Hello) -> Refusal | None:
-        """Refuse a new rank that saves elsewhere than its neighbours on its host; other hosts may name it differently.
-
-        Launchers number the ranks of a host one after the other; to look at all members would cost too much.
-        """
-        if hello.resume or self._rescue.program.leads or self._job.starts_incarnation(hello):
-            return None
-        for rank in (hello.rank - 1, hello.rank + 1):
-            member = self._job.members.get(Rank(rank))
-            if member is None or (member.hello.host, member.hello.launch) != (hello.host, hello.launch):
-                continue
-            if member.hello.save_dir != hello.save_dir:
-                return m.RefusalCode.MISMATCH, (
-                    f"rank {hello.rank} saves to {hello.save_dir}, but rank {rank} of the same host to "
-                    f"{member.hello.save_dir}: give all ranks the same save_dir. Its name may contain neither the rank "
-                    "nor the time"
-                )
-        return None
-
-    def _elsewhere(self, hello: m.Hello) -> Refusal | None:
-        """Send a rank of a running job to a standby, if this controller has no job and the rank knows standbys."""
-        if self._job.layout is None and hello.resume and hello.standbys and not hello.takeover:
-            text = f"this controller has just been started; {hello.standbys[0]} stands by for this job"
-            return m.RefusalCode.MOVED, text
         return None
 
     def _abdicate(self, now: float) -> None:

@@ -31,7 +31,7 @@ class FaultReports:
     def stream_ended(self, connection: ConnectionId, now: float) -> None:
         """Handle the end of a stream: all of its ranks are disconnected."""
         self._parts.layouts.ended(connection, now)
-        for rank in self._job.guests_on(connection):
+        for rank in [rank for rank, guest in self._job.guests.items() if guest.connection == connection]:
             del self._job.guests[rank]
         for rank in sorted(self._job.by_connection.get(connection, set())):
             member = self._job.members[rank]

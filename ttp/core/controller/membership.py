@@ -8,9 +8,7 @@ from typing import Any
 
 from ttp.core import messages as m
 from ttp.core.controller.events import ConnectionId
-from ttp.core.layout import Layout, Rank, Version, describe, difference
-
-Refusal = tuple[m.RefusalCode, str]
+from ttp.core.layout import Layout, Rank, Version
 
 LAYOUTS_MAX = 4
 """Most layouts that are kept: that of the job, and the last few that ranks announced."""
@@ -255,146 +253,12 @@ class Membership:
         member.done, member.phase = True, m.Phase.DONE
         self.done.add(rank)
 
-    # ----------------------------------------------------------------------------------------------------- admission
-
-    def starts_incarnation(self, hello: m.Hello) -> bool:
-        """Return whether a process begins the next incarnation: the last one is over, or the launcher has restarted.
-
-        A job that is not formed yet stays the same incarnation: a process that died early is just replaced.
-
-        Restart counts of different nodes are not comparable (torchelastic does not count membership restarts), so only
-        counts of the same rank are compared.
-        """
-        if self.layout is None:
-            return True
-        if self.takes_seat(hello):
-            return False
-        if hello.incarnation:
-            newer = hello.incarnation > self.incarnation and not self._outlives(hello)
-            return newer and (not self.live or hello.run_id == self.run_id)
-        taken = self.members.get(hello.rank)
-        if taken is not None and taken.hello.nonce == hello.nonce:
-            return False
-        if not (self.formed or self.ended):
-            another = (hello.run_id, hello.layout_digest) != (self.run_id, self.layout.digest)
-            return not self.live and (another or hello.launch > self.gone.get(hello.rank, hello.launch))
-        relaunched = taken is not None and hello.run_id == self.run_id and hello.launch > taken.hello.launch
-        return self.ended or not self.live or relaunched
-
     def takes_seat(self, hello: m.Hello) -> bool:
         """Return whether ``hello`` is from a new process that may replace a dead rank in this incarnation."""
         known = self.members.get(hello.rank) if hello.rank in self.seats else None
         return known is not None and known.hello.nonce != hello.nonce and not hello.incarnation
 
-    def is_guest(self, hello: m.Hello) -> bool:
-        """Return whether ``hello`` is from a new process on another host that is to replace a living rank."""
-        known = self.members.get(hello.rank) if hello.rank in self.moving - self.seats else None
-        if known is None or known.hello.nonce == hello.nonce or known.hello.host == hello.host or hello.incarnation:
-            return False
-        return not (self.malformed(hello) or self._stranger(hello) or self.mismatch(hello))
-
-    def guests_on(self, connection: ConnectionId) -> list[Rank]:
-        """Return the ranks that guests on this stream wait to replace."""
-        return [rank for rank, guest in self.guests.items() if guest.connection == connection]
-
-    def may_have_moved(self, hello: m.Hello) -> bool:
-        """Return whether ``hello``, from a rank that another controller led, may show that this job is led elsewhere.
-
-        A stray rank of another job or incarnation does not show that for a job with live ranks here. A rank that comes
-        to a job that is still forming just joins it. So does one that was cut off from this controller, and went round
-        the others, while most ranks stayed here.
-        """
-        if self.layout is None or self.malformed(hello) is not None:
-            return False
-        if not self.formed:
-            return False  # no state here can be out of date
-        if self._outlives(hello) or 2 * len(self.live - {hello.rank}) > self.layout.world_size:
-            return False
-        return not self.live or (hello.run_id, hello.incarnation) == (self.run_id, self.incarnation)
-
-    def _outlives(self, hello: m.Hello) -> bool:
-        """Return whether every rank is connected, and ``hello`` is from none of their processes.
-
-        Then it is from a process that was left of another launch, whatever the number of its incarnation: if a job is
-        started anew, a new controller counts from 1 again.
-        """
-        if self.layout is None or len(self.live) < self.layout.world_size:
-            return False
-        known = self.members.get(hello.rank)
-        return known is None or known.hello.nonce != hello.nonce
-
-    def refusal(self, hello: m.Hello) -> Refusal | None:
-        """Return why ``hello`` cannot be admitted, in words for the operator; ``None`` if it can.
-
-        An unknown layout is no reason.
-        """
-        malformed = self.malformed(hello)
-        if malformed is not None or self.starts_incarnation(hello):
-            return malformed
-        return self._stranger(hello) or self._rank_taken(hello) or self.mismatch(hello)
-
-    def malformed(self, hello: m.Hello) -> Refusal | None:
-        """Return why ``hello`` is invalid for any job; ``None`` if it is valid."""
-        if hello.protocol_major != m.PROTOCOL_MAJOR:
-            return m.RefusalCode.PROTOCOL, (
-                f"this controller speaks protocol {m.PROTOCOL_MAJOR}.{m.PROTOCOL_MINOR}, rank {hello.rank} speaks "
-                f"{hello.protocol_major}.{hello.protocol_minor} (ttp {hello.ttp_version}): "
-                "install the same ttp on every host"
-            )
-        if not 0 <= hello.rank < hello.world_size:
-            return m.RefusalCode.MALFORMED, f"rank {hello.rank} is not in a world of {hello.world_size}"
-        known = self.layouts.get(hello.layout_digest)
-        if known is not None and known.world_size != hello.world_size:
-            return m.RefusalCode.MALFORMED, f"rank {hello.rank}: layout and digest do not match"
-        return None
-
-    def _stranger(self, hello: m.Hello) -> Refusal | None:
-        if hello.incarnation and hello.incarnation < self.incarnation:
-            return m.RefusalCode.FENCED, (
-                f"rank {hello.rank} belongs to incarnation {hello.incarnation} of the job, which was given up; "
-                f"incarnation {self.incarnation} is running"
-            )
-        if hello.run_id != self.run_id:
-            return m.RefusalCode.OTHER_JOB, (
-                f"this controller serves job {self.run_id!r}, not {hello.run_id!r}: two jobs share TTP_PORT; "
-                "give each job a port of its own"
-            )
-        return None
-
-    def _rank_taken(self, hello: m.Hello) -> Refusal | None:
-        taken = self.members.get(hello.rank)
-        if taken is None or self.takes_seat(hello):
-            return None
-        if taken.hello.nonce != hello.nonce:
-            if not self.formed and hello.launch > taken.hello.launch:
-                return None
-            if hello.rank in self.live or taken.done:
-                return m.RefusalCode.RANK_TAKEN, (
-                    f"rank {hello.rank} is already held by pid {taken.hello.pid} on {taken.hello.host}: either two "
-                    "jobs share TTP_PORT, or two processes were given the same RANK"
-                )
-            return m.RefusalCode.FENCED, (
-                f"rank {hello.rank} was lost; a new process joins with the restarted job, not this one"
-            )
-        if taken.fenced:
-            return (
-                m.RefusalCode.FENCED,
-                f"rank {hello.rank} was given up ({taken.broken}); its state is not used any more",
-            )
-        return None
-
-    def mismatch(self, hello: m.Hello) -> Refusal | None:
-        """Return in what ``hello`` differs from the job's layout; ``None`` if it does not, as far as that is known."""
-        assert self.layout is not None
-        if hello.world_size != self.layout.world_size:
-            return m.RefusalCode.MISMATCH, (
-                f"rank {hello.rank} has WORLD_SIZE={hello.world_size}, the others have {self.layout.world_size}"
-            )
-        theirs = self.layouts.get(hello.layout_digest)
-        if theirs is not None and theirs.digest != self.layout.digest:
-            return m.RefusalCode.MISMATCH, (
-                f"rank {hello.rank} announces another layout than the others: {describe(theirs)} against "
-                f"{describe(self.layout)}: {difference(theirs, self.layout)}. "
-                "Every rank must wrap the same model in the same way"
-            )
-        return None
+    def has_later(self, connection: ConnectionId, rank: Rank) -> bool:
+        """Return whether a rank has opened another stream since this one: what comes on this one is late."""
+        known = self.members.get(rank)
+        return known is not None and known.connection is not None and connection < known.connection

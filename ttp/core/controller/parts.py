@@ -47,6 +47,12 @@ class ControllerParts:
         self.indirect_probe = IndirectProbe(job, outbox, timeouts, host)
         self.standby = Standby(job, outbox, host, timeouts.standbys, port)
 
+    def joined(self, rank: Rank, now: float) -> None:
+        """Tell the parts that watch or serve ranks that this one is connected."""
+        self.silence.joined(rank, now)
+        for part in (self.standby, self.buddies, self.mirrors):
+            part.joined(rank)
+
     def forget(self, rank: Rank) -> None:
         """Forget a process that left before the job was formed: its reports do not hold for the next process."""
         self.restoring.forget(rank)
@@ -54,9 +60,5 @@ class ControllerParts:
 
     def forget_incarnation(self) -> None:
         """Forget all ranks, because a new launch begins or another controller has led the job."""
-        self.restoring.reset()
-        self.standby.reset()
-        self.mirrors.reset()
-        self.buddies.reset()
-        self.rescue.program.reset()
-        self.silence.reset()
+        for part in (self.restoring, self.standby, self.mirrors, self.buddies, self.rescue.program, self.silence):
+            part.reset()

@@ -18,6 +18,7 @@ from dataclasses import replace
 
 from ttp.core import messages as m
 from ttp.core.controller import events as ev
+from ttp.core.controller.hello_rules import malformed, mismatch
 from ttp.core.controller.layout_exchange import Layouts
 from ttp.core.controller.meanwhile import Meanwhile
 from ttp.core.controller.membership import Membership
@@ -123,7 +124,7 @@ class StandIn:
         if job.layout is not None and (hello.run_id, hello.incarnation) != (job.run_id, job.incarnation):
             self._outbox.refuse(connection, hello, m.RefusalCode.BUSY, "this controller stands in for another job")
             return
-        problem = job.malformed(hello) or (job.mismatch(hello) if job.layout is not None else None)
+        problem = malformed(job, hello) or (mismatch(job, hello) if job.layout is not None else None)
         if problem is not None:
             self._outbox.refuse(connection, hello, *problem)
         elif hello.layout_digest not in job.layouts:
@@ -133,9 +134,8 @@ class StandIn:
 
     def _join(self, connection: ev.ConnectionId, hello: m.Hello, now: float) -> None:
         job, rescue = self.job, self.rescue
-        known = job.members.get(hello.rank)
-        if known is not None and known.connection is not None and connection < known.connection:
-            return  # late: the rank has opened another stream since
+        if job.has_later(connection, hello.rank):
+            return
         if job.layout is None:
             job.start_incarnation(hello)
         rescue.committing.restored(hello.base_version)

@@ -1,0 +1,172 @@
+"""Decides what a rank's hello means for the job: the next incarnation, a guest, or a rank to admit or refuse. Pure."""
+
+from __future__ import annotations
+
+from ttp.core import messages as m
+from ttp.core.controller.membership import Membership
+from ttp.core.layout import Rank, describe, difference
+
+Refusal = tuple[m.RefusalCode, str]
+"""Why a rank is not admitted: the code, and words for the operator."""
+
+
+def starts_incarnation(job: Membership, hello: m.Hello) -> bool:
+    """Return whether a process begins the next incarnation: the last one is over, or the launcher has restarted.
+
+    A job that is not formed yet stays the same incarnation: a process that died early is just replaced.
+
+    Restart counts of different nodes are not comparable (torchelastic does not count membership restarts), so only
+    counts of the same rank are compared.
+    """
+    if job.layout is None:
+        return True
+    if job.takes_seat(hello):
+        return False
+    if hello.incarnation:
+        newer = hello.incarnation > job.incarnation and not _outlives(job, hello)
+        return newer and (not job.live or hello.run_id == job.run_id)
+    taken = job.members.get(hello.rank)
+    if taken is not None and taken.hello.nonce == hello.nonce:
+        return False
+    if not (job.formed or job.ended):
+        another = (hello.run_id, hello.layout_digest) != (job.run_id, job.layout.digest)
+        return not job.live and (another or hello.launch > job.gone.get(hello.rank, hello.launch))
+    relaunched = taken is not None and hello.run_id == job.run_id and hello.launch > taken.hello.launch
+    return job.ended or not job.live or relaunched
+
+
+def is_guest(job: Membership, hello: m.Hello) -> bool:
+    """Return whether ``hello`` is from a new process on another host that is to replace a living rank."""
+    known = job.members.get(hello.rank) if hello.rank in job.moving - job.seats else None
+    if known is None or known.hello.nonce == hello.nonce or known.hello.host == hello.host or hello.incarnation:
+        return False
+    return not (malformed(job, hello) or _stranger(job, hello) or mismatch(job, hello))
+
+
+def may_have_moved(job: Membership, hello: m.Hello) -> bool:
+    """Return whether ``hello``, from a rank that another controller led, may show that this job is led elsewhere.
+
+    A stray rank of another job or incarnation does not show that for a job with live ranks here. A rank that comes
+    to a job that is still forming just joins it. So does one that was cut off from this controller, and went round
+    the others, while most ranks stayed here.
+    """
+    if job.layout is None or malformed(job, hello) is not None:
+        return False
+    if not job.formed:
+        return False  # no state here can be out of date
+    if _outlives(job, hello) or 2 * len(job.live - {hello.rank}) > job.layout.world_size:
+        return False
+    return not job.live or (hello.run_id, hello.incarnation) == (job.run_id, job.incarnation)
+
+
+def _outlives(job: Membership, hello: m.Hello) -> bool:
+    """Return whether every rank is connected, and ``hello`` is from none of their processes.
+
+    Then it is from a process that was left of another launch, whatever the number of its incarnation: if a job is
+    started anew, a new controller counts from 1 again.
+    """
+    if job.layout is None or len(job.live) < job.layout.world_size:
+        return False
+    known = job.members.get(hello.rank)
+    return known is None or known.hello.nonce != hello.nonce
+
+
+def refusal(job: Membership, hello: m.Hello) -> Refusal | None:
+    """Return why a valid ``hello`` cannot be admitted; ``None`` if it can. An unknown layout is no reason."""
+    if starts_incarnation(job, hello):
+        return None
+    return _stranger(job, hello) or _rank_taken(job, hello) or mismatch(job, hello)
+
+
+def malformed(job: Membership, hello: m.Hello) -> Refusal | None:
+    """Return why ``hello`` is invalid for any job; ``None`` if it is valid."""
+    if hello.protocol_major != m.PROTOCOL_MAJOR:
+        return m.RefusalCode.PROTOCOL, (
+            f"this controller speaks protocol {m.PROTOCOL_MAJOR}.{m.PROTOCOL_MINOR}, rank {hello.rank} speaks "
+            f"{hello.protocol_major}.{hello.protocol_minor} (ttp {hello.ttp_version}): install the same ttp on every "
+            "host"
+        )
+    if not 0 <= hello.rank < hello.world_size:
+        return m.RefusalCode.MALFORMED, f"rank {hello.rank} is not in a world of {hello.world_size}"
+    known = job.layouts.get(hello.layout_digest)
+    if known is not None and known.world_size != hello.world_size:
+        return m.RefusalCode.MALFORMED, f"rank {hello.rank}: layout and digest do not match"
+    return None
+
+
+def _stranger(job: Membership, hello: m.Hello) -> Refusal | None:
+    if hello.incarnation and hello.incarnation < job.incarnation:
+        return m.RefusalCode.FENCED, (
+            f"rank {hello.rank} belongs to incarnation {hello.incarnation} of the job, which was given up; "
+            f"incarnation {job.incarnation} is running"
+        )
+    if hello.run_id != job.run_id:
+        return m.RefusalCode.OTHER_JOB, (
+            f"this controller serves job {job.run_id!r}, not {hello.run_id!r}: two jobs share TTP_PORT; "
+            "give each job a port of its own"
+        )
+    return None
+
+
+def _rank_taken(job: Membership, hello: m.Hello) -> Refusal | None:
+    taken = job.members.get(hello.rank)
+    if taken is None or job.takes_seat(hello):
+        return None
+    if taken.hello.nonce != hello.nonce:
+        if not job.formed and hello.launch > taken.hello.launch:
+            return None
+        if hello.rank in job.live or taken.done:
+            return m.RefusalCode.RANK_TAKEN, (
+                f"rank {hello.rank} is already held by pid {taken.hello.pid} on {taken.hello.host}: either two "
+                "jobs share TTP_PORT, or two processes were given the same RANK"
+            )
+        text = f"rank {hello.rank} was lost; a new process joins with the restarted job, not this one"
+        return m.RefusalCode.FENCED, text
+    if taken.fenced:
+        text = f"rank {hello.rank} was given up ({taken.broken}); its state is not used any more"
+        return m.RefusalCode.FENCED, text
+    return None
+
+
+def mismatch(job: Membership, hello: m.Hello) -> Refusal | None:
+    """Return in what ``hello`` differs from the job's layout; ``None`` if it does not, as far as that is known."""
+    assert job.layout is not None
+    if hello.world_size != job.layout.world_size:
+        text = f"rank {hello.rank} has WORLD_SIZE={hello.world_size}, the others have {job.layout.world_size}"
+        return m.RefusalCode.MISMATCH, text
+    theirs = job.layouts.get(hello.layout_digest)
+    if theirs is not None and theirs.digest != job.layout.digest:
+        return m.RefusalCode.MISMATCH, (
+            f"rank {hello.rank} announces another layout than the others: {describe(theirs)} against "
+            f"{describe(job.layout)}: {difference(theirs, job.layout)}. "
+            "Every rank must wrap the same model in the same way"
+        )
+    return None
+
+
+def apart(job: Membership, hello: m.Hello) -> Refusal | None:
+    """Refuse a new rank that saves elsewhere than its neighbours on its host; other hosts may name it differently.
+
+    Launchers number the ranks of a host one after the other; to look at all members would cost too much.
+    """
+    if hello.resume or starts_incarnation(job, hello):
+        return None
+    for rank in (hello.rank - 1, hello.rank + 1):
+        member = job.members.get(Rank(rank))
+        if member is None or (member.hello.host, member.hello.launch) != (hello.host, hello.launch):
+            continue
+        if member.hello.save_dir != hello.save_dir:
+            return m.RefusalCode.MISMATCH, (
+                f"rank {hello.rank} saves to {hello.save_dir}, but rank {rank} of the same host to "
+                f"{member.hello.save_dir}: give all ranks the same save_dir. Its name may contain neither the rank "
+                "nor the time"
+            )
+    return None
+
+
+def elsewhere(job: Membership, hello: m.Hello) -> Refusal | None:
+    """Send a rank of a running job to a standby, if this controller has no job and the rank knows standbys."""
+    if job.layout is None and hello.resume and hello.standbys and not hello.takeover:
+        text = f"this controller has just been started; {hello.standbys[0]} stands by for this job"
+        return m.RefusalCode.MOVED, text
+    return None
