@@ -17,7 +17,7 @@ import threading
 import time
 import wsgiref.simple_server
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +47,23 @@ CONNECTIONS_MAX = 128
 """Largest number of clients at a time, each of which takes a thread: whoever comes then is disconnected."""
 SCRAPE_S = 10.0
 """Seconds after which a client that sends nothing is disconnected."""
+GAUGES = (
+    ("controller_leader", "1 if this controller leads the job, 0 if it is a standby.", "leads"),
+    ("controller_term", "Term of this controller: rises each time that a standby takes over.", "term"),
+    ("controller_standbys", "Number of standby controllers.", "standbys"),
+    ("job_incarnation", "Incarnation: launches of the job that this controller has seen begin.", "incarnation"),
+    ("job_ranks_expected", "World size: ranks that the job has when it is complete.", "expected"),
+    ("version_newest", "Highest version (finished updates) of any rank.", "newest"),
+    ("version_oldest", "Lowest version (finished updates) of any rank.", "oldest"),
+    (
+        "version_copied",
+        "Newest version of which every rank has stored a second copy on another host (buddy=True).",
+        "copied",
+    ),
+    ("silent_seconds_max", "Longest time since the last message of any rank, in seconds.", "silent_s"),
+    ("replicas_min", "Live replicas of the shard that has the fewest.", "replicas_min"),
+)
+"""Metrics with one value: name, description, and the field of ``Snapshot`` with the value; None: no value."""
 MISSING = "TTP_METRICS_PORT is set and prometheus-client is not installed: pip install 'ttp-ft[metrics]'"
 
 
@@ -132,54 +149,36 @@ class Collector:
 
     def collect(self) -> Iterator[Any]:
         """Yield all metric families. Runs on the thread of a scrape."""
-        from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily
+        from prometheus_client.core import InfoMetricFamily
 
         now = self.latest
         facts = {"version": __version__, "run_id": now.run_id, "framework": now.framework}
-        yield InfoMetricFamily(
-            "ttp_controller", "The ttp version, run id and framework of this controller's job.", value=facts
-        )
-
-        def gauge(name: str, text: str, value: float | None) -> Any:
-            family = GaugeMetricFamily(f"ttp_{name}", text)
-            if value is not None:
-                family.add_metric([], value)
-            return family
-
-        yield gauge("controller_leader", "1 if this controller leads the job, 0 if it is a standby.", now.leads)
-        yield gauge("controller_term", "Term of this controller: rises each time that a standby takes over.", now.term)
-        yield gauge("controller_standbys", "Number of standby controllers.", now.standbys)
-        yield gauge(
-            "job_incarnation", "Incarnation: launches of the job that this controller has seen begin.", now.incarnation
-        )
-        yield gauge("job_ranks_expected", "World size: ranks that the job has when it is complete.", now.expected)
-        yield gauge("version_newest", "Highest version (finished updates) of any rank.", now.newest)
-        yield gauge("version_oldest", "Lowest version (finished updates) of any rank.", now.oldest)
-        yield gauge(
-            "version_copied",
-            "Newest version of which every rank has stored a second copy on another host (buddy=True).",
-            now.copied,
-        )
-        yield gauge("silent_seconds_max", "Longest time since the last message of any rank, in seconds.", now.silent_s)
-        yield gauge("replicas_min", "Live replicas of the shard that has the fewest.", now.replicas_min)
+        text = "The ttp version, run id and framework of this controller's job."
+        yield InfoMetricFamily("ttp_controller", text, value=facts)
+        for name, text, fact in GAUGES:
+            yield _gauge(name, text, getattr(now, fact))
         yield _by("ranks", "Number of ranks in each state.", "state", {state: now.states[state] for state in STATES})
-        yield _by(
-            "stage",
-            "1 for the current stage of the job, 0 for the others.",
-            "stage",
-            {each: each == now.stage for each in STAGES},
-        )
+        stages = {each: each == now.stage for each in STAGES}
+        yield _by("stage", "1 for the current stage of the job, 0 for the others.", "stage", stages)
         if now.tally is not None:
-            yield gauge(
-                "version_saved", "Last version that this controller has seen committed.", now.tally.saved_version
-            )
+            saved = now.tally.saved_version
+            yield _gauge("version_saved", "Last version that this controller has seen committed.", saved)
             committed = now.tally.committed_unix_s or None
-            yield gauge("last_commit_timestamp_seconds", "Unix time of the last commit.", committed)
+            yield _gauge("last_commit_timestamp_seconds", "Unix time of the last commit.", committed)
             yield from _sums(now.tally)
         yield from _of_ranks(now.ranks)
 
 
-def _by(name: str, text: str, label: str, values: dict[str, float]) -> Any:
+def _gauge(name: str, text: str, value: float | None) -> Any:
+    from prometheus_client.core import GaugeMetricFamily
+
+    family = GaugeMetricFamily(f"ttp_{name}", text)
+    if value is not None:
+        family.add_metric([], value)
+    return family
+
+
+def _by(name: str, text: str, label: str, values: Mapping[str, float]) -> Any:
     from prometheus_client.core import GaugeMetricFamily
 
     family = GaugeMetricFamily(f"ttp_{name}", text, labels=[label])
@@ -191,31 +190,27 @@ def _by(name: str, text: str, label: str, values: dict[str, float]) -> Any:
 def _sums(tally: Tally) -> Iterator[Any]:
     from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 
-    incidents = CounterMetricFamily(
-        "ttp_incidents", "Number of incidents that have ended, by cause and outcome.", labels=["cause", "outcome"]
-    )
+    text = "Number of incidents that have ended, by cause and outcome."
+    incidents = CounterMetricFamily("ttp_incidents", text, labels=["cause", "outcome"])
     for cause, outcome in itertools.product(CAUSES, OUTCOMES):  # zeros too, so that a first increase is visible
         incidents.add_metric([cause, outcome], tally.incidents[cause, outcome])
     spent = CounterMetricFamily("ttp_job_seconds", "Seconds that the job has spent in each state.", labels=["state"])
     for state in ("training", "freezing", "saving", "down", "restoring"):
         spent.add_metric([state], tally.spent_s[state])
-    parts = HistogramMetricFamily(
-        "ttp_incident_seconds", "Duration of each part of an incident, in seconds.", labels=["part"]
-    )
+    text = "Duration of each part of an incident, in seconds."
+    parts = HistogramMetricFamily("ttp_incident_seconds", text, labels=["part"])
     for part, histogram in sorted(tally.parts.items()):
         parts.add_metric([part], *_buckets(histogram))
-    recovery = HistogramMetricFamily(
-        "ttp_recovery_seconds", "Seconds from the first sign of a fault to the first new step after the saved one."
-    )
+    text = "Seconds from the first sign of a fault to the first new step after the saved one."
+    recovery = HistogramMetricFamily("ttp_recovery_seconds", text)
     recovery.add_metric([], *_buckets(tally.recovery))
     yield from (incidents, spent, parts, recovery)
-    yield CounterMetricFamily(
-        "ttp_lost_steps", "Finished steps that were lost and trained again.", value=tally.lost_steps
-    )
-    yield CounterMetricFamily(
-        "ttp_saved_bytes", "Total size of committed checkpoints, in bytes.", value=tally.saved_bytes
-    )
-    yield CounterMetricFamily("ttp_save_failures", "Number of failed saves and commits.", value=tally.save_failures)
+    for name, text, value in (
+        ("ttp_lost_steps", "Finished steps that were lost and trained again.", tally.lost_steps),
+        ("ttp_saved_bytes", "Total size of committed checkpoints, in bytes.", tally.saved_bytes),
+        ("ttp_save_failures", "Number of failed saves and commits.", tally.save_failures),
+    ):
+        yield CounterMetricFamily(name, text, value=value)
 
 
 def _buckets(histogram: Histogram) -> tuple[list[tuple[str, float]], float]:

@@ -22,6 +22,14 @@ SPENDING = {
     "waiting": "down",
 }
 """Stage of the job -> state under which its time is counted. Time in the stage ``finished`` is not counted."""
+POINTS = {
+    "plan": ("plan", "freeze", "opened"),
+    "commit": ("commit", "save", "plan"),
+    "committed": ("committed", "commit", "commit"),
+    "held": ("committed", "commit", "commit"),
+    "released": ("released", "release", "committed"),
+}
+"""By kind of event: the point of an incident, the part that ends there, and the point at which that part began."""
 
 
 @dataclass
@@ -87,6 +95,8 @@ class Tally:
             now: its time on the monotonic clock, in seconds.
             unix_s: its time on the wall clock, in seconds.
         """
+        if kind in POINTS:
+            self._reached(*POINTS[kind], now)
         match kind:
             case "opened":
                 self._at, self._cause, self._outcome = {"opened": now}, "", ""
@@ -94,17 +104,11 @@ class Tally:
                 self._cause = self._cause or str(facts["evidence"])
             case "answer":
                 self._finished = max(self._finished, int(facts["version"]))
-            case "plan":
-                self._reached("plan", "freeze", "opened", now)
-            case "commit":
-                self._reached("commit", "save", "plan", now)
             case "committed":
-                self._reached("committed", "commit", "commit", now)
                 self._outcome, self.saved_version = "saved", int(facts["version"])
                 self.saved_bytes += int(facts["size"])
                 self.committed_unix_s = unix_s
             case "held":
-                self._reached("committed", "commit", "commit", now)
                 self._outcome = "held"
             case "save_failed" | "commit_failed":
                 self.save_failures += 1
@@ -113,7 +117,6 @@ class Tally:
             case "thawed":
                 self._over(self._outcome or "thawed", now)
             case "released":
-                self._reached("released", "release", "committed", now)
                 self._down_since = self._at.get("opened", now)
                 self._over(self._outcome or "not_saved", now)
             case "incarnation" if not facts.get("resumed"):

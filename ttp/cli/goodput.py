@@ -129,27 +129,13 @@ def add_up(launches: Sequence[Launch], stories: Sequence[IncidentLog], now_s: fl
         now_s: current time in seconds since 1970; a launch that is still running is counted up to now.
     """
     found = Goodput(launches=len(launches))
-    begins = [launch.began_unix_s for launch in launches]
     mended: list[float] = []
     saved = 0
-    for number, launch in enumerate(launches):
+    ends = [*(launch.began_unix_s for launch in launches[1:]), float("inf")]
+    for launch, until in zip(launches, ends, strict=True):
         saved = max(saved, launch.restored)  # by a job with another run id, or in an incident whose file is gone
-        until = begins[number + 1] if number + 1 < len(begins) else float("inf")
         own = [story for story in stories if launch.began_unix_s <= story.opened_unix_s < until]
-        last_s = max((line.unix_s for story in own for line in story.lines), default=launch.began_unix_s)
-        ended_s = launch.ended_unix_s or (now_s if until > now_s and now_s - last_s < RUNS_S else last_s)
-        ended_s = max(launch.began_unix_s, min(ended_s, until))
-        frozen = sum(_freezing(story) for story in own)
-        spent = sum(_lasted(story) for story in own)
-        found.freezing += frozen
-        found.saving += spent - frozen
-        joined_s = max(launch.began_unix_s, min(launch.joined_unix_s, ended_s))
-        restored_s = max(joined_s, min(launch.restored_unix_s, ended_s))
-        found.joining += joined_s - launch.began_unix_s
-        found.restoring += restored_s - joined_s
-        found.training += max(0.0, ended_s - restored_s - spent)
-        if until <= now_s:
-            found.down += max(0.0, until - ended_s)
+        _add_times(found, launch, own, until, now_s)
         if launch.released and not any(story.last("released") for story in own):
             found.incidents, found.unrecorded = found.incidents + 1, found.unrecorded + 1
         for story in own:
@@ -163,6 +149,24 @@ def add_up(launches: Sequence[Launch], stories: Sequence[IncidentLog], now_s: fl
                 mended.append(until - story.opened_unix_s)
     found.mttr = sum(mended) / len(mended) if mended else None
     return found
+
+
+def _add_times(found: Goodput, launch: Launch, own: Sequence[IncidentLog], until: float, now_s: float) -> None:
+    """Add how one launch spent its time, until the next one began at ``until`` (infinite: there is none)."""
+    began_s = launch.began_unix_s
+    last_s = max((line.unix_s for story in own for line in story.lines), default=began_s)
+    ended_s = launch.ended_unix_s or (now_s if until > now_s and now_s - last_s < RUNS_S else last_s)
+    ended_s = max(began_s, min(ended_s, until))
+    joined_s = max(began_s, min(launch.joined_unix_s, ended_s))
+    restored_s = max(joined_s, min(launch.restored_unix_s, ended_s))
+    frozen, spent = sum(map(_freezing, own)), sum(map(_lasted, own))
+    found.joining += joined_s - began_s
+    found.restoring += restored_s - joined_s
+    found.training += max(0.0, ended_s - restored_s - spent)
+    found.freezing += frozen
+    found.saving += spent - frozen
+    if until <= now_s:
+        found.down += max(0.0, until - ended_s)
 
 
 def _lasted(story: IncidentLog) -> float:
