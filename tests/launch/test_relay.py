@@ -9,6 +9,7 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -209,9 +210,9 @@ def test_orders_do_not_wait_for_the_name_service(
 
 def test_a_relay_that_is_stopped_is_left_and_one_that_goes_on_is_not(tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "600"]) as process:
-        config = Config(token="secret", host="here", relay="on")
+        config = Config(token="secret", host="here", relay="on", run_dir=str(tmp_path))
         (tmp_path / "relay-here.json").write_text(json.dumps({"port": 4711, "pid": process.pid}))
-        shortcut = Shortcut(config, RankEnv(1, 2, 1, "127.0.0.1", "job", 0), tmp_path)
+        shortcut = Shortcut(config, RankEnv(1, 2, 1, "127.0.0.1", "job", 0))
         assert shortcut.port() == 4711 and not shortcut.stands_still()
         process.send_signal(signal.SIGSTOP)
         until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
@@ -227,8 +228,9 @@ def test_a_relay_that_is_stopped_is_left_and_one_that_goes_on_is_not(tmp_path: P
 def test_a_rank_that_is_alone_on_its_host_starts_no_relay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     env = RankEnv(0, AUTO_RANKS, 0, "127.0.0.1", "job", 0)
-    assert Shortcut(Config(token="secret", host="here"), env, tmp_path).port() is None
-    told_to = Shortcut(Config(token="secret", host="here", relay="on"), env, tmp_path)
+    config = Config(token="secret", host="here", run_dir=str(tmp_path))
+    assert Shortcut(config, env).port() is None
+    told_to = Shortcut(replace(config, relay="on"), env)
     assert told_to.port() is not None
     told_to.close()
 

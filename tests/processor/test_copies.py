@@ -29,6 +29,7 @@ from ttp.processor.copies.copier import Copying
 from ttp.processor.copies.transfer import Receiver
 from ttp.processor.local_state.pages import PageWriter
 from ttp.processor.processor import Processor
+from ttp.processor.rank_job import RankJob
 from ttp.processor.source import Cancelled
 from ttp.testing.scenario import grid
 
@@ -43,7 +44,8 @@ class Copies:
         self.told: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.receiver = Receiver(Config(), "job")
         env = RankEnv(rank, LAYOUT.world_size, 0, "127.0.0.1", "job", 0)
-        self.copying = Copying(self.source, LAYOUT, Config(buddy_every=10), env, self.receiver, self.told.put)
+        job = RankJob(Config(buddy_every=10), env, LAYOUT, self.source, Path("unused"))
+        self.copying = Copying(job, self.receiver, self.told.put)
         self.copying.joined(pages, 3)
         if named:
             self.copying.named(CopyTo(ME, 1, NOBODY, ""))

@@ -54,8 +54,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[FakeStream]:
 
 
 def link_of(tmp_path: Path, said: list[ev.Event]) -> ControllerLink:
-    config, env = Config(port=1, relay="off"), RankEnv(0, 1, 0, "127.0.0.1", "job", 0)
-    return ControllerLink(config, env, tmp_path, said.append, Joining(config, env, lambda: None), over=lambda: False)
+    config = Config(port=1, relay="off", run_dir=str(tmp_path))
+    env = RankEnv(0, 1, 0, "127.0.0.1", "job", 0)
+    return ControllerLink(config, env, said.append, Joining(config, env, lambda: None), over=lambda: False)
 
 
 @pytest.mark.parametrize("during", ["ensure_controller", "split", "Stream"])

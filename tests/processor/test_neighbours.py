@@ -221,7 +221,7 @@ def test_a_rank_that_cannot_watch_its_neighbours_still_leaves_in_good_order(
 
     monkeypatch.setattr(PeerWatcher, "start", no_thread)
     env = RankEnv(0, 1, 0, "127.0.0.1", "job", 0)
-    host = HostServices(Config(port=1), env, tmp_path, nonce="n", died=lambda *_: None)
+    host = HostServices(Config(port=1, run_dir=str(tmp_path)), env, nonce="n", died=lambda *_: None)
     with pytest.raises(RuntimeError):
         host.begin(FakeSource(), INCARNATION)
     assert host.pages is not None

@@ -18,6 +18,7 @@ from ttp.core.layout import Layout, Rank, Shard, Version
 from ttp.core.messages import Save, Saved, SaveFailed, SaverOrder
 from ttp.core.rank.events import Event, Worked
 from ttp.processor.holding import Holding
+from ttp.processor.rank_job import RankJob
 from ttp.processor.saver import Saver
 
 PATIENCE_S = 60.0
@@ -25,10 +26,11 @@ PATIENCE_S = 60.0
 
 def saver_of(source: FakeSource, save_dir: Path, put: Callable[[Event], None] = lambda _: None) -> Saver:
     """Return the saver of a job of one rank, whose state has version 2."""
-    known = Config(), RankEnv(0, 1, 0, "127.0.0.1", "job", 0), Layout.data_parallel(1)
+    env = RankEnv(0, 1, 0, "127.0.0.1", "job", 0)
+    job = RankJob(Config(), env, Layout.data_parallel(1), source, save_dir)
     return Saver(
-        *known, source, save_dir, None, version=lambda: Version(2), wait_pages=lambda _: True, put=put,
-        wrote=lambda _: None, look_again=lambda: None, holding=Holding(*known, save_dir, may=False),
+        job, None, Holding(job, may=False), version=lambda: Version(2), wait_pages=lambda _: True, put=put,
+        wrote=lambda _: None, look_again=lambda: None,
     )  # fmt: skip
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from pathlib import Path
 
-from ttp.config import Config, RankEnv
 from ttp.core import messages as m
 from ttp.core.rank import events as ev
 from ttp.launch.standby import own_address, reachable, start_standby
 from ttp.processor.aside import aside
 from ttp.processor.liveness import stacks
+from ttp.processor.rank_job import RankJob
 
 log = logging.getLogger("ttp.processor")
 
@@ -23,18 +22,12 @@ class Errands:
     """Carries out requests, each on a thread of its own, because any of them may block.
 
     Args:
-        config: the job's settings.
-        env: identity of this rank.
-        run_dir: run directory of the job on this host.
-        save_dir: directory of checkpoints, for a controller that is started.
+        job: the rank, and the directory of checkpoints for a controller that is started.
         put: takes the result of a request.
     """
 
-    def __init__(
-        self, config: Config, env: RankEnv, run_dir: Path, save_dir: Path, put: Callable[[ev.Event], None]
-    ) -> None:
-        self._config, self._env, self._run_dir, self._save_dir = config, env, run_dir, save_dir
-        self._put = put
+    def __init__(self, job: RankJob, put: Callable[[ev.Event], None]) -> None:
+        self._job, self._run_dir, self._put = job, job.config.resolved_run_dir(), put
 
     def run(self, order: m.TakeStack | m.Probe | m.StandBy) -> None:
         """Begin to carry out a request."""
@@ -47,7 +40,7 @@ class Errands:
                 aside("ttp-stack", lambda: self._take_stack(order))
 
     def _probe(self, order: m.Probe) -> None:
-        found, text = reachable(order.address, self._config.port or 0)
+        found, text = reachable(order.address, self._job.config.port or 0)
         self._put(ev.Tell(m.Probed(order.rank, order.subject, found, text)))
 
     def _take_stack(self, order: m.TakeStack) -> None:
@@ -56,8 +49,9 @@ class Errands:
 
     def _start_standby(self) -> None:
         try:
-            here = own_address(self._config, self._env.master_addr)
-            address = start_standby(self._config, self._run_dir, here, str(self._save_dir))
+            config, env = self._job.config, self._job.env
+            here = own_address(config, env.master_addr)
+            address = start_standby(config, self._run_dir, here, str(self._job.save_dir))
         except Exception as problem:
             log.warning("cannot start a standby controller on this host: %s", problem)
             address = ""

@@ -8,14 +8,14 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from ttp.config import Config, RankEnv
 from ttp.core import messages as m
-from ttp.core.layout import Layout, Rank, Version
+from ttp.core.layout import Rank, Version
 from ttp.errors import CheckpointError
 from ttp.launch import shadow
 from ttp.launch.leases import write_whole
 from ttp.launch.warm import memory
 from ttp.processor.aside import aside
+from ttp.processor.rank_job import RankJob
 from ttp.store.held import Held, Order
 from ttp.store.manifest import Manifest
 from ttp.store.names import parse_checkpoint_name
@@ -29,21 +29,19 @@ class Holding:
     """Decides whether a checkpoint may be held in memory, and waits until a held one is durable. One per rank.
 
     Args:
-        config: the job's settings.
-        env: identity of this rank.
-        layout: layout of the job.
-        save_dir: directory of the storage that receives the checkpoints.
+        job: the rank, and the directory of the storage that receives the checkpoints.
         may: True if this process can go on when another one dies.
     """
 
-    def __init__(self, config: Config, env: RankEnv, layout: Layout, save_dir: Path, *, may: bool) -> None:
-        self._config, self._save_dir, self._held = config, save_dir, Held.of(save_dir)
-        mine = len(layout.shards_of(Rank(env.rank)))
-        self._shards = len(layout.groups) / max(mine, 1)  # size of the checkpoint / size of this rank's shards
+    def __init__(self, job: RankJob, *, may: bool) -> None:
+        config, env = job.config, job.env
+        self._config, self._save_dir, self._held = config, job.save_dir, Held.of(job.save_dir)
+        mine = len(job.layout.shards_of(Rank(env.rank)))
+        self._shards = len(job.layout.groups) / max(mine, 1)  # size of the checkpoint / size of this rank's shards
         alone = os.environ.get("LOCAL_WORLD_SIZE", "") == str(env.world_size)
         self._may = may and alone and config.shadow_s is not None
         if self._may and env.local_rank == 0 and (env.launch == 0 or not self._held.speed()):
-            aside("ttp-speed", lambda: self._held.measure(save_dir))
+            aside("ttp-speed", lambda: self._held.measure(job.save_dir))
         if self._may or self._held.unfinished():
             self._tell_launcher()
 

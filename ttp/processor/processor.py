@@ -43,6 +43,7 @@ from ttp.processor.link.connecting import ControllerLink
 from ttp.processor.link.greeting import hello, timeouts
 from ttp.processor.liveness.host_services import HostServices
 from ttp.processor.own_lease import OwnLease
+from ttp.processor.rank_job import RankJob
 from ttp.processor.saver import Saver
 from ttp.processor.source import StateSource
 from ttp.processor.state_inspector import Snapshot, StateInspector
@@ -89,34 +90,35 @@ class Processor:
         if layout.world_size != env.world_size:
             raise ConfigError(f"the layout is for {layout.world_size} ranks, WORLD_SIZE is {env.world_size}")
         self.config, self.env, self.layout, self.source, self.survivor = config, env, layout, source, survivor
-        self.save_dir = Path(save_dir)
+        self.save_dir, self.run_dir = Path(save_dir), config.resolved_run_dir()
+        job = RankJob(config, env, layout, source, self.save_dir)
         self.gate = Gate(lambda: self._inspector.on_quiet(bool(self._machine.incident)))
-        self.run_dir = config.resolved_run_dir()
         self._lease = OwnLease(self.run_dir)
         self._imports = ImportList(self.run_dir, wanted=config.continuity != "off" and env.local_rank == 0)
         self._inbox: Inbox[ev.Event | Snapshot] = Inbox()
         put = self._inbox.put
         copies = buddy and bool(layout.unreplicated())
         receiver = self._receiver = open_receiver(config, env.run_id, copies=copies)
-        self.copying = Copying(source, layout, config, env, receiver, put) if copies and receiver is not None else None
-        self._holding = Holding(config, env, layout, self.save_dir, may=survivor is not None and not source.on_device)
+        self.copying = Copying(job, receiver, put) if copies and receiver is not None else None
         at = "" if receiver is None else target(own_address(config, env.master_addr), receiver.port)
-        keeps = at if copies else "", at if config.mirror else ""
-        greeting = hello(config, env, layout, source, save_dir, *keeps, survivor is not None)
+        copies_at, pages_at = at if copies else "", at if config.mirror else ""
+        greeting = hello(job, copies_at=copies_at, pages_at=pages_at, can_continue=survivor is not None)
         self._machine = ProcessorMachine(greeting, timeouts(config, env), time.monotonic(), in_parts(layout))
         self.speak_for(NoHandlers(), lambda action: None)
         self._let_go = threading.Event()  # set when train() may return
         self._joining = Joining(config, env, alone=self._let_go.set)
-        self._link = ControllerLink(
-            config, env, self.run_dir, put, self._joining, over=lambda: self._closed or self._machine.gone
-        )
-        self.host = HostServices(config, env, self.run_dir, nonce=greeting.nonce, died=self.neighbour_died)
+        self._link = ControllerLink(config, env, put, self._joining, over=lambda: self._closed or self._machine.gone)
+        self.host = HostServices(config, env, nonce=greeting.nonce, died=self.neighbour_died)
         if receiver is not None and config.mirror:
             receiver.keep = self.host.keep
+        holding = Holding(job, may=survivor is not None and not source.on_device)
         held = tuple if self.copying is None else self.copying.held
-        self._inspector = StateInspector(source, self.gate, held, self._holding.look, put)
-        self._saver = self._make_saver()
-        self._errands = Errands(config, env, self.run_dir, self.save_dir, put)
+        self._inspector = StateInspector(source, self.gate, held, holding.look, put)
+        self._saver = Saver(
+            job, self.copying, holding, version=lambda: self.gate.version, wait_pages=self.host.wait_stored, put=put,
+            wrote=self._wrote, look_again=self._inspector.look_again,
+        )  # fmt: skip
+        self._errands = Errands(job, put)
         self._closed = False
         self._exit_code: int | None = None
         self.broken = False
@@ -372,13 +374,6 @@ class Processor:
             except Exception:
                 log.exception("this rank has no rank-local page: if it dies, its random streams are lost")
         self._joining.joined()
-
-    def _make_saver(self) -> Saver:
-        return Saver(
-            self.config, self.env, self.layout, self.source, self.save_dir, self.copying,
-            version=lambda: self.gate.version, wait_pages=self.host.wait_stored, put=self._inbox.put,
-            wrote=self._wrote, look_again=self._inspector.look_again, holding=self._holding,
-        )  # fmt: skip
 
     def _wrote(self, count: int) -> None:
         self.written += count

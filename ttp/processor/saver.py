@@ -9,15 +9,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from ttp.config import Config, RankEnv
 from ttp.core import messages as m
-from ttp.core.layout import Layout, Version
+from ttp.core.layout import Version
 from ttp.core.rank import events as ev
 from ttp.processor.copies.copier import Copying
 from ttp.processor.holding import Holding
 from ttp.processor.local_state.local_piece import lent, not_kept
+from ttp.processor.rank_job import RankJob
 from ttp.processor.serial_worker import SerialWorker
-from ttp.processor.source import Cancelled, MovedError, StateSource
+from ttp.processor.source import Cancelled, MovedError
 from ttp.store.commit import commit, tidy
 from ttp.store.digest import Progress
 from ttp.store.disk import Disk
@@ -34,42 +34,33 @@ class Saver:
     """Carries out orders to save and to commit.
 
     Args:
-        config: the job's settings.
-        env: identity of this rank.
-        layout: the replica groups of the job.
-        source: the adapter, which writes the state.
-        save_dir: directory of checkpoints, unless an order names another.
+        job: the rank, the adapter that writes its state, and the directory of checkpoints; an order may name another.
         copying: second copies of shards of other ranks, which are saved like this rank's own; None: there are none.
+        holding: keeps checkpoints in memory.
         version: returns the version of the state.
         wait_pages: waits at most so many seconds until pages that have arrived are stored.
         put: takes the result of an order; called on the saver's thread.
         wrote: called with the number of bytes written for copies and commits; the source counts its own.
         look_again: inspects and reports the state again; returns when that is done.
-        holding: keeps checkpoints in memory.
     """
 
     def __init__(
         self,
-        config: Config,
-        env: RankEnv,
-        layout: Layout,
-        source: StateSource,
-        save_dir: Path,
+        job: RankJob,
         copying: Copying | None,
+        holding: Holding,
         *,
         version: Callable[[], Version],
         wait_pages: Callable[[float], bool],
         put: Callable[[ev.Event], None],
         wrote: Callable[[int], None],
         look_again: Callable[[], None],
-        holding: Holding,
     ) -> None:
-        self._look_again = look_again
-        self._env, self._layout = env, layout
-        self._source, self._save_dir, self._copying, self._holding = source, save_dir, copying, holding
-        self._keep = config.keep
-        self._mounts = Mounts(save_dir, *([Path(config.fallback_dir)] if config.fallback_dir else []))
+        self._job, self._source, self._copying, self._holding = job, job.source, copying, holding
+        fallback = job.config.fallback_dir
+        self._mounts = Mounts(job.save_dir, *([Path(fallback)] if fallback else []))
         self._version, self._wait_pages, self._put, self._wrote = version, wait_pages, put, wrote
+        self._look_again = look_again
         self._worker, self._tidying = SerialWorker("ttp-saver", at_once=True), SerialWorker("ttp-tidy")
         self._cancel = threading.Event()
 
@@ -111,7 +102,7 @@ class Saver:
         Raises:
             OSError: it is not mounted any more.
         """
-        directory = Path(order.directory) if order.directory else self._save_dir
+        directory = Path(order.directory) if order.directory else self._job.save_dir
         self._mounts.check(directory)
         return directory
 
@@ -129,7 +120,7 @@ class Saver:
         work = order.rank, order.incident, order.generation
         try:
             if self._holding.holds(order):
-                self._holding.begin(order, self._keep)
+                self._holding.begin(order, self._job.config.keep)
             draft = self._directory(order) / order.draft
             make_directory(draft.parent)  # it may have been removed since, or could not be made at the start
             draft.mkdir(exist_ok=True)
@@ -185,23 +176,19 @@ class Saver:
     def _make(self, order: m.Commit) -> tuple[Path, int]:
         if self._holding.is_on_its_way(order):
             return self._holding.await_durable(order, self._wrote)
-        made = make_checkpoint(self._directory(order), order, self._env, self._layout, self._source, self._wrote)
+        made = make_checkpoint(self._directory(order), order, self._job, self._wrote)
         if self._holding.holds(order):
             self._holding.serve()
         return made
 
 
-def make_checkpoint(
-    save_dir: Path, order: m.Commit, env: RankEnv, layout: Layout, source: StateSource, progress: Progress
-) -> tuple[Path, int]:
+def make_checkpoint(save_dir: Path, order: m.Commit, job: RankJob, progress: Progress) -> tuple[Path, int]:
     """Commit the pieces of ``order``, with the description of this job; see ``ttp.store.commit``.
 
     Args:
         save_dir: directory of checkpoints, which has the draft.
         order: the order to commit. Its pieces tell which rank-local pages are missing.
-        env: identity of the committing rank.
-        layout: the replica groups of the job.
-        source: the adapter, which adds files of the framework.
+        job: the committing rank, and the adapter, which adds files of the framework.
         progress: called with bytes written.
 
     Returns:
@@ -212,12 +199,12 @@ def make_checkpoint(
     """
     return commit(
         save_dir,
-        replace(order, missing_pages=not_kept(order.pieces, env.world_size)),
-        run_id=env.run_id,
-        world_size=env.world_size,
-        groups=layout.groups,
-        framework=source.framework,
-        finalise=lambda directory: source.finalise(directory, order),
+        replace(order, missing_pages=not_kept(order.pieces, job.env.world_size)),
+        run_id=job.env.run_id,
+        world_size=job.env.world_size,
+        groups=job.layout.groups,
+        framework=job.source.framework,
+        finalise=lambda directory: job.source.finalise(directory, order),
         lend=lent,
         disk=Disk(progress),
     )

@@ -16,6 +16,7 @@ from ttp.core.decide import How
 from ttp.core.layout import Layout, Rank, Shard, Version
 from ttp.core.messages import Commit, FaultKind, SaverOrder
 from ttp.processor.gate.gate import Gate
+from ttp.processor.rank_job import RankJob
 from ttp.processor.saver import make_checkpoint
 
 INCARNATION = 4
@@ -197,8 +198,8 @@ def save_together(
 
 def commit(source: Any, processor: StubProcessor, order: Commit) -> Path:
     """Make a checkpoint of the saved pieces, as the processor's saver does, and return its path."""
-    directory, env, layout = processor.save_dir, processor.env, processor.layout
-    return make_checkpoint(directory, order, env, layout, source, lambda count: None)[0]
+    job = RankJob(Config(), processor.env, processor.layout, source, processor.save_dir)
+    return make_checkpoint(processor.save_dir, order, job, lambda count: None)[0]
 
 
 def two_shards(world_size: int = 2) -> Layout:

@@ -20,11 +20,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ttp.config import Config, RankEnv
 from ttp.core import messages as m
 from ttp.core.copy_messages import CopyTo
 from ttp.core.decide import How
-from ttp.core.layout import Layout, Rank, Shard, Version
+from ttp.core.layout import Rank, Shard, Version
 from ttp.core.rank import actions as act
 from ttp.core.rank import events as ev
 from ttp.core.replication import NOBODY, Generations, keepers
@@ -33,8 +32,9 @@ from ttp.processor.copies.store import Copy, CopyStore, NoRoomError, bring
 from ttp.processor.copies.transfer import Receiver, Sender
 from ttp.processor.local_state.mirror import read_page_or_kept
 from ttp.processor.local_state.pages import Page
+from ttp.processor.rank_job import RankJob
 from ttp.processor.serial_worker import SerialWorker
-from ttp.processor.source import Cancelled, StateSource
+from ttp.processor.source import Cancelled
 from ttp.store.durable import sync_directory
 
 log = logging.getLogger("ttp.processor")
@@ -83,32 +83,21 @@ class Copying:
     """Makes and keeps the second copies of one rank.
 
     Args:
-        source: the adapter that writes the state.
-        layout: the replica groups of the job.
-        config: the job's settings.
-        env: identity of this rank.
+        job: the rank, and the adapter that writes its state.
         receiver: takes the copies of other ranks.
         tell: takes events for the thread that owns the machine.
     """
 
-    def __init__(
-        self,
-        source: StateSource,
-        layout: Layout,
-        config: Config,
-        env: RankEnv,
-        receiver: Receiver,
-        tell: Callable[[ev.CopyMade | ev.CopySkipped], None],
-    ) -> None:
-        self.every = config.buddy_every
+    def __init__(self, job: RankJob, receiver: Receiver, tell: Callable[[ev.CopyMade | ev.CopySkipped], None]) -> None:
+        self.every = job.config.buddy_every
         """Updates from one copy to the next."""
         self.waited_s = 0.0
         """Seconds that updates of this rank have waited for copies: all that the copies cost on the critical path."""
-        rank = Rank(env.rank)
-        self._source, self._rank, self._receiver, self._tell = source, rank, receiver, tell
-        self._token, self._run_id = config.token, env.run_id
+        rank = Rank(job.env.rank)
+        self._source, self._rank, self._receiver, self._tell = job.source, rank, receiver, tell
+        self._token, self._run_id = job.config.token, job.env.run_id
         receiver.rank = rank
-        self._keeper = {shard: r for r, shards in keepers(layout).items() for shard in shards}
+        self._keeper = {shard: r for r, shards in keepers(job.layout).items() for shard in shards}
         mine = tuple(shard for shard, keeper in self._keeper.items() if keeper == rank)
         self._order = m.SaverOrder(rank, mine, How.AS_IS, (rank,), job_state=True)
         self._generations = Generations()

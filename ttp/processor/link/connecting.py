@@ -6,7 +6,6 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 from ttp.config import Config, RankEnv
 from ttp.core import messages as m
@@ -34,7 +33,6 @@ class ControllerLink:
     Args:
         config: the job's settings.
         env: identity of this rank.
-        run_dir: run directory of the job on this host.
         put: takes the events of the stream; called on any thread.
         joining: knows whether this rank belongs to the job; takes problems that no retry can mend.
         over: returns whether the stream is no longer needed.
@@ -44,17 +42,16 @@ class ControllerLink:
         self,
         config: Config,
         env: RankEnv,
-        run_dir: Path,
         put: Callable[[ev.Event], None],
         joining: Joining,
         over: Callable[[], bool],
     ) -> None:
-        self._config, self._env, self._run_dir = config, env, run_dir
+        self._config, self._env, self._run_dir = config, env, config.resolved_run_dir()
         self._put, self._joining, self._over = put, joining, over
         self._lock = threading.Lock()  # other threads may still connect while ``finish`` is called
         self._finished = False
         self._stream: Stream | None = None
-        self._shortcut = Shortcut(config, env, run_dir)
+        self._shortcut = Shortcut(config, env)
         self._second = SecondStream(config.token, put, self._shortcut.port)
         self._sockets = Sockets()
         self._peers: tuple[str, ...] = ()

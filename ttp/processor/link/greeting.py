@@ -9,35 +9,23 @@ import uuid
 from ttp._version import __version__
 from ttp.config import Config, RankEnv
 from ttp.core import messages as m
-from ttp.core.layout import Layout, Rank
+from ttp.core.layout import Rank
 from ttp.core.rank.machine import RankTimeouts
 from ttp.core.stripes import WHOLE
 from ttp.launch.standby import own_address
-from ttp.processor.source import StateSource
+from ttp.processor.rank_job import RankJob
 
 
-def hello(
-    config: Config,
-    env: RankEnv,
-    layout: Layout,
-    source: StateSource,
-    save_dir: str,
-    copies_at: str,
-    pages_at: str,
-    can_continue: bool,
-) -> m.Hello:
+def hello(job: RankJob, *, copies_at: str, pages_at: str, can_continue: bool) -> m.Hello:
     """Return the ``Hello`` of this process, before its first update: its identity, and how its state is to be saved.
 
     Args:
-        config: the job's settings.
-        env: identity of this rank.
-        layout: the replica groups of the job.
-        source: the adapter that can write the state.
-        save_dir: directory of checkpoints.
+        job: the rank and its job.
         copies_at: host:port at which this rank receives second copies; empty: it receives none.
         pages_at: host:port at which this rank receives pages of other hosts; empty: it receives none.
         can_continue: this process can go on after the death of another rank.
     """
+    config, env = job.config, job.env
     return m.Hello(
         rank=Rank(env.rank),
         protocol_major=m.PROTOCOL_MAJOR,
@@ -48,16 +36,16 @@ def hello(
         incarnation=0,
         nonce=uuid.uuid4().hex,
         world_size=env.world_size,
-        layout_digest=layout.digest,
+        layout_digest=job.layout.digest,
         host=config.host or socket.gethostname(),
         pid=os.getpid(),
         local_rank=env.local_rank,
-        save_dir=str(save_dir),
-        framework=source.framework,
+        save_dir=str(job.save_dir),
+        framework=job.source.framework,
         keep=config.keep,
         address=own_address(config, env.master_addr),
         fallback_dir=config.fallback_dir or "",
-        stripes=config.stripes if source.writes_parts else WHOLE,
+        stripes=config.stripes if job.source.writes_parts else WHOLE,
         copies_at=copies_at,
         pages_at=pages_at,
         can_continue=can_continue,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-from pathlib import Path
 
 from ttp.config import Config, RankEnv
 from ttp.launch.admission import ranks_here
@@ -31,11 +30,10 @@ class Shortcut:
     Args:
         config: the job's settings.
         env: identity of this rank.
-        run_dir: run directory of the job on this host.
     """
 
-    def __init__(self, config: Config, env: RankEnv, run_dir: Path) -> None:
-        self._config, self._env, self._run_dir = config, env, run_dir
+    def __init__(self, config: Config, env: RankEnv) -> None:
+        self._config, self._env, self._run_dir = config, env, config.resolved_run_dir()
         self._wanted = wanted(config, env.world_size, ranks_here(os.environ))
         self._waited = False
         self._gone: set[int] = set()

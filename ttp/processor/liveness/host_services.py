@@ -33,15 +33,12 @@ class HostServices:
     Args:
         config: the job's settings.
         env: identity of this rank.
-        run_dir: run directory of the job on this host.
         nonce: random id of this process.
         died: called on any thread when a neighbour has died: rank, nonce, what happened.
     """
 
-    def __init__(
-        self, config: Config, env: RankEnv, run_dir: Path, *, nonce: str, died: Callable[[int, str, str], None]
-    ) -> None:
-        self._config, self._env, self._run_dir, self._nonce = config, env, run_dir, nonce
+    def __init__(self, config: Config, env: RankEnv, *, nonce: str, died: Callable[[int, str, str], None]) -> None:
+        self._config, self._env, self._run_dir, self._nonce = config, env, config.resolved_run_dir(), nonce
         self._died = died
         self._sender = PageSender(Rank(env.rank), config.token, env.run_id)
         self.pages: PageDirectory | None = None
