@@ -143,17 +143,17 @@ def decide(
     ways = {rank: materialisable(answer) for rank, answer in by_rank.items()}
     verdict = judge(layout, by_rank.values())
     cuts = placement.Cuts(stripes.started(written), frozenset({*uncut, *verdict.odd, *verdict.disputed}))
-    written = stripes.covered(written)
+    known = _Known(by_rank, ways, stripes.covered(written), verdict, cuts)
     *better, everybody = _tiers(layout, by_rank, verdict)
     for copies in better:
-        common = _common_versions(copies, ways, written)
+        common = known.common_versions(copies)
         if common:
-            return _plan(max(common), copies, by_rank, ways, written, verdict, cuts)
+            return known.plan(max(common), copies)
     kept = _kept_copies(by_rank.values())
-    common = _common_versions(everybody, ways, written, kept)
+    common = known.common_versions(everybody, kept)
     if common:
-        return _plan(max(common), everybody, by_rank, ways, written, verdict, cuts, kept)
-    return NoPlan(_why_not(layout, by_rank, ways, written) + _kept_story(kept))
+        return known.plan(max(common), everybody, kept)
+    return NoPlan(known.why_not(layout) + _kept_story(kept))
 
 
 Copies = Mapping[Shard, Sequence[Rank]]
@@ -184,128 +184,126 @@ def _tiers(layout: Layout, by_rank: Mapping[Rank, Answer], verdict: Verdict) -> 
     yield everybody
 
 
-def _common_versions(
-    copies: Copies,
-    ways: Mapping[Rank, Mapping[Version, How]],
-    written: Mapping[Shard, Version],
-    kept: KeptCopies = NOTHING_KEPT,
-) -> set[Version]:
-    common: set[Version] | None = None
-    for shard, ranks in copies.items():
-        versions = {v for r in ranks for v in ways[r]}
-        versions.update(kept.get(shard, ()))
-        if shard in written:
-            versions.add(written[shard])
-        common = versions if common is None else common & versions
-        if not common:
-            return set()
-    return common or set()
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What is known when a plan is made.
 
+    Args:
+        by_rank: the last answer of each rank of the newest incarnation.
+        ways: ``Mat(r)`` of each of these ranks, with the way to get each version.
+        written: shards that are written whole, or in all their parts, with their versions.
+        verdict: the comparison of the replicas.
+        cuts: whether each shard may be cut.
+    """
 
-def _plan(
-    version: Version,
-    copies: Copies,
-    by_rank: Mapping[Rank, Answer],
-    ways: Mapping[Rank, Mapping[Version, How]],
-    written: Mapping[Shard, Version],
-    verdict: Verdict,
-    cuts: placement.Cuts,
-    kept: KeptCopies = NOTHING_KEPT,
-) -> Plan:
-    wanted = {s: ranks for s, ranks in copies.items() if written.get(s) != version}
-    assignments = _assign(wanted, by_rank, ways, version, cuts, kept)
-    distrusted = {s for s, odd in verdict.odd.items() if any(a.shard == s and a.rank in odd for a in assignments)}
-    disputed = tuple(sorted({*verdict.disputed, *distrusted}))
-    reason = _reason(version, assignments, by_rank, verdict, disputed)
-    brought = any(a.how is How.KEPT for a in assignments)
-    lost = max(0, max(a.version for a in by_rank.values()) - version) if brought else 0
-    return Plan(version, assignments, reason + lost_story(assignments, lost), disputed, verdict.odd_ranks, lost)
+    by_rank: Mapping[Rank, Answer]
+    ways: Mapping[Rank, Mapping[Version, How]]
+    written: Mapping[Shard, Version]
+    verdict: Verdict
+    cuts: placement.Cuts
 
+    def common_versions(self, copies: Copies, kept: KeptCopies = NOTHING_KEPT) -> set[Version]:
+        """Return the versions that are complete in every shard."""
+        common: set[Version] | None = None
+        for shard, ranks in copies.items():
+            versions = self._versions(shard, ranks).union(kept.get(shard, ()))
+            common = versions if common is None else common & versions
+            if not common:
+                return set()
+        return common or set()
 
-def _why_not(
-    layout: Layout,
-    by_rank: Mapping[Rank, Answer],
-    ways: Mapping[Rank, Mapping[Version, How]],
-    written: Mapping[Shard, Version],
-) -> str:
-    for shard, ranks in layout.groups.items():
-        if shard not in written and not any(ways.get(r) for r in ranks):
-            return f"shard {shard!r} has no whole copy left: {_story(ranks, by_rank)}"
-    return f"no version is whole in every shard: {_versions_seen(layout, ways, written)}"
+    def _versions(self, shard: Shard, ranks: Iterable[Rank]) -> set[Version]:
+        """Return the versions of a shard that these ranks can materialise, or that is written."""
+        versions = {v for r in ranks for v in self.ways.get(r, ())}
+        return versions | {self.written[shard]} if shard in self.written else versions
+
+    def plan(self, version: Version, copies: Copies, kept: KeptCopies = NOTHING_KEPT) -> Plan:
+        """Return the plan of a version that is complete in every shard."""
+        wanted = {s: ranks for s, ranks in copies.items() if self.written.get(s) != version}
+        assignments, verdict = self._assign(wanted, version, kept), self.verdict
+        distrusted = {s for s, odd in verdict.odd.items() if any(a.shard == s and a.rank in odd for a in assignments)}
+        disputed = tuple(sorted({*verdict.disputed, *distrusted}))
+        brought = any(a.how is How.KEPT for a in assignments)
+        lost = max(0, max(a.version for a in self.by_rank.values()) - version) if brought else 0
+        reason = self._reason(version, assignments, disputed) + lost_story(assignments, lost)
+        return Plan(version, assignments, reason, disputed, verdict.odd_ranks, lost)
+
+    def _assign(self, groups: Copies, version: Version, kept: KeptCopies) -> tuple[Assignment, ...]:
+        """Assign each shard to a rank, the shards with fewest candidates first.
+
+        Candidates that hold the version as it is come first; among equals the one with least work, on the host with
+        least work. A shard that no rank can materialise at the version is written whole from a kept copy.
+        """
+        ways, by_rank = self.ways, self.by_rank
+        candidates = {shard: [r for r in ranks if version in ways.get(r, {})] for shard, ranks in groups.items()}
+        brought = {shard: kept.get(shard, {}).get(version, ()) for shard, able in candidates.items() if not able}
+        candidates |= {shard: list(ranks) for shard, ranks in brought.items()}
+        sizes = {s: by_rank[ranks[0]].sizes.get(s, 0) for s, ranks in candidates.items()}
+        work = placement.Work(sizes, by_rank.values())
+        chosen: list[Assignment] = []
+        for shard in sorted(candidates, key=lambda s: (len(candidates[s]), s)):
+
+            def how(rank: Rank) -> How:
+                return How.KEPT if shard in brought else ways[rank][version]  # noqa: B023 - called in this round only
+
+            def cost(rank: Rank) -> tuple[bool, bool, bool, bool, bool, float, float, int]:
+                answer = by_rank[rank]
+                return (
+                    how(rank) is not How.AS_IS,
+                    answer.unfinished,
+                    answer.main_thread_blocked,
+                    not answer.post_step_done,
+                    answer.busy,
+                    work.of_rank.get(rank, 0.0),
+                    work.of_host.get(answer.host, 0.0),
+                    rank,
+                )
+
+            lead = min(candidates[shard], key=cost)
+            clean = how(lead) is How.AS_IS
+            others = (by_rank[r] for r in candidates[shard] if clean and how(r) is How.AS_IS)
+            cut = self.cuts.of(shard, version, allowed=shard not in brought)
+            parts = placement.savers(shard, by_rank[lead], others, cut, work)
+            chosen += [Assignment(part, rank, how(lead)) for part, rank in parts]
+        return tuple(sorted(chosen, key=lambda a: a.shard))
+
+    def _reason(self, version: Version, assignments: tuple[Assignment, ...], disputed: tuple[Shard, ...]) -> str:
+        seen: defaultdict[str, list[int]] = defaultdict(list)
+        for rank, answer in self.by_rank.items():
+            seen[f"torn after {answer.version}" if answer.torn else f"at {answer.version}"].append(rank)
+        states = "; ".join(f"{ranks_text(ranks)} {state}" for state, ranks in sorted(seen.items()))
+        chores = dict.fromkeys((a.rank, a.how) for a in assignments if a.how in (How.REDO, How.UNDO))
+        extra = [*(f"rank {rank} must {how.value}" for rank, how in chores), *_cut_story(assignments)]
+        if odd := self.verdict.odd_ranks:
+            extra.append(f"the copies of {ranks_text(odd)} differ from most others")
+        if disputed:
+            extra.append(
+                f"replicas of {', '.join(disputed[:SHARDS_SHOWN])} differ and no majority tells which is right"
+            )
+        bad = [r for r, answer in self.by_rank.items() if answer.bad]
+        if bad:
+            used = [a.rank for a in assignments if a.rank in bad]
+            extra.append(f"NaN or Inf on {ranks_text(bad)}" + (", saved as it is" if used else ", not used"))
+        return f"version {version} is the newest that is whole in every shard ({'; '.join([states, *extra])})"
+
+    def why_not(self, layout: Layout) -> str:
+        """Return why no version is complete in every shard."""
+        for shard, ranks in layout.groups.items():
+            if not self._versions(shard, ranks):
+                return f"shard {shard!r} has no whole copy left: {_story(ranks, self.by_rank)}"
+        shown = [
+            f"{shard} has {sorted(self._versions(shard, ranks))}"
+            for shard, ranks in islice(layout.groups.items(), SHARDS_SHOWN)
+        ]
+        more = len(layout.groups) - SHARDS_SHOWN
+        shown += [f"and {more} more shards"] if more > 0 else []
+        return f"no version is whole in every shard: {'; '.join(shown)}"
 
 
 def _newest_incarnation(answers: Iterable[Answer]) -> dict[Rank, Answer]:
     listed = list(answers)
     newest = max((a.incarnation for a in listed), default=0)
     return {a.rank: a for a in listed if a.incarnation == newest}
-
-
-def _assign(
-    groups: Copies,
-    by_rank: Mapping[Rank, Answer],
-    ways: Mapping[Rank, Mapping[Version, How]],
-    version: Version,
-    cuts: placement.Cuts,
-    kept: KeptCopies = NOTHING_KEPT,
-) -> tuple[Assignment, ...]:
-    """Assign each shard to a rank, the shards with fewest candidates first.
-
-    Candidates that hold the version as it is come first; among equals the one with least work, on the host with least
-    work. A shard that no rank can materialise at the version is written whole from a kept copy.
-    """
-    candidates = {shard: [r for r in ranks if version in ways.get(r, {})] for shard, ranks in groups.items()}
-    brought = {shard: kept.get(shard, {}).get(version, ()) for shard, able in candidates.items() if not able}
-    candidates |= {shard: list(ranks) for shard, ranks in brought.items()}
-    work = placement.Work({s: by_rank[ranks[0]].sizes.get(s, 0) for s, ranks in candidates.items()}, by_rank.values())
-    chosen: list[Assignment] = []
-    for shard in sorted(candidates, key=lambda s: (len(candidates[s]), s)):
-
-        def how(rank: Rank) -> How:
-            return How.KEPT if shard in brought else ways[rank][version]  # noqa: B023 - called in this round only
-
-        def cost(rank: Rank) -> tuple[bool, bool, bool, bool, bool, float, float, int]:
-            answer = by_rank[rank]
-            return (
-                how(rank) is not How.AS_IS,
-                answer.unfinished,
-                answer.main_thread_blocked,
-                not answer.post_step_done,
-                answer.busy,
-                work.of_rank.get(rank, 0.0),
-                work.of_host.get(answer.host, 0.0),
-                rank,
-            )
-
-        lead = min(candidates[shard], key=cost)
-        clean = how(lead) is How.AS_IS
-        others = (by_rank[r] for r in candidates[shard] if clean and how(r) is How.AS_IS)
-        cut = cuts.of(shard, version, allowed=shard not in brought)
-        chosen += [Assignment(p, r, how(lead)) for p, r in placement.savers(shard, by_rank[lead], others, cut, work)]
-    return tuple(sorted(chosen, key=lambda a: a.shard))
-
-
-def _reason(
-    version: Version,
-    assignments: tuple[Assignment, ...],
-    by_rank: Mapping[Rank, Answer],
-    verdict: Verdict,
-    disputed: tuple[Shard, ...],
-) -> str:
-    seen: defaultdict[str, list[int]] = defaultdict(list)
-    for rank, answer in by_rank.items():
-        seen[f"torn after {answer.version}" if answer.torn else f"at {answer.version}"].append(rank)
-    states = "; ".join(f"{ranks_text(ranks)} {state}" for state, ranks in sorted(seen.items()))
-    chores = dict.fromkeys((a.rank, a.how) for a in assignments if a.how in (How.REDO, How.UNDO))
-    extra = [*(f"rank {rank} must {how.value}" for rank, how in chores), *_cut_story(assignments)]
-    if verdict.odd_ranks:
-        extra.append(f"the copies of {ranks_text(verdict.odd_ranks)} differ from most others")
-    if disputed:
-        extra.append(f"replicas of {', '.join(disputed[:SHARDS_SHOWN])} differ and no majority tells which is right")
-    bad = [r for r, answer in by_rank.items() if answer.bad]
-    if bad:
-        used = [a.rank for a in assignments if a.rank in bad]
-        extra.append(f"NaN or Inf on {ranks_text(bad)}" + (", saved as it is" if used else ", not used"))
-    return f"version {version} is the newest that is whole in every shard ({'; '.join([states, *extra])})"
 
 
 def _cut_story(assignments: tuple[Assignment, ...]) -> list[str]:
@@ -342,14 +340,3 @@ def _story(ranks: Iterable[Rank], by_rank: Mapping[Rank, Answer]) -> str:
         "could not write": failed,
     }
     return ", ".join(f"{ranks_text(found)} {what}" for what, found in said.items() if found)
-
-
-def _versions_seen(layout: Layout, ways: Mapping[Rank, Mapping[Version, How]], written: Mapping[Shard, Version]) -> str:
-    shown = []
-    for shard, ranks in islice(layout.groups.items(), SHARDS_SHOWN):
-        versions = {v for r in ranks for v in ways.get(r, {})}
-        if shard in written:
-            versions.add(written[shard])
-        shown.append(f"{shard} has {sorted(versions)}")
-    more = len(layout.groups) - SHARDS_SHOWN
-    return "; ".join([*shown, *([f"and {more} more shards"] if more > 0 else [])])
