@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ttp.core.controller.evidence import EXPLAINS
 from ttp.core.messages import FaultKind
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_SAVED, CheckpointError, ToldAs, strerror_of
 from ttp.store.json_text import parse_json
@@ -23,9 +24,6 @@ from ttp.store.names import INCIDENTS
 from ttp.store.plain_file import open_plain
 
 SUFFIX = ".jsonl"
-
-EXPLAINS = ("exited", "exception", "lost", "outside", "preempted", "hung", "silent", "ailing", "collective", "snapshot")
-"""Kinds of evidence in the order in which the controller ranks them, the most telling first."""
 
 OF_OTHERS = frozenset({FaultKind.COLLECTIVE.value, FaultKind.SNAPSHOT.value})
 """Kinds of evidence that do not accuse their rank: a collective fails on the ranks that live."""
@@ -293,4 +291,4 @@ def _accusation(line: Line) -> tuple[str, str]:
 
 def _explains(line: Line) -> int:
     kind = line.facts.get("evidence")
-    return EXPLAINS.index(kind) if kind in EXPLAINS else len(EXPLAINS)
+    return next((place for place, each in enumerate(EXPLAINS) if each.value == kind), len(EXPLAINS))

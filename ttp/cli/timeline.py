@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import PurePath
 from typing import Any
@@ -73,7 +74,7 @@ def words(line: Line) -> str:
     tell = _WORDS.get(line.kind)
     if tell is not None:
         try:
-            return tell(line.facts)
+            return tell.format_map(defaultdict(lambda: None, line.facts)) if isinstance(tell, str) else tell(line.facts)
         except (TypeError, ValueError, ArithmeticError, AttributeError):
             pass  # the line is of a newer ttp, or damaged: show its fields as they are
     return json.dumps(dict(line.facts), ensure_ascii=False) if line.facts else ""
@@ -180,71 +181,74 @@ def _told_manager(f: Facts) -> str:
     return f"{f.get('what')}{strategy}: {f.get('code')} {_cut(str(f.get('text') or ''))}".rstrip()
 
 
-_WORDS: dict[str, Callable[[Facts], str]] = {
+_WORDS: dict[str, str | Callable[[Facts], str]] = {
     "opened": _opened,
     "evidence": _evidence,
-    "retracted": lambda f: f"evidence withdrawn ({f.get('evidence')}): rank {f.get('rank')} is back",
-    "heard_again": lambda f: f"host {f.get('host')} answers again (ranks {f.get('ranks')})",
-    "wrong": lambda f: f"wrong: {f.get('text')}",
+    "retracted": "evidence withdrawn ({evidence}): rank {rank} is back",
+    "heard_again": "host {host} answers again (ranks {ranks})",
+    "wrong": "wrong: {text}",
     "plan": _plan,
     "misfit": lambda f: (
         f"the replicas of {_listed(_texts(f.get('shards')))} split it into different parts: one rank writes it whole"
     ),
     "replan": lambda f: f"savers {compact_ranks(f.get('lost_savers') or ())} were lost or failed: a new plan is made",
     "nothing_new": lambda f: str(f.get("text", "")),
-    "waits": lambda f: f"no plan yet: {f.get('reason')}",
+    "waits": "no plan yet: {reason}",
     "saved": _saved,
-    "save_failed": lambda f: f"rank {f.get('rank')}: {f.get('text')}",
-    "commit": lambda f: f"rank {f.get('rank')} writes the manifest and renames the draft",
+    "save_failed": "rank {rank}: {text}",
+    "commit": "rank {rank} writes the manifest and renames the draft",
     "committed": _committed,
-    "commit_failed": lambda f: f"rank {f.get('rank')}: {f.get('text')}",
-    "held": lambda f: f"version {f.get('version')} is held in the memory of the host, and not durable yet",
-    "not_held": lambda f: "it cannot be held in memory: everything once more, into save_dir",
-    "awaited": lambda f: f"one rank waits until version {f.get('version')}, which is held in memory, is durable",
+    "commit_failed": "rank {rank}: {text}",
+    "held": "version {version} is held in the memory of the host, and not durable yet",
+    "not_held": "it cannot be held in memory: everything once more, into save_dir",
+    "awaited": "one rank waits until version {version}, which is held in memory, is durable",
     "durable": lambda f: f"saved in the shadow: {_committed(f)}",
-    "thawed": lambda f: f"all gates open, training goes on: {f.get('reason')}",
+    "thawed": "all gates open, training goes on: {reason}",
     "released": _released,
     "closed": _closed,
-    "joined": lambda f: f"rank {f.get('rank')} joined (pid {f.get('pid')} on {f.get('host')})",
-    "gone": lambda f: f"rank {f.get('rank')} left before all ranks had joined (pid {f.get('pid')} on {f.get('host')})",
-    "reconnected": lambda f: f"rank {f.get('rank')} came back at version {f.get('version')}",
-    "refused": lambda f: f"rank {f.get('rank')} (pid {f.get('pid')} on {f.get('host')}): {f.get('text')}",
-    "done": lambda f: f"rank {f.get('rank')} has returned from train() at version {f.get('version')}",
-    "witness_asked": lambda f: f"rank {f.get('rank')} is asked whether it still reaches {f.get('host')}",
+    "joined": "rank {rank} joined (pid {pid} on {host})",
+    "gone": "rank {rank} left before all ranks had joined (pid {pid} on {host})",
+    "reconnected": "rank {rank} came back at version {version}",
+    "refused": "rank {rank} (pid {pid} on {host}): {text}",
+    "done": "rank {rank} has returned from train() at version {version}",
+    "witness_asked": "rank {rank} is asked whether it still reaches {host}",
     "witness": lambda f: (
         f"rank {f.get('rank')} {'still reaches' if f.get('reachable') else 'cannot reach'} {f.get('host')}"
         f" ({_cut(str(f.get('text')))})"
     ),
-    "stack": lambda f: f"stacks of rank {f.get('rank')}:\n{f.get('text')}",
-    "fallback": lambda f: f"no rank can write to save_dir: all ranks write again, to {f.get('directory')}",
+    "stack": "stacks of rank {rank}:\n{text}",
+    "fallback": "no rank can write to save_dir: all ranks write again, to {directory}",
     "retry": lambda f: (
         f"the storage refused the write ({_cut(str(f.get('reason')))}): next attempt in {f.get('after_s')} s"
     ),
-    "standby": lambda f: f"a standby controller runs on {f.get('host')} ({f.get('address')})",
-    "no_standby": lambda f: f"{f.get('host')} could not start a standby controller",
-    "abdicated": lambda f: "another controller leads this job: this one gives it up and forgets its state",
-    "buddies": lambda f: "every rank stores second copies in the memory of another host",
-    "no_buddies": lambda f: f"second copies are off: {f.get('text')}",
-    "copied": lambda f: f"every rank has stored a second copy of version {f.get('version')}",
-    "not_copied": lambda f: f"no second copy of version {f.get('version')} on rank {f.get('rank')}: {f.get('text')}",
+    "standby": "a standby controller runs on {host} ({address})",
+    "no_standby": "{host} could not start a standby controller",
+    "abdicated": "another controller leads this job: this one gives it up and forgets its state",
+    "buddies": "every rank stores second copies in the memory of another host",
+    "no_buddies": "second copies are off: {text}",
+    "copied": "every rank has stored a second copy of version {version}",
+    "not_copied": "no second copy of version {version} on rank {rank}: {text}",
     "drained": lambda f: f"hosts that must start no ranks again: {', '.join(f.get('hosts') or ()) or 'none'}",
-    "interrupted": lambda f: f"rank {f.get('rank')} was interrupted (Ctrl-C) at version {f.get('version')}",
-    "left": lambda f: f"rank {f.get('rank')} left on purpose at version {f.get('version')}",
+    "interrupted": "rank {rank} was interrupted (Ctrl-C) at version {version}",
+    "left": "rank {rank} left on purpose at version {version}",
     "ailing": lambda f: f"rank {f.get('rank')} reports {f.get('ailment')}: {_cut(str(f.get('text')))}",
     "round": _round,
     "round_over": _round_over,
-    "mended": lambda f: f"{f.get('outcome')}, version {f.get('version')}: {f.get('text')}",
-    "not_cured": lambda f: f"the ranks cannot go on: {f.get('text')}",
-    "not_recovered": lambda f: f"lost ranks were not replaced: {f.get('text')}",
+    "mended": "{outcome}, version {version}: {text}",
+    "not_cured": "the ranks cannot go on: {text}",
+    "not_recovered": "lost ranks were not replaced: {text}",
     "seats_open": lambda f: f"new processes may take the places of {ranks_text(f.get('ranks') or ())}",
-    "offered": lambda f: f"host {f.get('host')} stands by: it can start ranks of a host that is drained",
+    "offered": "host {host} stands by: it can start ranks of a host that is drained",
     "moves": lambda f: f"{ranks_text(f.get('ranks') or ())} are to move to other hosts",
-    "guest": lambda f: f"a new process for rank {f.get('rank')} waits on {f.get('host')} (pid {f.get('pid')})",
-    "moves_not": lambda f: f"no rank is moved: {f.get('text')}",
-    "not_moved": lambda f: f"ranks could not be moved: {f.get('text')}",
+    "guest": "a new process for rank {rank} waits on {host} (pid {pid})",
+    "moves_not": "no rank is moved: {text}",
+    "not_moved": "ranks could not be moved: {text}",
     "not_curable": lambda f: f"no repair in the running processes: {_listed(_texts(f.get('evidence')))}",
-    "manager_came": lambda f: "a manager decides what is done about faults",
-    "manager_left": lambda f: "the manager is gone: this controller decides",
+    "manager_came": "a manager decides what is done about faults",
+    "manager_left": "the manager is gone: this controller decides",
     "told_manager": _told_manager,
 }
-"""Functions that describe each kind of line in words; ``ttp.core.controller.machine`` records the kinds."""
+"""How each kind of line is put in words: a text with the names of facts, or a function of the facts.
+
+``ttp.core.controller.machine`` records the kinds.
+"""

@@ -12,7 +12,7 @@ from ttp.core.layout import Rank
 OUTSIDER = Rank(-1)
 """Stands for a witness or a subject that is not a rank of the job."""
 
-_EXPLAINS = (
+EXPLAINS = (
     m.FaultKind.EXITED,
     m.FaultKind.EXCEPTION,
     m.FaultKind.LOST,
@@ -105,12 +105,12 @@ class EvidenceBook:
     @property
     def cause(self) -> str:
         """The text of the evidence that explains the incident best."""
-        for kind in _EXPLAINS:
+        for kind in EXPLAINS:
             if self.by_kind.get(kind):
                 return next(iter(self.by_kind[kind].values())).text
         if not self._withdrawn:
             return "a controller was lost during an incident"
-        return min(self._withdrawn, key=lambda e: (_EXPLAINS.index(e.kind), e.at)).text
+        return min(self._withdrawn, key=lambda e: (EXPLAINS.index(e.kind), e.at)).text
 
     @property
     def subjects(self) -> set[Rank]:
