@@ -71,9 +71,10 @@ def test_seen_together_or_one_by_one(steps: list[Any]) -> None:
     together, alone, now = HangWatch(1.0), HangWatch(1.0), 0.0
     for ranks, version, mark, phase, activity, later_s in steps:
         now += later_s
-        together.observed(ranks, version, mark, phase, activity, now)
+        beat = m.Heartbeat(m.SEVERAL, version, phase, mark, activity)
+        together.observed(ranks, beat, now)
         for rank in ranks:
-            alone.observed((rank,), version, mark, phase, activity, now)
+            alone.observed((rank,), beat, now)
         assert CANON(together) == CANON(alone)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ttp.core.controller.hangs import FACTOR, HangWatch, Suspicion
 from ttp.core.layout import Rank, Version
-from ttp.core.messages import Phase
+from ttp.core.messages import Heartbeat, Phase
 
 IDLE, UPDATING, DONE = Phase.IDLE, Phase.UPDATING, Phase.DONE
 
@@ -115,7 +115,8 @@ def a_life(random: Random) -> Iterator[tuple[HangWatch, Oracle, set[Rank], float
             places[rank] = (version + random.choice([0, 0, 1]), random.random() < 0.3, mark + random.choice([0, 1]))
         activity = "evaluation" if random.random() < wild / 4 else ""
         version, updating, mark = places[rank]
-        watch.observed((Rank(rank),), Version(version), mark, UPDATING if updating else IDLE, activity, now)
+        phase = UPDATING if updating else IDLE
+        watch.observed((Rank(rank),), Heartbeat(Rank(rank), Version(version), phase, mark, activity), now)
         oracle.beats.append(Beat(now, rank, places[rank], activity))
         yield watch, oracle, live, now
 
@@ -178,7 +179,7 @@ def watched(training: Training, hung: int | None, stopped: bool, floor_s: float)
         if suspicion is not None:
             found.append(suspicion)
             raised_at = at
-        watch.observed((Rank(rank),), Version(version), mark, IDLE, "", at)
+        watch.observed((Rank(rank),), Heartbeat(Rank(rank), Version(version), IDLE, mark), at)
     return found, raised_at - end
 
 

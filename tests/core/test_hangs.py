@@ -7,7 +7,7 @@ import pytest
 from ttp.core.controller import hangs
 from ttp.core.controller.hangs import HangWatch, Suspicion
 from ttp.core.layout import Rank, Version
-from ttp.core.messages import FaultKind, Phase
+from ttp.core.messages import FaultKind, Heartbeat, Phase
 
 IDLE, UPDATING, DONE = Phase.IDLE, Phase.UPDATING, Phase.DONE
 
@@ -37,7 +37,8 @@ class Job:
         for rank in sorted(self.live):
             if rank in self.at:
                 version, mark, phase, activity = self.at[rank]
-                self.watch.observed((Rank(rank),), Version(version), mark, phase, activity, self.now)
+                beat = Heartbeat(Rank(rank), Version(version), phase, mark, activity)
+                self.watch.observed((Rank(rank),), beat, self.now)
 
     def stand(self, **places: tuple[int, int] | str) -> None:
         """Set ranks (``r0=...``) to (versions ahead, mark), to a pause with that name, or to silence."""
@@ -318,7 +319,7 @@ class TestExcuses:
         job.live.discard(Rank(0))
         for _ in range(100):
             job.now += 1.0
-            job.watch.observed((Rank(0),), Version(job.version), 0, IDLE, "", job.now)
+            job.watch.observed((Rank(0),), Heartbeat(Rank(0), Version(job.version), IDLE), job.now)
             assert job.watch.check(job.now, job.live) is None
 
     def test_an_empty_world(self) -> None:

@@ -70,7 +70,7 @@ class Admission:
         self._rescue.committing.restored(hello.base_version)
         self._welcome(connection, hello, joins=self._job.join(connection, hello, now).seated)
         if known is None:  # a rank that comes back has not moved
-            self._parts.hangs.observed((hello.rank,), hello.version, 0, hello.phase, "", now)
+            self._parts.hangs.observed((hello.rank,), m.Heartbeat(hello.rank, hello.version, hello.phase), now)
         self._parts.joined(hello.rank, now)
         kind = "reconnected" if hello.resume else "joined"
         self._outbox.record(kind, rank=hello.rank, host=hello.host, pid=hello.pid, version=hello.version)

@@ -6,7 +6,7 @@ A commit is idempotent, so another rank may make it while the first one still tr
 from __future__ import annotations
 
 from ttp.core import messages as m
-from ttp.core.controller.incident import Incident, Stage, Task
+from ttp.core.controller.incident import Incident, Stage
 from ttp.core.controller.membership import Membership
 from ttp.core.controller.outbox import Outbox
 from ttp.core.decide import NoPlan, Plan
@@ -81,6 +81,7 @@ class Committing:
     def _send_commit(self, incident: Incident) -> None:
         assert incident.plan is not None and incident.committer is not None and self._job.layout is not None
         collected = incident.collected
+        tasks = sorted(incident.tasks, key=lambda t: (t.order.rank, t.generation))
         self._outbox.record("commit", rank=incident.committer, generation=incident.generation)
         self._outbox.send_to(
             incident.committer,
@@ -95,7 +96,7 @@ class Committing:
                 cause=incident.cause,
                 reason=incident.plan.reason,
                 keep=self._job.members[incident.committer].hello.keep,
-                pieces=tuple(p for t in sorted(incident.tasks, key=_by_rank) for p in t.pieces or ()),
+                pieces=tuple(p for t in tasks for p in t.pieces or ()),
                 missing_pages=tuple(Rank(r) for r in range(self._job.layout.world_size) if r not in collected),
                 directory=incident.directory,
                 disputed=incident.plan.disputed,
@@ -146,7 +147,3 @@ class Committing:
 def _of_this_commit(incident: Incident, report: m.Committed | m.CommitFailed) -> bool:
     expected = (incident.id, incident.generation, Stage.COMMITTING)
     return (report.incident, report.generation, incident.stage) == expected
-
-
-def _by_rank(task: Task) -> tuple[Rank, int]:
-    return task.order.rank, task.generation

@@ -29,8 +29,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from ttp.core.layout import Rank, Version, ranks_text
-from ttp.core.messages import FaultKind, Phase
+from ttp.core.layout import Rank, ranks_text
+from ttp.core.messages import FaultKind, Heartbeat, Phase
 
 FACTOR = 3.0
 """A wait is too long if it is this many times the longest wait seen so far."""
@@ -117,28 +117,17 @@ class HangWatch:
         self._told = False
         self._excused_until = now
 
-    def observed(
-        self, ranks: Iterable[Rank], version: Version, mark: int, phase: Phase, activity: str, now: float
-    ) -> None:
-        """Note the places of ranks, from their hello or heartbeat.
-
-        Args:
-            ranks: the ranks that sent the message.
-            version: their version.
-            mark: the number of points of the running step that they have passed.
-            phase: their phase.
-            activity: what they do on purpose instead of training; empty: they train.
-            now: the time, in seconds.
-        """
+    def observed(self, ranks: Iterable[Rank], beat: Heartbeat, now: float) -> None:
+        """Note the places of the ranks that have sent this heartbeat; ``now`` is in seconds."""
         if self._floor_s is None:
             return
         if now - self._heard_at > SILENT_BEATS * self._beat_s:
             self.restart(now)  # no rank was heard: this controller did not run
         self._heard_at = now
-        self._ending = self._ending or phase is Phase.DONE
-        place, moved = (int(version), phase is Phase.UPDATING, mark), False
+        self._ending = self._ending or beat.phase is Phase.DONE
+        place, moved = (int(beat.version), beat.phase is Phase.UPDATING, beat.mark), False
         for rank in ranks:
-            self._note_activity(rank, activity, now)
+            self._note_activity(rank, beat.activity, now)
             seen = self._seen.get(rank)
             if seen is None:
                 self._seen[rank] = _Seen(place, now)
@@ -147,7 +136,7 @@ class HangWatch:
                 seen.place, seen.heard_at = place, now
         if moved:
             self._moved(now)
-        self._follow_front(int(version), now)
+        self._follow_front(int(beat.version), now)
 
     def forget(self, rank: Rank) -> None:
         """Stop watching a lost rank."""

@@ -241,6 +241,13 @@ class Incident:
             if until <= now:
                 self.pauses[what] = OVER
 
+    def expect(self, order: m.SaverOrder) -> None:
+        """Add the order to a saver, in place of its unfinished one."""
+        if (merged := self.pending.pop(order.rank, None)) is not None:
+            self.tasks.remove(merged)
+        task = self.pending[order.rank] = Task(order, self.generation)
+        self.tasks.append(task)
+
     def wrote(self, rank: Rank, size: int, now: float) -> None:
         """Note that ``rank`` has written ``size`` bytes of its save or commit at ``now`` (-1: its order was sent)."""
         self.progress[rank] = (size, now)

@@ -240,7 +240,7 @@ class ControllerMachine:
             member.mark, member.activity = beat.mark, beat.activity
         if not speaking:
             return False
-        self._parts.hangs.observed(speaking, beat.version, beat.mark, beat.phase, beat.activity, now)
+        self._parts.hangs.observed(speaking, beat, now)
         self.rescue.program.moved(beat.version)
         if self.incident is not None:
             for rank in speaking:

@@ -67,12 +67,7 @@ class Saving:
         incident.awaiting &= not plan.assignments and bool(incident.tasks)
         orders = [] if incident.awaiting else self._orders(incident, plan)
         for order in orders:
-            merged = incident.pending.pop(order.rank, None)
-            if merged is not None:
-                incident.tasks.remove(merged)
-            task = Task(order, incident.generation)
-            incident.tasks.append(task)
-            incident.pending[order.rank] = task
+            incident.expect(order)
         incident.plan = plan = incident.with_all_orders(plan, lost)
         self._outbox.record(
             "plan",
@@ -129,9 +124,7 @@ class Saving:
         pages = self.pages.collectors(incident, ())
         incident.generation += bool(pages)
         for rank, wanted in sorted(pages.items()):
-            task = Task(m.SaverOrder(rank, (), How.AS_IS, wanted, False), incident.generation)
-            incident.tasks.append(task)
-            incident.pending[rank] = task
+            incident.expect(m.SaverOrder(rank, (), How.AS_IS, wanted, False))
             incident.wrote(rank, -1, now)
             self._send_save(incident, rank)
         return bool(pages) or (self.pages.lack_a_host(incident) and incident.waits("pages", PAGES_S, now))
