@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_TRAINED
 from ttp.launch import presence
 from ttp.launch.ring import ask_everybody
+from ttp.processor.aside import aside
 
 logger = logging.getLogger("ttp.launch")
 
@@ -38,9 +38,7 @@ def ask_verdict(around: Iterable[str], token: str, host: str, code: int, *, star
 
 def say_start(around: Iterable[str], token: str, host: str) -> None:
     """Tell the controllers, on a thread, that this launcher starts ranks now."""
-    threading.Thread(
-        target=lambda: ask_verdict(around, token, host, EXIT_TRAINED, starts=True), name="ttp-say-start", daemon=True
-    ).start()
+    aside("ttp-say-start", lambda: ask_verdict(around, token, host, EXIT_TRAINED, starts=True))
 
 
 def settled_code(own: int, answer: Any) -> int:

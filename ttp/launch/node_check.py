@@ -11,7 +11,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ttp.core.layout import WORLD_SIZE_MAX
+from ttp.processor.aside import aside
 
 OUTPUT_MAX = 300
 """Maximum number of characters of a check's last line that are reported."""
@@ -127,7 +127,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         with contextlib.suppress(PermissionError):  # it runs as root
             os.killpg(process.pid, signal.SIGKILL)
-        threading.Thread(target=process.wait, name="ttp-check", daemon=True).start()
+        aside("ttp-check", process.wait)
 
 
 def rank_list(path: Path) -> list[Any]:

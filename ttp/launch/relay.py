@@ -29,6 +29,7 @@ from ttp.config import Config
 from ttp.core import messages as m
 from ttp.core.relay import LineId, Relay, slot_s
 from ttp.inbox import Inbox
+from ttp.processor.aside import aside
 from ttp.store.durable import replace_file
 from ttp.wire import access, tls
 from ttp.wire.address import split, target
@@ -116,7 +117,7 @@ class _Threads(concurrent.futures.Executor):
             except BaseException as problem:
                 future.set_exception(problem)
 
-        threading.Thread(target=run, name="ttp-relay", daemon=True).start()
+        aside("ttp-relay", run)
         return future
 
 
@@ -180,8 +181,7 @@ class RelayServer(rpc.ControllerServicer):
                 context.abort(problem.code, problem.text)
             context.send_initial_metadata(())  # raises if the rank has gone meanwhile
             self._accepted(self.port)
-            reading = (request_iterator, uplink, local)
-            threading.Thread(target=_read, args=reading, name="ttp-relay", daemon=True).start()
+            aside("ttp-relay", lambda: _read(request_iterator, uplink, local))
             while not isinstance(order := local.orders.get(), _Ended):
                 yield order_to_wire(order)
             if order.code is not grpc.StatusCode.OK:
@@ -253,7 +253,7 @@ class _Uplink:
         self._note = accepted
         self._channel = open_channel(self._host, self._port)
         self._call: Any = stub(self._channel).Relay(self._frames(), metadata=(*metadata(config.token), PROTOCOL))
-        threading.Thread(target=self._read, name="ttp-relay-up", daemon=True).start()
+        aside("ttp-relay-up", self._read)
 
     def open(self) -> _Local:
         """Add a rank. Returns its stream."""
@@ -315,7 +315,7 @@ class _Uplink:
             self._note(self._port)
             self._answered.set()
             with contextlib.suppress(RuntimeError):  # no thread can be started: nobody stands in for this controller
-                threading.Thread(target=self._find, name="ttp-relay-find", daemon=True).start()
+                aside("ttp-relay-find", self._find)
             for message in self._call:
                 self._pass_on(message)
         except grpc.RpcError as problem:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ttp.launch.proc_files import start_of
+from ttp.processor.aside import aside
 from ttp.processor.liveness.sentinel import Seat
 from ttp.processor.liveness.sentinel_reader import BadSentinelError, SentinelReader, State, look
 from ttp.processor.local_state.page_dir import SHARED_MEMORY, page_directories
@@ -57,12 +59,8 @@ class SentinelWatch:
         self.close()
         self._over, self.living = threading.Event(), set()
         for rank, pid in workers.items():
-            threading.Thread(
-                target=self._run,
-                args=(rank, pid, on_death, self._over, self.living),
-                name=f"ttp-sentinel-{rank}",
-                daemon=True,
-            ).start()
+            run = functools.partial(self._run, rank, pid, on_death, self._over, self.living)
+            aside(f"ttp-sentinel-{rank}", run)
 
     def shows_death(self, rank: int, pid: int) -> bool:
         """Return whether a worker that has ended did not leave in good order, as far as its sentinel shows that."""

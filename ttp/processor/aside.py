@@ -1,4 +1,4 @@
-"""Work beside the processor's own threads."""
+"""Work beside the threads that a processor or a launcher always has."""
 
 from __future__ import annotations
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -96,28 +96,24 @@ class Processes:
 
     def _spawn(self, environ: dict[str, str], log: Path | None, title: str, is_rank: bool = True) -> Any:
         """Start a process in a process group of its own, so that signals of a terminal go to the launcher only."""
-        with ToldAs(ConfigError, f"cannot start {' '.join(self._job.command)[:200]}", OSError):
+        with ToldAs(ConfigError, f"cannot start {' '.join(self._job.command)[:200]}", OSError), ExitStack() as opened:
             output: IO[bytes] | None = None
             if log is not None:
                 log.parent.mkdir(parents=True, exist_ok=True)
-                output = log.open("ab")
+                output = opened.enter_context(log.open("ab"))
                 output.write(title.encode())
                 output.flush()
-            try:
-                forked = self._warm.worker(self._job.command, environ, output, output, stdin=False, is_rank=is_rank)
-                return forked or subprocess.Popen(
-                    self._job.command,
-                    env=environ,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT if output is not None else None,
-                    start_new_session=True,
-                )
-            finally:
-                if output is not None:
-                    output.close()
+            forked = self._warm.worker(self._job.command, environ, output, output, stdin=False, is_rank=is_rank)
+            return forked or subprocess.Popen(
+                self._job.command,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
 
 
 def _signal(process: subprocess.Popen[Any], how: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
+    with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, how)
