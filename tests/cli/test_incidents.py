@@ -139,7 +139,7 @@ def test_every_kind_that_an_incident_can_record_has_words() -> None:
     recorded = set()
     for file in [path for room in ("core", "mindio") for path in (REPOSITORY / "ttp" / room).rglob("*.py")]:
         recorded |= set(re.findall(r"record\(\s*\"(\w+)\"", file.read_text()))
-    without_incident = {"formed", "incarnation", "restore", "restored", "finished", "stopped"}
+    without_incident = {"formed", "incarnation", "finished", "stopped"}
     assert {"opened", "plan", "released"} <= recorded, "the search finds nothing: has record() another name now?"
     assert recorded - without_incident - {"answer", "acknowledged"} <= set(_WORDS)
 
@@ -208,6 +208,24 @@ def test_the_timeline(tmp_path: Path, ttp: Ttp) -> None:
         assert line in said.out, line
     assert "Trace" not in said.out
     assert "Trace\n" in ttp("incidents", tmp_path, "--last", "--detail").out
+
+
+def test_an_incident_during_a_restore_tells_of_the_restore_in_words(tmp_path: Path, ttp: Ttp) -> None:
+    restores = [
+        (0.1, "restore", {"version": 12, "name": "step_12", "error": ""}),
+        (0.2, "restored", {"version": 12, "size": 2000}),
+        (0.3, "restore", {"version": 0, "name": "", "error": ""}),
+        (0.4, "restore", {"version": 0, "name": "", "error": "the ranks do not see one common checkpoint"}),
+    ]
+    write(tmp_path, "one", [SAVED[0], *restores])
+    said = ttp("incidents", tmp_path, "one").out
+    for words in (
+        "all ranks are to read step_12",
+        "all ranks have read version 12, 2.0 kB",
+        "there is no checkpoint: training begins with step 1",
+        "no restore: the ranks do not see one common checkpoint",
+    ):
+        assert words in said, said
 
 
 def test_a_kind_of_the_future_is_shown_as_it_is(tmp_path: Path, ttp: Ttp) -> None:

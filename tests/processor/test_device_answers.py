@@ -231,6 +231,23 @@ def test_other_weights_in_the_model_count_as_torn_until_they_are_gone(rig: Calla
     assert (then.version, then.phase, then.has_preimage) == (3, m.Phase.IDLE, True)
 
 
+@pytest.mark.parametrize(("version", "warnings"), [(3, 1), (0, 0)])
+def test_a_rank_that_still_loads_its_weights_is_not_told_to_evaluate_a_copy(
+    rig: Callable[[int], Rig], caplog: pytest.LogCaptureFixture, version: int, warnings: int
+) -> None:
+    """Version 0 is held while ``restore()`` puts the weights of a checkpoint into the model."""
+    it = rig(version)
+    it.processor.gate.set_version(Version(version))
+    source: Any = it.source
+    source.other_weights = lambda: True
+    it.looker.freeze(hurry=True)
+    assert it.said().phase is m.Phase.TORN
+    source.other_weights = lambda: False
+    assert it.said().phase is m.Phase.IDLE
+    said = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert ["Evaluate a copy" in record.getMessage() for record in said] == [True] * warnings
+
+
 def test_between_the_steps_of_a_version_weights_differ_and_the_copies_are_still_good(rig: Callable[[int], Rig]) -> None:
     """What is in the model then is not read: the rank is saved from the copies."""
     it = rig(3)

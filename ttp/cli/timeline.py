@@ -161,6 +161,12 @@ def _closed(f: Facts) -> str:
     return f"{ranks_text(left)} did not leave in time" if isinstance(left, list) and left else "all have left"
 
 
+def _restore(f: Facts) -> str:
+    if f.get("error"):
+        return f"no restore: {f.get('error')}"
+    return f"all ranks are to read {f['name']}" if f.get("name") else "there is no checkpoint: training begins with step 1"
+
+
 def _round(f: Facts) -> str:
     where = f"on {ranks_text(f.get('ranks') or ())}, version {f.get('version')}"
     return f"{f.get('round')} handlers {where}" + (f" ({f.get('purpose')})" if f.get("purpose") else "")
@@ -187,6 +193,8 @@ _WORDS: dict[str, str | Callable[[Facts], str]] = {
     "retracted": "evidence withdrawn ({evidence}): rank {rank} is back",
     "heard_again": "host {host} answers again (ranks {ranks})",
     "wrong": "wrong: {text}",
+    "restore": _restore,
+    "restored": lambda f: f"all ranks have read version {f.get('version')}, {size_text(int(f.get('size') or 0))}",
     "plan": _plan,
     "misfit": lambda f: (
         f"the replicas of {_listed(_texts(f.get('shards')))} split it into different parts: one rank writes it whole"

@@ -195,7 +195,7 @@ class StateInspector:
         if not self._moved_on(state):
             self._said = state, quiet.version, phase
             self._put(Snapshot(state.closure, quiet))
-            if swapped:
+            if swapped and state.version:  # at version 0 restore() may be loading the weights, and nothing is lost
                 log.warning(_SWAPPED, state.version)
             if version != state.version or swapped:
                 self._follow(state, version, swapped)
