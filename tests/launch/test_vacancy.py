@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from dataclasses import dataclass
 from signal import Signals
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,13 @@ from ttp.launch import stand_by
 from ttp.launch.agent import TtpAgent
 from ttp.launch.run import _parse
 from ttp.launch.stand_by import LATE_S, VACANT_S, Rescheduling, StandBy, vacancies
+
+
+@dataclass(frozen=True)
+class Node:
+    """A host in torch's rendezvous."""
+
+    addr: str
 
 
 @pytest.mark.parametrize(
@@ -103,7 +111,7 @@ def test_a_job_that_ends_while_a_host_enters_lets_it_leave(monkeypatch: pytest.M
     monkeypatch.setattr(stand_by, "VACANT_S", 0.0)
     inner = SimpleNamespace(
         _state_holder=SimpleNamespace(state=lost), is_closed=lambda: False, next_rendezvous=meet,
-        _get_store=Turns, settings=SimpleNamespace(max_nodes=2),
+        _get_store=Turns, settings=SimpleNamespace(max_nodes=2, timeout=RendezvousTimeout()),
     )  # fmt: skip
     with pytest.raises(RendezvousGracefulExitError):
         StandBy(inner, 1.0, lambda store: None).next_rendezvous()
@@ -134,6 +142,29 @@ def test_the_limit_that_ended_a_meeting_is_named(
     with pytest.raises(RendezvousTimeoutError):
         rendezvous.next_rendezvous()
     assert limit in caplog.text
+
+
+def test_a_host_that_waits_says_for_how_long_and_who_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its launcher was silent for ``TTP_RESCHEDULE_S`` seconds after the loss of a host."""
+    told, said = [], threading.Event()
+
+    def info(text: str, *words: object) -> None:
+        told.append(text % words)
+        said.set()
+
+    monkeypatch.setattr(stand_by, "SAY_S", 0.0)
+    monkeypatch.setattr(stand_by, "logger", SimpleNamespace(info=info))
+    state = SimpleNamespace(participants={Node("10.0.0.2"): 0}, wait_list={Node("10.0.0.1")})
+    inner = SimpleNamespace(
+        settings=SimpleNamespace(timeout=RendezvousTimeout(), max_nodes=3),
+        _state_holder=SimpleNamespace(state=state),
+        next_rendezvous=lambda: said.wait(60),
+    )
+    rendezvous = Rescheduling(inner, 270.0)
+    for within in ("--rdzv-conf join_timeout=600 s", "TTP_RESCHEDULE_S=270 s"):
+        rendezvous.next_rendezvous()
+        assert told.pop() == f"waiting for other hosts, up to {within}: 2 of 3 are here (10.0.0.1, 10.0.0.2)"
+        said.clear()
 
 
 @pytest.mark.parametrize("answers", [True, False])

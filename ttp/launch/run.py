@@ -224,6 +224,8 @@ class _TorchLaunch(Launch):
         from torch.distributed.elastic.rendezvous.api import RendezvousError
         from torch.distributed.run import run as torchrun
 
+        from ttp.launch.stand_by import HostMissingError
+
         try:
             with self._our_agent(config):
                 record(torchrun)(self._arguments)
@@ -237,6 +239,8 @@ class _TorchLaunch(Launch):
             return 128 + problem.sigval if code == EXIT_FAILED else code
         except ChildFailedError as problem:
             print(problem, file=sys.stderr)
+        except HostMissingError:
+            pass  # the log has said it
         except (RendezvousError, DistError) as problem:
             print(_of_meeting(problem), file=sys.stderr)
         except Exception as problem:

@@ -35,9 +35,16 @@ VACANT_S = 2.0
 """Seconds for which a place has to be empty. Hosts that restart leave the round and enter the next one at once."""
 LATE_S = 10.0
 """Seconds after which any host that stands by takes a place that is still empty, without waiting for its turn."""
+SAY_S = 5.0
+"""Seconds after which a host that still waits for others says so."""
 LEAVE_S = 5.0
+JOIN_TIMEOUT = "--rdzv-conf join_timeout"
 TURN_KEY = "ttp/turn"
 """Prefix of the key, one per round, that counts the hosts that want an empty place of that round."""
+
+
+class HostMissingError(RendezvousTimeoutError):
+    """A host has not come in time; the log has said so."""
 
 
 class Rescheduling(WrappedRendezvous):
@@ -57,28 +64,41 @@ class Rescheduling(WrappedRendezvous):
         """Meet the other hosts; from the second meeting on within ``wait_s``.
 
         Raises:
-            RendezvousTimeoutError: a host is missing.
+            HostMissingError: a host is missing.
             ConfigError: another host refused its settings and closed the rendezvous (``ttp.launch.refusal``).
         """
         limited = self._seated and self._wait_s > 0
         if limited:
             self._inner.settings.timeout._set_timeouts(join=timedelta(seconds=self._wait_s))
+        what, most_s = "TTP_RESCHEDULE_S" if limited else JOIN_TIMEOUT, self._inner.settings.timeout.join.total_seconds()
+        within = f"{what}={most_s:g} s"
+        waits = threading.Timer(SAY_S, self._say_who_is_here, (within,))
+        waits.daemon = True
+        waits.start()
         try:
             info: RendezvousInfo = self._inner.next_rendezvous()
         except RendezvousClosedError:
             if not self._seated and (reason := heard(self._inner)):
                 raise ConfigError(reason) from None
             raise
-        except RendezvousTimeoutError:
+        except RendezvousTimeoutError as problem:
             logger.error(
-                "a host is missing, and none has come within %s=%g s; the job ends here. What was saved stays: start "
-                "the job again with all hosts",
-                "TTP_RESCHEDULE_S" if limited else "--rdzv-conf join_timeout",
-                self._inner.settings.timeout.join.total_seconds(),
+                "a host is missing, and none has come within %s; the job ends here. What was saved stays: start the "
+                "job again with all hosts",
+                within,
             )
-            raise
+            raise HostMissingError from problem
+        finally:
+            waits.cancel()
         self._seated = True
         return info
+
+    def _say_who_is_here(self, within: str) -> None:
+        state, hosts = self._inner._state_holder.state, self._inner.settings.max_nodes
+        here = sorted({str(node.addr) for node in [*state.participants, *state.wait_list]})
+        logger.info(
+            "waiting for other hosts, up to %s: %d of %d are here (%s)", within, len(here), hosts, ", ".join(here)
+        )
 
     def leave(self) -> None:
         """Give up this host's place without closing the rendezvous for the other hosts."""
