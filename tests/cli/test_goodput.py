@@ -70,6 +70,19 @@ def test_steps_that_an_earlier_job_has_saved_are_not_lost(tmp_path: Path, capsys
     assert told(capsys, tmp_path)["lost_steps"] == 3
 
 
+def test_steps_are_lost_when_a_launch_begins_with_an_older_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The newest one was damaged, or moved away on purpose. Steps that are lost later count from the older one."""
+    (tmp_path / "incidents").mkdir()
+    saved = launch(0.0, ("released", 60.0, {"exit_code": 75}))
+    again = launch(100.0, ("restored", 105.0, {"version": 600, "size": 8}), ("released", 160.0, {"exit_code": 70}))
+    (tmp_path / "incidents" / FILE).write_text(saved + again)
+    incident(tmp_path, 1, 50.0, ("committed", 0.1, {"version": 900}), ("released", 2.0, {"exit_code": 75}), newest=900)
+    incident(tmp_path, 2, 150.0, ("released", 2.0, {"exit_code": 70}), newest=650)
+    assert told(capsys, tmp_path)["lost_steps"] == (900 - 600) + (650 - 600)
+
+
 def test_steps_are_lost_where_no_rank_is_left_to_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "incidents").mkdir()
     (tmp_path / "incidents" / FILE).write_text(launch(0.0, ("released", 60.0, {"exit_code": 70})))

@@ -14,6 +14,7 @@ import pytest
 from ttp.config import Config
 from ttp.launch.log_format import configure_logging
 from ttp.processor.last_words import asked_for, complain, leave_word, log_error, write_error_file
+from ttp.store.history import read_word
 
 
 def test_the_report_of_an_error_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,6 +41,17 @@ def test_the_word_is_left_in_the_directory_that_was_asked_for(
     monkeypatch.chdir(tmp_path / "elsewhere")
     leave_word("it")
     assert (tmp_path / "ck" / "incidents" / "wrong.json").exists() and not list((tmp_path / "elsewhere").iterdir())
+
+
+@pytest.mark.parametrize("why", ["no model", "rank 3 exits with 64: no model"])
+def test_the_word_names_its_rank_once(why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``ttp verdict`` said: rank 3 exited with 64: rank 3 exits with 64: no model."""
+    monkeypatch.setenv("TTP_PORT", "1")
+    monkeypatch.setenv("RANK", "3")
+    asked_for(str(tmp_path))
+    leave_word(why)
+    word = read_word(tmp_path)
+    assert word is not None and word.text == "rank 3 exited with 64: no model"
 
 
 @pytest.mark.parametrize("where", ["nowhere", "stderr", "stderr of the root", "file", "stderr, but no errors"])

@@ -38,7 +38,7 @@ class Goodput:
         incidents: number of faults that ended a launch.
         unrecorded: number of them without a file, so that their lost steps are not known.
         false_alarms: number of incidents after which training went on.
-        lost_steps: steps that a rank had finished and that no checkpoint had when the next launch began.
+        lost_steps: steps that a rank had finished and that the checkpoint with which the next launch began did not have.
         mttr: mean seconds from the first sign of a fault to the beginning of the next launch; None: there was none.
         unreadable: number of lines and files that could not be read.
     """
@@ -72,7 +72,7 @@ def goodput(directory: SaveDir, *, run_id: RunId = None, json: Json = False) -> 
     """Show how the time of a job was spent, over all its launches: from launches.log and the incidents of a save_dir.
 
     Joining ends when all ranks have joined, restoring when all of them have read the state they begin with. Lost steps
-    were trained again, because a launch ended without a save.
+    were trained again, because a launch ended without a save, or the next one began with an older checkpoint.
 
     JSON keys: ratio (training / elapsed, 0 to 1), elapsed, joining, restoring, training, freezing, saving, down, mttr
     (seconds; mttr from the first sign of a fault to the next launch, null without any), launches, incidents,
@@ -133,7 +133,9 @@ def add_up(launches: Sequence[Launch], stories: Sequence[IncidentLog], now_s: fl
     saved = 0
     ends = [*(launch.began_unix_s for launch in launches[1:]), float("inf")]
     for launch, until in zip(launches, ends, strict=True):
-        saved = max(saved, launch.restored)  # by a job with another run id, or in an incident whose file is gone
+        if launch.restored_unix_s:  # an older one if the last was damaged; a newer one if an incident's file is gone
+            found.lost_steps += max(0, saved - launch.restored)
+            saved = launch.restored
         own = [story for story in stories if launch.began_unix_s <= story.opened_unix_s < until]
         _add_times(found, launch, own, until, now_s)
         if launch.released and not any(story.last("released") for story in own):

@@ -70,7 +70,10 @@ class Rescheduling(WrappedRendezvous):
         limited = self._seated and self._wait_s > 0
         if limited:
             self._inner.settings.timeout._set_timeouts(join=timedelta(seconds=self._wait_s))
-        what, most_s = "TTP_RESCHEDULE_S" if limited else JOIN_TIMEOUT, self._inner.settings.timeout.join.total_seconds()
+        what, most_s = (
+            "TTP_RESCHEDULE_S" if limited else JOIN_TIMEOUT,
+            self._inner.settings.timeout.join.total_seconds(),
+        )
         within = f"{what}={most_s:g} s"
         waits = threading.Timer(SAY_S, self._say_who_is_here, (within,))
         waits.daemon = True
@@ -95,7 +98,8 @@ class Rescheduling(WrappedRendezvous):
 
     def _say_who_is_here(self, within: str) -> None:
         state, hosts = self._inner._state_holder.state, self._inner.settings.max_nodes
-        here = sorted({str(node.addr) for node in [*state.participants, *state.wait_list]})
+        # Those who are in a complete round train, save or are lost; whoever meets again waits for the next round.
+        here = sorted({str(node.addr) for node in [*(state.wait_list if state.complete else state.participants)]})
         logger.info(
             "waiting for other hosts, up to %s: %d of %d are here (%s)", within, len(here), hosts, ", ".join(here)
         )

@@ -46,7 +46,9 @@ def leave_word(why: object) -> None:
 
     with contextlib.suppress(ConfigError, OSError):
         environ = in_torchruns_names(os.environ)
-        text = f"rank {environ.get('RANK', '?')} exited with {EXIT_BAD_CONFIG}: {why}"
+        rank = f"rank {environ.get('RANK', '?')}"
+        text = str(why).removeprefix(f"{rank} exits with {EXIT_BAD_CONFIG}: ")  # as the log says it
+        text = f"{rank} exited with {EXIT_BAD_CONFIG}: {text}"
         history.leave_word(as_path(directory), environ.get("TORCHELASTIC_RUN_ID", "none"), text)
 
 
