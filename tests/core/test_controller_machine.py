@@ -303,7 +303,7 @@ def test_the_untouched_beginning_needs_no_checkpoint() -> None:
     talk.frozen(0, 0)
     talk.frozen(1, 0)
     assert talk.frozen(2, 0) == "[answer] [nothing_new] [released] Release(75):0,1,2"
-    assert talk.facts("nothing_new")["text"] == "no update had finished: there is nothing to lose"
+    assert talk.facts("nothing_new")["text"] == "no update had finished in this launch: there is nothing to lose"
     assert "a restart begins where this launch did" in talk.facts("released")["text"], "ranks may not have restored yet"
 
 

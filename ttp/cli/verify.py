@@ -176,5 +176,5 @@ def _restart(restores: Finding | None, home: Path, entries: list[CatalogEntry]) 
     if restores is not None:
         return f"A restart would resume from {_name(restores, home)}."
     if any(entry.kind == "checkpoint" for entry in entries):
-        return "No checkpoint is whole: a restart is refused (64) until one is repaired, or the others are moved away."
+        return "No checkpoint is whole: a restart is refused until one is repaired, or the others are moved away."
     return "A restart would start from nothing."

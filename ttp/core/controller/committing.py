@@ -53,9 +53,8 @@ class Committing:
         plan = verdict if isinstance(verdict, Plan) else Plan(on_disk, (), verdict.reason)
         incident.plan, incident.saved, incident.committer = plan, on_disk, None
         incident.path = self.last[1] if self.last else ""
-        incident.outcome = (
-            f"version {on_disk} is on disk already" if on_disk else "no update had finished: there is nothing to lose"
-        )
+        nothing = "no update had finished in this launch: there is nothing to lose"  # restore() may have failed
+        incident.outcome = f"version {on_disk} is on disk already" if on_disk else nothing
         incident.enter(Stage.SAVED, incident.outcome)
         self._outbox.record("nothing_new", version=plan.version, text=incident.outcome, reason=plan.reason)
 
