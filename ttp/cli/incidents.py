@@ -17,6 +17,7 @@ from ttp.cli.trace_events import trace_text
 from ttp.errors import CheckpointError, ToldAs, UsageError, strerror_of
 from ttp.store.history import read_launches
 
+NO_FAILURE = "no launch has failed after its ranks had joined; `ttp verdict` says how the last one ended"
 ELSEWHERE = (
     "if the save_dir could not be written, incidents are in TTP_FALLBACK_DIR, if set, and in the run directory on the "
     "controller's host: give one of them to `ttp incidents DIR`"
@@ -124,7 +125,7 @@ def _list(files: list[Path], directory: Path, json: bool, lacks: bool) -> None:
         columns = ("incident", "when", "version", "saved after", "cause", "outcome")
         screen().print(table(columns, map(_row, logs), right=("version", "saved after")))
     elif not lacks:
-        what = "nothing has gone wrong yet" if holds_ours(directory) else "is it the save_dir of a job?"
+        what = NO_FAILURE if holds_ours(directory) else "is it the save_dir of a job?"
         say(f"there are no incidents in {directory}: {what} ({ELSEWHERE})")
 
 

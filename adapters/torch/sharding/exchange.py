@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import socket
 import threading
 from collections.abc import Callable, Iterator
 
@@ -21,6 +23,7 @@ _LATE = (
     "rank %d has waited for the other ranks for %g s: every rank has to call wrap_optimizer() and restore(), at the "
     "same point of the program"
 )
+_HOSTS_SHOWN = 8
 _FINE = b"+"
 _KINDS: dict[bytes, type[ConfigError] | type[UsageError]] = {  # the first that fits: a subclass before its base
     b"d": DirectoryInUseError,
@@ -82,14 +85,19 @@ def gather_or_refuse(make: Callable[[], bytes]) -> list[bytes]:
         mine = _FINE + make()
     except (ConfigError, UsageError) as problem:
         refusal = problem
-        mine = next(mark for mark, kind in _KINDS.items() if isinstance(problem, kind)) + str(problem).encode()
+        host = os.environ.get("TTP_HOST") or socket.gethostname()
+        mark = next(mark for mark, kind in _KINDS.items() if isinstance(problem, kind))
+        mine = mark + f"{host}\0{problem}".encode()
     answers = gather_bytes(mine)
-    refused = [Rank(rank) for rank, one in enumerate(answers) if one[:1] != _FINE]
-    if refused:
-        first = answers[refused[0]]
-        alike = [rank for rank in refused if answers[rank] == first]
-        where = "" if len(alike) == len(answers) else f"{ranks_text(alike)}: "
-        raise _KINDS[first[:1]](where + first[1:].decode()) from refusal
+    told = {Rank(rank): one[1:].decode().partition("\0") for rank, one in enumerate(answers) if one[:1] != _FINE}
+    if told:
+        first = min(told)
+        text = told[first][2]
+        alike = [rank for rank, (_, _, said) in told.items() if said == text]
+        if len(alike) < len(answers):
+            hosts = [*dict.fromkeys(told[rank][0] for rank in alike)]
+            text = f"{ranks_text(alike)}: {text} (on host {', '.join(hosts[:_HOSTS_SHOWN])})"
+        raise _KINDS[answers[first][:1]](text) from refusal
     return [one[1:] for one in answers]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_what_is_wrong_on_one_rank_is_said_by_both(told: dict[str, Any]) -> None:
     start = "ConfigError: rank 1: this training state could not be saved: model.odd is on the device 'meta'"
     assert told["one rank"].startswith(start)
+    assert re.search(r" \(on host \S+\)$", told["one rank"])
+    assert "(on host" not in told["one name in two shards"], "it is wrong on every rank"
 
 
 def test_what_is_wrong_before_they_ask_each_other_too(told: dict[str, Any]) -> None:
