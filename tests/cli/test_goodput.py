@@ -109,6 +109,17 @@ def test_a_fault_without_a_file_is_a_fault(
     assert main(["incidents", str(tmp_path)]) == 0 and capsys.readouterr().err == ""
 
 
+def test_a_launch_that_was_killed_whole_is_a_fault_without_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody was left to record the end: power was cut, or everything got SIGKILL."""
+    (tmp_path / "incidents").mkdir()
+    killed, again = launch(0.0, ("formed", 2.0, {})), launch(100.0, ("finished", 200.0, {}))
+    (tmp_path / "incidents" / FILE).write_text(killed + again)
+    found = told(capsys, tmp_path)
+    assert (found["incidents"], found["unrecorded"], found["mttr"]) == (1, 1, None)
+
+
 def test_in_words(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["goodput", str(place), "--run-id", "job"]) == 0
     first, _, third = capsys.readouterr().out.splitlines()

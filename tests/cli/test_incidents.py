@@ -289,7 +289,7 @@ def test_none(tmp_path: Path, ttp: Ttp) -> None:
 def test_only_the_directory_of_a_job_says_that_no_launch_has_failed(tmp_path: Path, ttp: Ttp) -> None:
     assert "is it the save_dir of a job?" in ttp("incidents", tmp_path).out
     (tmp_path / "incidents").mkdir()
-    assert "no launch has failed after its ranks had joined; `ttp verdict`" in ttp("incidents", tmp_path).out
+    assert "no failure of a rank is recorded; `ttp verdict`" in ttp("incidents", tmp_path).out
     lines = line_of("incarnation", 1.0, {"run_id": "job"}) + line_of("released", 2.0, {"exit_code": 70})
     (tmp_path / "incidents" / FILE).write_text(lines)
     said = ttp("incidents", tmp_path)

@@ -36,7 +36,8 @@ class Goodput:
         down: seconds from the end of a launch to the beginning of the next.
         launches: number of launches.
         incidents: number of faults that ended a launch.
-        unrecorded: number of them without a file, so that their lost steps are not known.
+        unrecorded: number of them without a file, as the disk was full or every process was killed: their lost steps
+            are not known.
         false_alarms: number of incidents after which training went on.
         lost_steps: steps that a rank had finished and that the checkpoint with which the next launch began did not have.
         mttr: mean seconds from the first sign of a fault to the beginning of the next launch; None: there was none.
@@ -76,8 +77,8 @@ def goodput(directory: SaveDir, *, run_id: RunId = None, json: Json = False) -> 
 
     JSON keys: ratio (training / elapsed, 0 to 1), elapsed, joining, restoring, training, freezing, saving, down, mttr
     (seconds; mttr from the first sign of a fault to the next launch, null without any), launches, incidents,
-    unrecorded (those of them without a file, as the disk was full: their lost steps are not known), false_alarms,
-    lost_steps, unreadable (lines and files that could not be read).
+    unrecorded (those of them without a file, as the disk was full or every process was killed: their lost steps are not
+    known), false_alarms, lost_steps, unreadable (lines and files that could not be read).
     """
     place = existing(save_dir_of(directory))
     everything, torn = read_history(place)
@@ -138,7 +139,8 @@ def add_up(launches: Sequence[Launch], stories: Sequence[IncidentLog], now_s: fl
             saved = launch.restored
         own = [story for story in stories if launch.began_unix_s <= story.opened_unix_s < until]
         _add_times(found, launch, own, until, now_s)
-        if launch.released and not any(story.last("released") for story in own):
+        cut_off = until <= now_s and not launch.ended_unix_s  # nobody was left to record the end
+        if (launch.released or cut_off) and not any(story.last("released") for story in own):
             found.incidents, found.unrecorded = found.incidents + 1, found.unrecorded + 1
         for story in own:
             saved = max(saved, story.version or 0)

@@ -17,7 +17,7 @@ from ttp.cli.trace_events import trace_text
 from ttp.errors import CheckpointError, ToldAs, UsageError, strerror_of
 from ttp.store.history import read_launches
 
-NO_FAILURE = "no launch has failed after its ranks had joined; `ttp verdict` says how the last one ended"
+NO_FAILURE = "no failure of a rank is recorded; `ttp verdict` says how the last launch ended"
 ELSEWHERE = (
     "if the save_dir could not be written, incidents are in TTP_FALLBACK_DIR, if set, and in the run directory on the "
     "controller's host: give one of them to `ttp incidents DIR`"
