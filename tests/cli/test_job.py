@@ -242,7 +242,7 @@ def test_nobody_there(ttp: Ttp) -> None:
     for command in (["status"], ["save"], ["report-fault", "--rank", "0"]):
         said = ttp(*command, "--port", free_port(), "--address", "127.0.0.1")
         assert (said.code, said.out) == (1, "")
-        assert "no ttp controller answers" in said.err
+        assert "no ttp controller answers" in said.err and "`ttp verdict SAVE_DIR` says how a job ended" in said.err
 
 
 def test_a_controller_that_stands_by_does_not_speak_for_the_job(

@@ -41,6 +41,7 @@ Token = Annotated[
 ]
 
 ANSWER_S = 5.0
+ENDED = "`ttp verdict SAVE_DIR` says how a job ended"
 TAKEOVER_S = 10
 """Seconds within which ranks connect to a standby controller after the controller's host was lost."""
 LOCAL = "127.0.0.1"
@@ -289,7 +290,7 @@ def _reigning(where: Where) -> Where:
     if found is None:
         raise UnreachableError(
             f"no controller of this job answers, neither the first one nor a standby: "
-            f"{', '.join(where.around)}. Is the job running, and is this its token (TTP_TOKEN)?"
+            f"{', '.join(where.around)}. Is the job running, and is this its token (TTP_TOKEN)? {ENDED}"
         )
     first = target(where.address, where.port)
     if not found[1].world_size and found[0] != first:
@@ -355,5 +356,5 @@ def _explain_silence(where: Where, details: str) -> TtpError:
         return ConfigError(encryption)
     return UnreachableError(
         f"no ttp controller answers at {where} ({details.splitlines()[0]}): "
-        "is the job running, and is this its --address and --port?"
+        f"is the job running, and is this its --address and --port? {ENDED}"
     )
