@@ -211,7 +211,7 @@ def test_the_timeline(tmp_path: Path, ttp: Ttp) -> None:
 
 
 def test_an_incident_during_a_restore_tells_of_the_restore_in_words(tmp_path: Path, ttp: Ttp) -> None:
-    restores = [
+    restores: list[tuple[float, str, dict[str, Any]]] = [
         (0.1, "restore", {"version": 12, "name": "step_12", "error": ""}),
         (0.2, "restored", {"version": 12, "size": 2000}),
         (0.3, "restore", {"version": 0, "name": "", "error": ""}),
@@ -219,13 +219,13 @@ def test_an_incident_during_a_restore_tells_of_the_restore_in_words(tmp_path: Pa
     ]
     write(tmp_path, "one", [SAVED[0], *restores])
     said = ttp("incidents", tmp_path, "one").out
-    for words in (
+    for text in (
         "all ranks are to read step_12",
         "all ranks have read version 12, 2.0 kB",
         "there is no checkpoint: training begins with step 1",
         "no restore: the ranks do not see one common checkpoint",
     ):
-        assert words in said, said
+        assert text in said, said
 
 
 def test_a_kind_of_the_future_is_shown_as_it_is(tmp_path: Path, ttp: Ttp) -> None:

@@ -39,7 +39,7 @@ class Goodput:
         unrecorded: number of them without a file, as the disk was full or every process was killed: their lost steps
             are not known.
         false_alarms: number of incidents after which training went on.
-        lost_steps: steps that a rank had finished and that the checkpoint with which the next launch began did not have.
+        lost_steps: finished steps that the checkpoint with which the next launch began did not have.
         mttr: mean seconds from the first sign of a fault to the beginning of the next launch; None: there was none.
         unreadable: number of lines and files that could not be read.
     """

@@ -164,7 +164,9 @@ def _closed(f: Facts) -> str:
 def _restore(f: Facts) -> str:
     if f.get("error"):
         return f"no restore: {f.get('error')}"
-    return f"all ranks are to read {f['name']}" if f.get("name") else "there is no checkpoint: training begins with step 1"
+    return (
+        f"all ranks are to read {f['name']}" if f.get("name") else "there is no checkpoint: training begins with step 1"
+    )
 
 
 def _round(f: Facts) -> str:

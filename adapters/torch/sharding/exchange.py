@@ -96,7 +96,7 @@ def gather_or_refuse(make: Callable[[], bytes]) -> list[bytes]:
         alike = [rank for rank, (_, _, said) in told.items() if said == text]
         if len(alike) < len(answers):
             hosts = [*dict.fromkeys(told[rank][0] for rank in alike)]
-            text = f"{ranks_text(alike)}: {text} (on host {', '.join(hosts[:_HOSTS_SHOWN])})"
+            text = f"{ranks_text(alike)} on {', '.join(hosts[:_HOSTS_SHOWN])}: {text}"
         raise _KINDS[answers[first][:1]](text) from refusal
     return [one[1:] for one in answers]
 
