@@ -38,7 +38,6 @@ LATE_S = 10.0
 SAY_S = 5.0
 """Seconds after which a host that still waits for others says so."""
 LEAVE_S = 5.0
-JOIN_TIMEOUT = "--rdzv-conf join_timeout"
 TURN_KEY = "ttp/turn"
 """Prefix of the key, one per round, that counts the hosts that want an empty place of that round."""
 
@@ -70,11 +69,8 @@ class Rescheduling(WrappedRendezvous):
         limited = self._seated and self._wait_s > 0
         if limited:
             self._inner.settings.timeout._set_timeouts(join=timedelta(seconds=self._wait_s))
-        what, most_s = (
-            "TTP_RESCHEDULE_S" if limited else JOIN_TIMEOUT,
-            self._inner.settings.timeout.join.total_seconds(),
-        )
-        within = f"{what}={most_s:g} s"
+        what = "TTP_RESCHEDULE_S" if limited else "--rdzv-conf join_timeout"
+        within = f"{what}={self._inner.settings.timeout.join.total_seconds():g} s"
         waits = threading.Timer(SAY_S, self._say_who_is_here, (within,))
         waits.daemon = True
         waits.start()
@@ -100,9 +96,10 @@ class Rescheduling(WrappedRendezvous):
         state, hosts = self._inner._state_holder.state, self._inner.settings.max_nodes
         # Those who are in a complete round train, save or are lost; whoever meets again waits for the next round.
         here = sorted({str(node.addr) for node in [*(state.wait_list if state.complete else state.participants)]})
-        logger.info(
-            "waiting for other hosts, up to %s: %d of %d are here (%s)", within, len(here), hosts, ", ".join(here)
-        )
+        if hosts > 1:
+            logger.info(
+                "waiting for other hosts, up to %s: %d of %d are here (%s)", within, len(here), hosts, ", ".join(here)
+            )
 
     def leave(self) -> None:
         """Give up this host's place without closing the rendezvous for the other hosts."""
