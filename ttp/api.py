@@ -71,7 +71,8 @@ def ttp_to_persist(func: F | None = None, *, exit_on_bad_config: bool = True) ->
         if isinstance(train, staticmethod):  # written below this decorator: a plain function would become a method
             return staticmethod(decorate(train.__func__))  # type: ignore[return-value, arg-type]  # F is narrowed
         if not callable(train) or isinstance(train, type):
-            raise UsageError(f"@ttp.ttp_to_persist decorates a function, and {train!r} is not one")
+            todo = ": write @classmethod above @ttp.ttp_to_persist" if isinstance(train, classmethod) else ""
+            raise UsageError(f"@ttp.ttp_to_persist decorates a function, and {train!r} is not one{todo}")
         continuing.prepare()
 
         @functools.wraps(train)

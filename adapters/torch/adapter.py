@@ -285,6 +285,7 @@ class TorchAdapter(Restoring):
         self._around = AroundUpdate(
             processor,
             source,
+            self._model,
             self._given,
             self._extra,
             self._trial,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 
 from ttp.adapters.torch.local_state.extra_state import ExtraState
@@ -15,7 +15,7 @@ from ttp.adapters.torch.loop.followers import Followers
 from ttp.adapters.torch.loop.hooks import Calls
 from ttp.adapters.torch.loop.swapped import Swapped
 from ttp.adapters.torch.saving.trial import Trial
-from ttp.adapters.torch.saving.unsaved import numbers_of, refuse_unsaved, tell_changed
+from ttp.adapters.torch.saving.unsaved import Numbers, counts_of, numbers_of, refuse_unsaved, tell_changed, tell_counts
 from ttp.adapters.torch.sharding.data_parallel import LayoutWatch
 from ttp.adapters.torch.sharding.exchange import connected
 from ttp.adapters.torch.sharding.names import ModelNames
@@ -33,6 +33,7 @@ class AroundUpdate:
     Args:
         processor: the processor of this rank.
         source: the source of the registered objects.
+        model: the registered model.
         optimizers: the registered optimizers, as they were given.
         extra: the user's objects of ``extra_state``.
         trial: tries to save the state that the first update has made.
@@ -46,6 +47,7 @@ class AroundUpdate:
 
     processor: Processor
     source: TorchSource
+    model: nn.Module
     optimizers: Sequence[Optimizer]
     extra: ExtraState
     trial: Trial
@@ -54,7 +56,7 @@ class AroundUpdate:
     followers: Followers | None
     barrier: UpdateBarrier | None
     compared: tuple[ModelNames, Optimizer] | None
-    _numbers: dict[Any, str] | None = None  # of optimizers, after the first update; empty after the second
+    _numbers: tuple[Numbers, ...] | None = None  # of optimizers and modules, after the first update; later empty
 
     def calls(self) -> Calls:
         """Return the functions to call around an update."""
@@ -112,10 +114,15 @@ class AroundUpdate:
         if self.source.exchanges:
             self.processor.gate.stay_redone()  # the optimizer's exchange could hang on a dead rank
         if self._numbers is None:
-            self._numbers = numbers_of(self.optimizers, self.extra.objects)
+            self._numbers = self._numbers_now()
             if (survivor := current()) is not None:
                 survivor.why_no_loop()  # the loop has begun: stop recording collectives (see ``regroup.Groups``)
             refuse_unsaved(self.optimizers, self.extra.objects)
         elif self._numbers:
-            tell_changed(self._numbers, numbers_of(self.optimizers, self.extra.objects))
-            self._numbers = {}
+            (numbers, counts), (later_numbers, later_counts) = self._numbers, self._numbers_now()
+            tell_changed(numbers, later_numbers)
+            tell_counts(counts, later_counts)
+            self._numbers = ()
+
+    def _numbers_now(self) -> tuple[Numbers, Numbers]:
+        return numbers_of(self.optimizers, self.extra.objects), counts_of(self.model, self.extra.objects)

@@ -1,4 +1,4 @@
-"""Finds state that an optimizer keeps where a checkpoint does not include it. Runs after the first update."""
+"""Finds state of an optimizer or a module that a checkpoint does not include. Runs after the first updates."""
 
 from __future__ import annotations
 
@@ -131,6 +131,39 @@ def tell_changed(before: Numbers, after: Numbers) -> None:
             "only: after a restore it begins anew, and the resumed run may have other bits. Keep it in "
             "state[parameter] or in the param groups, or give an object that saves and loads it as extra_state",
             ", ".join(changed),
+        )
+
+
+def counts_of(model: nn.Module, extra: Collection[Any]) -> Numbers:
+    """Return the whole numbers in attributes of modules with buffers of their own, and ``""`` with the buffers' marks.
+
+    Whole numbers only: a loss or another measure for the log is seldom one. Not those of torch's own modules, and of
+    those that save an extra state or are in an object of ``extra``.
+    """
+    held = [value for each in extra for value in (each, *getattr(each, "__dict__", {}).values())]
+    saved = {id(module) for value in held if isinstance(value, nn.Module) for module in value.modules()}
+    found: Numbers = {}
+    for module in model.modules():
+        kept = [t for key, t in module._buffers.items() if key not in module._non_persistent_buffers_set]
+        own = type(module).__module__.partition(".")[0] not in ("torch", "ttp")
+        if not kept or not own or id(module) in saved or type(module).get_extra_state is not nn.Module.get_extra_state:
+            continue
+        counts = {name: value for name, value in list(vars(module).items()) if type(value) is int}
+        found |= {(id(module), f"{type(module).__name__}.{name}"): repr(value) for name, value in counts.items()}
+        found[id(module), ""] = repr([t if t is None or t.is_inference() else (t.data_ptr(), t._version) for t in kept])
+    return found
+
+
+def tell_counts(before: Numbers, after: Numbers) -> None:
+    """Warn, on rank 0, of whole numbers that change with the buffers beside them: the next free place of a queue."""
+    changed = {key for key, text in after.items() if before.get(key) != text}
+    names = sorted({name for owner, name in changed if name and (owner, "") in changed})
+    if names and tells():
+        log.warning(
+            "%s changes with the buffers beside it and is in no checkpoint, as it is no buffer: after a restore it "
+            "begins anew, and the resumed run may have other bits. Keep it in a buffer, or give an object that saves "
+            "and loads it as extra_state. If one does already, or the module never reads it, there is nothing to do",
+            ", ".join(names),
         )
 
 

@@ -73,3 +73,73 @@ def test_a_loss_within_the_model_comes_back(tmp_path: Path) -> None:
         return Program(nn.ModuleDict({"model": model, "loss": loss}), optimizer, step)
 
     assert_goes_on_with_its_bits(tmp_path, make)
+
+
+class Queue(nn.Module):
+    """A memory of the last features, as CrossBatchMemory's: the place of the next one is no buffer."""
+
+    kept: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.zeros(4, 3))
+        self.place, self.rows, self.loss = 0, 0, 0.0
+
+    def forward(self, x: Tensor) -> Any:
+        loss = (x - self.kept.mean(0)).square().mean()
+        self.kept[self.place] = x.detach().mean(0)
+        self.place, self.rows, self.loss = (self.place + 1) % 4, len(x), float(loss.detach())
+        return loss
+
+
+class Remembering(Queue):
+    """Its place is in every checkpoint."""
+
+    def get_extra_state(self) -> Any:
+        return {"place": self.place}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.place = state["place"]
+
+
+class Place:
+    """The object for ``extra_state`` that the message asks for."""
+
+    def __init__(self, modules: Any) -> None:
+        self.modules = modules
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.modules.loss.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.modules.loss.place = state["place"]
+
+
+class Lookup(Queue):
+    """A cache: a number changes, but no buffer that a checkpoint has."""
+
+    def forward(self, x: Tensor) -> Any:
+        self.rows += len(x)
+        return x.square().mean()
+
+
+@pytest.mark.supports("losses with a state of their own")
+@pytest.mark.parametrize(
+    ("kind", "as_extra", "told"),
+    [(Queue, False, ["Queue.place"]), (Queue, True, []), (Remembering, False, []), (Lookup, False, [])],
+)
+def test_counts_beside_buffers_that_change_are_told_once(
+    kind: type[Queue], as_extra: bool, told: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A resumed job would begin to write at the first place of a queue that is restored."""
+    model, loss = net(), kind()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    both = nn.ModuleDict({"model": model, "loss": loss})
+    extra = {"extra_state": {"place": Place(both)}} if as_extra else {}
+    Loop(tmp_path, both, optimizer, **extra).start(tmp_path / "pages")
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss(model(data())).backward()
+        optimizer.step()
+    said = [text for text in caplog.messages if "is in no checkpoint" in text]
+    assert [text.split(" changes")[0] for text in said] == told

@@ -126,10 +126,13 @@ def test_an_argument_of_a_wrong_kind_is_refused(name: str, tmp_path: Path) -> No
         ttp.wrap_optimizer(torch.optim.SGD(model.parameters()), model=model, save_dir=tmp_path, **wrong)
 
 
-@pytest.mark.parametrize("given", ["checkpoints", classmethod(lambda cls: None), torch.nn.Linear])
-def test_what_is_no_function_is_not_decorated(given: object) -> None:
+@pytest.mark.parametrize(
+    ("given", "todo"),
+    [("checkpoints", "$"), (classmethod(lambda cls: None), ": write @classmethod above "), (torch.nn.Linear, "$")],
+)
+def test_what_is_no_function_is_not_decorated(given: object, todo: str) -> None:
     decorate: Any = ttp.ttp_to_persist
-    with pytest.raises(ttp.UsageError, match="decorates a function"):
+    with pytest.raises(ttp.UsageError, match=f"decorates a function, and .* is not one{todo}"):
         decorate(given)
 
 
