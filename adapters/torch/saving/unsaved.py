@@ -150,7 +150,7 @@ def counts_of(model: nn.Module, extra: Collection[Any]) -> Numbers:
             continue
         counts = {name: value for name, value in list(vars(module).items()) if type(value) is int}
         found |= {(id(module), f"{type(module).__name__}.{name}"): repr(value) for name, value in counts.items()}
-        found[id(module), ""] = repr([t if t is None or t.is_inference() else (t.data_ptr(), t._version) for t in kept])
+        found[id(module), ""] = repr([None if t is None or t.is_inference() else (id(t), t._version) for t in kept])
     return found
 
 
