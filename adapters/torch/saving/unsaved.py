@@ -23,7 +23,7 @@ from ttp.errors import UsageError
 log = logging.getLogger("ttp.adapters.torch")
 
 Numbers = dict[tuple[int, str], str]
-"""Attributes of optimizers: the identity of the optimizer and the name of the attribute, to the value as text."""
+"""Attributes of optimizers or modules: the identity of the object and the attribute's name, to the value as text."""
 
 _SCRATCH = frozenset({"old_p", "e_w"})
 """Attributes of SAM that live only from its first step to its second in one iteration."""
