@@ -66,6 +66,19 @@ def test_a_rank_below_a_shell_saves_after_an_operators_signal(start: Start, cont
     assert job.finish() == 75 and job.has("saved-0-0")
 
 
+def test_a_signal_while_workers_are_started_reaches_them_when_all_have(
+    start: Start, controller: Controller, out: Path
+) -> None:
+    """In the first moments of a launch torch does not know the workers that it has started."""
+    script = out / "run.sh"
+    told = f'[ "$RANK" = 0 ] && trap \'touch "{out}/told"; exit 0\' TERM && kill -TERM "$PPID"\n'
+    script.write_text(f"#!/bin/sh\n{told}sleep 60 & wait\n")
+    script.chmod(0o700)
+    job = start("ttp-run", ["--nproc-per-node", "20", "--no-python"], str(script), plan())
+    job.finish()
+    assert job.has("told")
+
+
 @pytest.mark.parametrize("launcher", EVERY, indirect=True)
 def test_nobody_armed_is_stock_behaviour(launcher: str, start: Start, controller: Controller) -> None:
     job = start(launcher, THREE, "fake_worker.py", plan(armed=False))

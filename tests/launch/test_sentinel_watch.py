@@ -141,6 +141,7 @@ def test_what_an_earlier_process_left_is_not_believed(start: Start, pages: Path,
     watching = Watching(tmp_path, owner, other, look_s=0.02)
     if of == "this process":
         assert watching.hear() == (0, owner.pid)
+    assert watching.watch.shows_death(0, owner.pid) == (of == "this process")
     other.kill()
     assert watching.hear() == (1, other.pid)
     assert watching.told.empty()

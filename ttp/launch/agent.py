@@ -116,7 +116,7 @@ class TtpAgent(LocalElasticAgent):
             world_size=_world_size(worker_group),
             here=len(worker_group.workers),
         )
-        with forking(self._host.warm):
+        with forking(self._host.warm, together=True):
             ids = super()._start_workers(worker_group)
         self._seats.begin()
         self._fail_open(lambda: self._host.watch(self._workers()))

@@ -51,6 +51,7 @@ class SentinelWatch:
         self._run_dir, self._shared_memory, self._look_s = run_dir, shared_memory, look_s
         self._neighbours_first_s = neighbours_first_s
         self._over = threading.Event()
+        self._starts: dict[int, int] = {}  # of the workers, by pid; 0: not known
         self.living: set[int] = set()
         """Ranks whose sentinel shows that they live. Each of them may report the death of another rank."""
 
@@ -58,8 +59,9 @@ class SentinelWatch:
         """Watch these workers (pid by global rank) instead of the earlier ones."""
         self.close()
         self._over, self.living = threading.Event(), set()
+        self._starts = {pid: start_of(pid) for pid in workers.values()}
         for rank, pid in workers.items():
-            run = functools.partial(self._run, rank, pid, on_death, self._over, self.living)
+            run = functools.partial(self._run, rank, pid, self._starts[pid], on_death, self._over, self.living)
             aside(f"ttp-sentinel-{rank}", run)
 
     def shows_death(self, rank: int, pid: int) -> bool:
@@ -68,7 +70,8 @@ class SentinelWatch:
             seen = look(directory, rank, Seat.LAUNCHER)
             if not isinstance(seen, str):
                 with contextlib.closing(seen), contextlib.suppress(BadSentinelError):
-                    if seen.owner.pid == pid and seen.state() is State.DIED:
+                    same = seen.owner.pid == pid and self._starts.get(pid, 0) in (0, seen.owner.start)
+                    if same and seen.state() is State.DIED:
                         return True
         return False
 
@@ -76,10 +79,9 @@ class SentinelWatch:
         """Report nothing from now on. The threads end within ``look_s``."""
         self._over.set()
 
-    def _run(self, rank: int, pid: int, on_death: OnDeath, over: threading.Event, living: set[int]) -> None:
+    def _run(self, rank: int, pid: int, start: int, on_death: OnDeath, over: threading.Event, living: set[int]) -> None:
         """Watch one worker until it dies or ``over`` is set."""
         try:
-            start = start_of(pid)
             while not over.is_set():
                 if self._saw_death(rank, pid, start, over, living):
                     if not (living and over.wait(self._neighbours_first_s)):

@@ -7,7 +7,7 @@ import logging
 import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,15 @@ KILLED_S = 1.0
 
 
 @contextmanager
-def forking(warm: WarmStarter, go_on: tuple[str, str] = ("", "")) -> Iterator[None]:
+def forking(warm: WarmStarter, go_on: tuple[str, str] = ("", ""), *, together: bool = False) -> Iterator[None]:
     """Fork workers that torch starts while the block runs, where that is equivalent.
 
     Args:
         warm: forks them.
         go_on: files with the output and error of a worker's seat so far, to which this worker's are appended: torch
             would empty them. Empty: as torch is told.
+        together: the block starts all workers of a launch. A signal that comes after the first one has started is
+            handled after the block, when torch knows all of them and can let them save.
     """
     place: Any = api
     stock = getattr(place, "get_subprocess_handler", None)
@@ -43,6 +45,8 @@ def forking(warm: WarmStarter, go_on: tuple[str, str] = ("", "")) -> Iterator[No
 
     class Handler(SubprocessHandler):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
+            if together and not made:  # not before the block: torch puts its handlers into place first
+                held.enter_context(later())
             with later():
                 super().__init__(*args, **kwargs)
                 made.append(self)
@@ -53,19 +57,20 @@ def forking(warm: WarmStarter, go_on: tuple[str, str] = ("", "")) -> Iterator[No
             return warm.worker(list(args), env, self._stdout, self._stderr) or super()._popen(args, env)
 
     place.get_subprocess_handler = Handler
-    try:
-        yield
-    except BaseException:  # such as a signal: torch does not know the workers that it has started so far
-        with later():
-            for handler in made:
-                with suppress(ProcessLookupError):
-                    handler.close(signal.SIGKILL)
-            for handler in made:
-                with suppress(subprocess.TimeoutExpired):
-                    handler.proc.wait(KILLED_S)
-        raise
-    finally:
-        place.get_subprocess_handler = stock
+    with ExitStack() as held:
+        try:
+            yield
+        except BaseException:  # such as a signal: torch does not know the workers that it has started so far
+            with later():
+                for handler in made:
+                    with suppress(ProcessLookupError):
+                        handler.close(signal.SIGKILL)
+                for handler in made:
+                    with suppress(subprocess.TimeoutExpired):
+                        handler.proc.wait(KILLED_S)
+            raise
+        finally:
+            place.get_subprocess_handler = stock
 
 
 def start_worker(
