@@ -82,14 +82,17 @@ def test_one_inside_of_another_is_refused(joined: Joined) -> None:
     inner()  # it is forgotten that another one ran
 
 
-@pytest.mark.parametrize("kind", ["generator", "coroutine", "class"])
+@pytest.mark.parametrize("kind", ["generator", "coroutine", "object", "class"])
 def test_what_is_no_plain_function_is_refused(kind: str) -> None:
     def generator() -> Iterator[int]:
         yield 1
 
     async def coroutine() -> None: ...
 
-    given: Any = {"generator": generator, "coroutine": coroutine, "class": Joined}[kind]
+    class Update:
+        async def __call__(self) -> None: ...
+
+    given: Any = {"generator": generator, "coroutine": coroutine, "object": Update(), "class": Joined}[kind]
     with pytest.raises(UsageError, match="plain function that makes one update"):
         ttp.one_step(given)
 

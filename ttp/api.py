@@ -214,7 +214,7 @@ def wrap_optimizer(
         UsageError: the function was called twice with ttp switched on, or with objects of no known framework.
     """
     save_dir = _path_of(save_dir)
-    _check_types(layout, shard_of, scaler)
+    _check_types(layout, shard_of, scaler, buddy)
     if session.current().processor is None:  # a second call is an error, and does not count
         asked_for(save_dir)
     if undo not in UNDO_WAYS:
@@ -243,7 +243,9 @@ def _path_of(save_dir: object) -> str:
     return path
 
 
-def _check_types(layout: object, shard_of: object, scaler: object) -> None:
+def _check_types(layout: object, shard_of: object, scaler: object, buddy: object) -> None:
+    if not isinstance(buddy, bool):
+        raise UsageError(f"wrap_optimizer(buddy=...) takes a bool, but got a {type(buddy).__name__}")
     if layout is not None and not isinstance(layout, Layout):
         raise UsageError(f"wrap_optimizer(layout=...) takes a ttp.Layout, but got a {type(layout).__name__}")
     if shard_of is not None and not callable(shard_of):

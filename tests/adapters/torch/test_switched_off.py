@@ -118,7 +118,7 @@ def test_no_directory_is_needed_where_the_environment_gives_it(tmp_path: Path, m
     assert session.current().save_dir == tmp_path
 
 
-@pytest.mark.parametrize("name", ["layout", "shard_of", "scaler"])
+@pytest.mark.parametrize("name", ["layout", "shard_of", "scaler", "buddy"])
 def test_an_argument_of_a_wrong_kind_is_refused(name: str, tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
     wrong: Any = {name: "text"}
