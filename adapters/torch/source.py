@@ -28,7 +28,7 @@ from ttp.adapters.torch.loop.unwrap_optimizer import unwrap_optimizer
 from ttp.adapters.torch.restoring.kept import Kept, UnlikeError, keep
 from ttp.adapters.torch.saving.checkpoint import Deal, everything, write_shard
 from ttp.adapters.torch.saving.inspection import ComparedTensor, Findings, Inspector, agreed_on, leaves_of, replicated
-from ttp.adapters.torch.saving.job_state import FROZEN, JOB_KIND, SETTINGS, JobState
+from ttp.adapters.torch.saving.job_state import FROZEN, JOB_KIND, SETTINGS, TOGGLED, JobState
 from ttp.adapters.torch.saving.metadata import NO_GAPS, finalise
 from ttp.adapters.torch.saving.piece_index import StatePath
 from ttp.adapters.torch.saving.preimage import Image
@@ -286,7 +286,8 @@ class TorchSource(Standing):
         job = self.post_step.job_state(version)
         job.extra["constant"] = self._extra.capture_constant()
         toggled = () if self._attachment is None else self._attachment.toggled
-        job.extra[FROZEN] = frozen(self._names, self._optimizer, toggled)
+        job.extra[FROZEN] = frozen(self._names, self._optimizer)
+        job.extra[TOGGLED] = [name for name, p in self._names.parameters.items() if id(p) in toggled]
         if self.sharding is not None and not self.sharding.flat_groups:
             job.extra[SETTINGS] = plain_settings(self.post_step.param_groups(version, job))
         return replace(job, ddp_buckets=self._bucket_layout(version))

@@ -27,6 +27,8 @@ from ttp.errors import UsageError
 log = logging.getLogger("ttp.adapters.torch")
 
 _STEPS_WATCHED = range(1, 6)
+_FREEZING_WATCHED = 50
+"""Number of first steps in which parameters that were frozen once may be trained again: a generator's turn is rare."""
 
 _Mark = list[tuple[int, Tensor]]
 
@@ -61,7 +63,8 @@ class Untouched:
         self._mark = None
         self._steps += 1
         self._look_at_freezing()
-        return self._always or self._steps <= _STEPS_WATCHED[-1]
+        turns = self._steps <= _FREEZING_WATCHED and 1 in self._changes.values()
+        return self._always or turns or self._steps <= _STEPS_WATCHED[-1]
 
     def backward(self) -> None:
         """Check the weights at the beginning of a backward pass outside of any step.

@@ -20,7 +20,7 @@ from ttp.adapters.torch.restoring.param_groups import added_since, groups_for, l
 from ttp.adapters.torch.restoring.reader import by_path, load_chunks, read_value, read_values
 from ttp.adapters.torch.restoring.schedules import load_scaler, load_scheduler
 from ttp.adapters.torch.saving.flatten_state import put
-from ttp.adapters.torch.saving.job_state import FROZEN, JobState, read_job_state
+from ttp.adapters.torch.saving.job_state import FROZEN, TOGGLED, JobState, read_job_state
 from ttp.adapters.torch.saving.metadata import fitting
 from ttp.adapters.torch.saving.piece_index import IndexEntry, items_of, left_out_of
 from ttp.adapters.torch.saving.state import frozen
@@ -289,13 +289,13 @@ def _frozen_otherwise(names: ModelNames, optimizer: Optimizer, job: JobState) ->
     """Return notes on parameters whose ``requires_grad`` differs from the saved one; the program has to set it."""
     if not isinstance(saved := job.extra.get(FROZEN), list):
         return []  # an older ttp made the checkpoint, without such a list
-    here = frozen(names, optimizer)
-    both = ("trained", "frozen", sorted({*here} - {*saved})), ("frozen", "trained", sorted({*saved} - {*here}))
+    here, toggled = {*frozen(names, optimizer)}, job.extra.get(TOGGLED, ())
+    both = ("trained", "frozen", here.difference(saved)), ("frozen", "trained", {*saved} - here)
     return [
         f"{len(found)} parameters ({', '.join(found[:_LISTED_MAX])}) were {then} when it was saved and are {now} here "
         "(requires_grad): a program that freezes layers in mid-run has to do it by the step at which it begins"
-        for then, now, found in both
-        if found
+        for then, now, differ in both
+        if (found := sorted(differ.difference(toggled)))
     ]
 
 

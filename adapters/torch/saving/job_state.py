@@ -20,6 +20,8 @@ from ttp.store.plain_file import read_plain
 JOB_KIND = "job"
 FROZEN = "frozen"
 """Key in ``JobState.extra`` of the names of the optimizer's parameters that had ``requires_grad=False``."""
+TOGGLED = "toggled"
+"""Key in ``JobState.extra`` of the names of those whose ``requires_grad`` the loop changes to and fro."""
 SETTINGS = "settings"
 """Key in ``JobState.extra`` of the plain settings of all param groups, if these are the same on all ranks.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -104,15 +104,9 @@ def groups_with(
     return found
 
 
-def frozen(names: ModelNames, optimizer: Optimizer, toggled: Collection[int] = ()) -> list[str]:
-    """Return the names of the parameters of ``optimizer`` that have ``requires_grad=False`` now.
-
-    Args:
-        names: names of the model.
-        optimizer: the registered optimizer.
-        toggled: identities of parameters to leave out.
-    """
-    owned = {id(parameter) for parameter in parameters_of(optimizer)}.difference(toggled)
+def frozen(names: ModelNames, optimizer: Optimizer) -> list[str]:
+    """Return the names of the parameters of ``optimizer`` that have ``requires_grad=False`` now."""
+    owned = {id(parameter) for parameter in parameters_of(optimizer)}
     return [name for name, p in names.parameters.items() if id(p) in owned and not p.requires_grad]
 
 
