@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.launch.conftest import OF_MINDSPORE
-from ttp.launch.early_failures import EARLY_S, EarlyFailures
+from ttp.launch.early_failures import EARLY_S, WAITED_S, EarlyFailures
 from ttp.wire.v1 import controller_pb2 as pb
 
 if TYPE_CHECKING:
@@ -89,3 +89,17 @@ def test_a_script_of_mindspore_that_cannot_be_imported(start: Start, tmp_path: P
     assert (job.finish(), job.log.count("the job is started again")) == (70, 2), job.log
     assert "launch 3 in a row has failed before all ranks had joined" in job.log
     assert "No module named 'no_such_module'" in job.log
+
+
+def test_a_rank_that_leaves_a_restart_early_is_told_once_if_the_job_had_formed() -> None:
+    failures = EarlyFailures()
+    failures.begins(1)
+    told = [failures.keeps_waiting(now, True) for now in (2, 100)]
+    assert told == [False, False], "ranks of a first launch may have nothing to do"
+    failures.failed(101, formed(1), [75])
+    for began in (200, 300):
+        failures.begins(began)
+        late = began + 5 + WAITED_S
+        told = [failures.keeps_waiting(now, left) for now, left in ((began, False), (began + 5, True), (late, False))]
+        assert told == [False] * 3
+        assert [failures.keeps_waiting(late, True), failures.keeps_waiting(late + 1, True)] == [True, False]

@@ -15,7 +15,7 @@ import pytest
 
 from tests.waiting import has_ended, until
 from ttp.config import Config
-from ttp.launch import job_verdict, leases, ring, worker_stops
+from ttp.launch import early_failures, job_verdict, leases, ring, worker_stops
 from ttp.launch.host import Host
 from ttp.launch.preparation import settled
 from ttp.launch.proc_files import is_ending
@@ -73,6 +73,25 @@ def test_files_of_a_long_job_look_used(host: Host, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(leases, "FRESH_S", 0.0)
     host.look({})
     assert min(old.stat().st_mtime, old.stat().st_atime) > 1e9
+
+
+def test_a_rank_that_ends_before_any_has_joined_keeps_others_waiting(
+    host: Host, workers: StartWorkers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In init_process_group, which says nothing for half an hour."""
+    monkeypatch.setattr(early_failures, "WAITED_S", 0.0)
+    host._early.failed(0, GetStatusResponse(stage="waiting", world_size=2, incarnation=1), [75])
+    group = workers({"armed": False}, {"armed": False, "attempts": 0})
+    host.look(group)
+    assert group[1].wait() == 0
+    host.leases.arm(group[0].pid)
+    host.look(group)
+    assert not caplog.messages
+    host.leases.disarm(group[0].pid)
+    host.look(group)
+    host.look(group)
+    (said,) = caplog.messages
+    assert "rank 1 ended with exit code 0 before it had joined the job" in said
 
 
 def test_hold_returns_when_the_savers_have_left(host: Host, workers: StartWorkers, out: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
 from collections.abc import Callable
 from subprocess import Popen
 from typing import Any
@@ -38,6 +39,13 @@ IMPORTS_KEY = "ttp/imports"
 """Key in the store of a launch; its value is the list of modules that the ranks have imported."""
 OF_WORKERS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": os.getenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")}
 """Variables that torch's agent gives to all workers alike."""
+
+MEETING_S = 10.0
+"""Seconds after which a launcher says that it waits for those of other hosts."""
+_MEETING = (
+    "waiting for the launchers of other hosts (%.0f s so far): they have not started yet, or one has left, whose log says "
+    "why. If it does not come back, end the job on all hosts with SIGTERM and start it again; what was saved stays"
+)
 
 
 class TtpAgent(LocalElasticAgent):
@@ -105,6 +113,17 @@ class TtpAgent(LocalElasticAgent):
         """On a host that stands by, start the ranks of a drained host here, while the other hosts train on."""
         if self._moved is not None and (address := job_address(store)):
             self._moved.look(self._token.agree(store, first=False), address)
+
+    def _rendezvous(self, worker_group: Any) -> None:
+        """Meet the other hosts, and say so if that takes long: torch waits for minutes without a word."""
+        late = threading.Timer(MEETING_S, logger.warning, (_MEETING, MEETING_S))
+        late.daemon = True
+        if not isinstance(worker_group.spec.rdzv_handler, StandBy):
+            late.start()
+        try:
+            super()._rendezvous(worker_group)
+        finally:
+            late.cancel()
 
     def _start_workers(self, worker_group: Any) -> Any:
         job = self._token.agree(worker_group.store, first=worker_group.group_rank == 0)

@@ -16,6 +16,10 @@ EARLY_S = 120.0
 """A launch that lasts longer does not count: the program may train without ttp, which nobody can see from outside."""
 
 
+WAITED_S = 10.0
+"""Seconds for which a rank may have left a restart alone before others count as waiting for it."""
+
+
 class EarlyFailures:
     """Counts the launches of one launcher. Times are in seconds of ``time.monotonic()``."""
 
@@ -24,6 +28,7 @@ class EarlyFailures:
         """Launches that failed early, without another one in between."""
         self._began_s = 0.0
         self._formed = 0  # incarnation of the last launch that formed
+        self._left_s: float | None = 0.0  # since when a rank has left this launch early; None: that was told
 
     @property
     def enough(self) -> bool:
@@ -32,7 +37,22 @@ class EarlyFailures:
 
     def begins(self, now_s: float) -> None:
         """Note that the workers of a launch are being started."""
-        self._began_s = now_s
+        self._began_s, self._left_s = now_s, 0.0
+
+    def keeps_waiting(self, now_s: float, left: bool) -> bool:
+        """Return, once in each restart of a job that had formed, whether a rank that has left keeps others waiting.
+
+        Args:
+            now_s: the time.
+            left: whether a rank of this host has ended well, and others run, and none of them has joined the job.
+        """
+        if not (left and self._formed) or self._left_s is None:
+            return False
+        self._left_s = self._left_s or now_s
+        if now_s - self._left_s < WAITED_S:
+            return False
+        self._left_s = None
+        return True
 
     def failed(self, now_s: float, status: Any, codes: Collection[int]) -> None:
         """Note that a launch has failed.

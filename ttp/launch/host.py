@@ -35,6 +35,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ttp.launch")
 
+_WAITED_FOR = (
+    "rank %s ended with exit code 0 before it had joined the job, which had trained before this restart. The other ranks "
+    "may be waiting for it until the time-out of their process group, minutes later: if so, end the job, and let every "
+    "rank of a restart come as far as ttp.restore()"
+)
+
 OTHERS_S = 10.0
 """Seconds for which the first node keeps the controller so that launchers of other hosts can ask it for the verdict."""
 
@@ -151,8 +157,15 @@ class Host:
         self._watch.died.clear()
 
     def look(self, workers: Workers) -> None:
-        """Keep the files of the job. Give workers that crashed after their program, in a library, the exit code 0."""
+        """Keep the files of the job. Give workers that crashed after their program, in a library, the exit code 0.
+
+        Tell once in a restart of ranks that keep the others waiting.
+        """
         self.leases.keep()
+        ended = [str(rank) for rank, worker in workers.items() if worker.poll() == EXIT_TRAINED]
+        left = 0 < len(ended) < len(workers) and not self.leases.used()
+        if self._early.keeps_waiting(time.monotonic(), left):
+            logger.warning(_WAITED_FOR, ", ".join(ended))
         for rank, worker in workers.items():
             if (code := worker.poll() or 0) < 0 and self.leases.has_ended(worker.pid):
                 text = "rank %d had trained to its end when signal %d killed it: that counts as trained"

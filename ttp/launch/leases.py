@@ -72,6 +72,10 @@ class Leases:
         """Return the processes that armed themselves, did not disarm, and have not begun to end. Some may be dead."""
         return {pid for path in entries(self._armed) if not is_ending(pid := int(path.name))}
 
+    def used(self) -> bool:
+        """Return whether a processor has run in any process since the last ``sweep``, as far as its files are left."""
+        return any(map(entries, (self._armed, self._leases, self._ended)))
+
     def has_ended(self, pid: int) -> bool:
         """Return whether ``end`` was called for ``pid``."""
         return (self._ended / str(pid)).exists()
