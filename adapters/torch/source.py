@@ -18,7 +18,7 @@ from ttp.adapters.torch.device.to_host import HostCopier
 from ttp.adapters.torch.local_state.capture import LocalCapture
 from ttp.adapters.torch.local_state.extra_state import ExtraState
 from ttp.adapters.torch.local_state.hyperparameters import plain_settings
-from ttp.adapters.torch.local_state.image import decode, object_digests, without_still_buffers
+from ttp.adapters.torch.local_state.image import decode, object_digests, without_still
 from ttp.adapters.torch.local_state.module_states import ModuleStates
 from ttp.adapters.torch.loop.combined_optimizer import members_of
 from ttp.adapters.torch.loop.hooks import Attachment
@@ -194,7 +194,7 @@ class TorchSource(Standing):
         if order.shards:
             self._check_stands(version, image, evaluations)
         pages = self.read_pages(order.pages or (order.rank,), version, object_digests if order.pages else None)
-        pages = replace(pages, changes=without_still_buffers(pages.changes))
+        pages = replace(pages, changes=without_still(pages.changes))
         # A rank that stopped before its update to this version can add its pages, but has no schedule of this version.
         job = self._job_state(version) if order.shards or order.job_state else None
         state = self._state(pages, job, image, order.shards) if job is not None and order.shards else {}

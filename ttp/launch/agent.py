@@ -43,8 +43,8 @@ OF_WORKERS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": os.getenv("TORCH_NCCL_ASYNC_ERR
 MEETING_S = 10.0
 """Seconds after which a launcher says that it waits for those of other hosts."""
 _MEETING = (
-    "waiting for the launchers of other hosts (%.0f s so far): they have not started yet, or one has left, whose log says "
-    "why. If it does not come back, end the job on all hosts with SIGTERM and start it again; what was saved stays"
+    "waiting for the launchers of other hosts (%.0f s so far): they have not started yet, or one has left, as its log "
+    "says. If it does not come back, end the job on all hosts with SIGTERM and start it again; what was saved stays"
 )
 
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ttp.launch")
 
 _WAITED_FOR = (
-    "rank %s ended with exit code 0 before it had joined the job, which had trained before this restart. The other ranks "
+    "rank %s ended with exit code 0 before it had joined the job, which had trained before this restart. The others "
     "may be waiting for it until the time-out of their process group, minutes later: if so, end the job, and let every "
     "rank of a restart come as far as ttp.restore()"
 )

@@ -89,6 +89,24 @@ def decode(data: bytes | bytearray | memoryview, apart: Sequence[bytes] = ()) ->
         raise EncodingError(f"encoded state cannot be read: {type(problem).__name__}: {problem}") from problem
 
 
+def values_in(data: memoryview) -> dict[str, memoryview]:
+    """Return the encoded bytes of each value in an encoded dict whose keys are texts; for anything else, {}.
+
+    Nothing is decoded, so no tensor is made, on whatever device.
+    """
+    body, found = data[len(MAGIC) + _CHECKSUM_SIZE :], dict[str, memoryview]()
+    walker = msgpack.Unpacker(max_buffer_size=len(body), strict_map_key=False, unicode_errors="surrogatepass")
+    walker.feed(body)
+    try:
+        for _ in range(walker.read_map_header()):
+            key, start = walker.unpack(), walker.tell()
+            walker.skip()
+            found[key] = body[start : walker.tell()]
+    except (ValueError, msgpack.UnpackException):  # no dict
+        return {}
+    return found
+
+
 def checksum(body: bytes | memoryview) -> bytes:
     """Return the checksum that stands in front of ``body``."""
     return xxhash.xxh3_64_digest(body)

@@ -7,6 +7,7 @@ contains no pickle.
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,11 +23,14 @@ from ttp.core.messages import Piece
 from ttp.errors import GARBLED, CheckpointError, ToldAs
 from ttp.processor.local_state.local_piece import Change, Changes, read_local_image
 from ttp.processor.local_state.sections import Sections
-from ttp.store.encoding import EncodingError, encode
+from ttp.store.encoding import EncodingError, encode, values_in
 from ttp.store.encoding import decode as decode_values
 
-BUFFER = "buffer:"
-"""Begins the names of buffers among the names of objects whose digests are compared."""
+BUFFER, _VALUE, _OBJECT = "buffer:", "value:", "object:"
+"""Begin the names of buffers, and of values in the state of an object, among the names of objects whose digests are
+compared. ``_OBJECT`` precedes the name of an object that begins with one of these."""
+_VALUES_MAX = 32
+"""An object whose state has more values is only compared as a whole: a table of them would fill the manifest."""
 
 _MAGIC = b"TTPL\x01"
 _MAGIC_APART = b"TTPL\x02"
@@ -92,8 +96,16 @@ def read_local_state(path: Path, pieces: Sequence[Piece], rank: int) -> LocalSta
     return None if image is None else decode(image)
 
 
+def name_of(name: str, key: str | None = None) -> str:
+    """Return what an object of ``extra_state``, or a value in its state, is called where digests are compared."""
+    if key is not None:
+        return _VALUE + json.dumps([name, key])
+    return _OBJECT + name if name.startswith((BUFFER, _VALUE, _OBJECT)) else name
+
+
 def object_digests(data: bytes, _finished: bool = False) -> dict[str, str]:
-    """Return a digest of each object of ``extra_state``, and of each buffer, in an image; none if it is no image.
+    """Return a digest of each object of ``extra_state``, of each value in its state if that is a dict without large
+    arrays, and of each buffer, in an image; none if it is no image.
 
     Equal states have equal digests on all ranks.
     """
@@ -106,14 +118,18 @@ def object_digests(data: bytes, _finished: bool = False) -> dict[str, str]:
         digest = xxhash.xxh3_128(section)
         for part in image.apart.get(name, ()):
             digest.update(part)
-        digests[name] = digest.hexdigest()
+        digests[name_of(name)] = digest.hexdigest()
+        values = {} if name in image.apart else values_in(section)
+        if 1 < len(values) <= _VALUES_MAX:
+            digests |= {name_of(name, key): xxhash.xxh3_128_hexdigest(value) for key, value in values.items()}
     for info, section in image.buffers:
         digests[BUFFER + info.name] = xxhash.xxh3_128_hexdigest(section)
     return digests
 
 
-def without_still_buffers(changes: Changes) -> Changes:
-    """Return changes without those of buffers that stay as they are in the update: a model may have hundreds.
+def without_still(changes: Changes) -> Changes:
+    """Return changes without those of buffers that stay as they are in the update, as a model may have hundreds, and of
+    values in objects that do.
 
     What a rank that died in the update had before it is kept.
     """
@@ -123,6 +139,9 @@ def without_still_buffers(changes: Changes) -> Changes:
         if name.startswith(BUFFER):
             moved = any(before and after and before != after for before, after in by_change)
             known = {change: ranks for change, ranks in by_change.items() if change[0] and (moved or not change[1])}
+        elif name.startswith(_VALUE):
+            owner = name_of(json.loads(name.removeprefix(_VALUE))[0])
+            known = by_change if any(before != after for before, after in changes[owner]) else {}
         if known:
             found[name] = known
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import sys
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,17 +14,20 @@ from torch import Tensor
 
 from ttp.adapters.torch.local_state.capture import LocalCapture
 from ttp.adapters.torch.local_state.extra_state import ExtraState
-from ttp.adapters.torch.local_state.image import BUFFER, LocalState, read_local_state
+from ttp.adapters.torch.local_state.image import BUFFER, LocalState, name_of, read_local_state
 from ttp.adapters.torch.saving.job_state import JobState
 from ttp.adapters.torch.sharding.names import first_of
+from ttp.core.messages import Piece
 from ttp.processor.local_state.local_piece import (
     has_changed,
     is_provisional,
     lender,
     may_be_behind,
+    moves,
     objects_kept,
     why_lost,
 )
+from ttp.store.encoding import decode, encode, values_in
 from ttp.store.manifest import Manifest
 
 log = logging.getLogger("ttp.adapters.torch")
@@ -108,7 +112,7 @@ def _behind(manifest: Manifest, rank: int, local: LocalState, peers: LocalState,
     """Return notes on the state of a rank which died in the update that lacks what the others have changed since."""
     pieces, version, notes = manifest.pieces, manifest.version, []
     own = sorted(local.extra.keys() - peers.extra - extra.completed)
-    if behind := [repr(name) for name in own if may_be_behind(pieces, name)]:
+    if behind := [repr(name) for name in own if may_be_behind(pieces, name_of(name))]:
         notes.append(_BEHIND.format(rank, version, ", ".join(behind)))
     own = sorted(local.buffers.keys() - peers.buffers)
     if behind := [repr(name) for name in own if has_changed(pieces, BUFFER + name)]:
@@ -127,20 +131,54 @@ def from_peers(checkpoint: Path, manifest: Manifest, rank: int, local: LocalStat
     held = {shard for shard, ranks in manifest.groups.items() if rank in ranks}
     replicas = set(range(manifest.world_size)).intersection(*(manifest.groups[shard] for shard in held))
     givers = {name: lender(pieces, name, rank, replicas) for name in objects_kept(pieces)}
-    lenders = {name: giver for name, giver in givers.items() if giver is not None}
     why = "they were equal before the update" if local is not None else "it is equal on all replicas that saved it"
-    states = {giver: read_local_state(checkpoint, pieces, giver) for giver in {*lenders.values()}}
-    for name, giver in lenders.items():
-        state, buffer = states[giver], name.removeprefix(BUFFER)
-        if state is None:
-            continue
-        if name in state.extra:
+    found = {giver: read_local_state(checkpoint, pieces, giver) for giver in {*givers.values()} if giver is not None}
+    states = {giver: state for giver, state in found.items() if state is not None}
+    for giver, state in states.items():
+        for name in (each for each in state.extra if givers.get(name_of(each)) == giver):
             extra[name] = state.extra[name]
             log.info(_OF_A_PEER, manifest.version, f"extra_state[{name!r}]", rank, giver, why)
-        elif buffer != name and buffer in state.buffers:
-            buffers[buffer] = state.buffers[buffer]
-            log.info(_OF_A_PEER, manifest.version, f"the buffer {buffer}", rank, giver, why)
+        for name in (each for each in state.buffers if givers.get(BUFFER + each) == giver):
+            buffers[name] = state.buffers[name]
+            log.info(_OF_A_PEER, manifest.version, f"the buffer {name}", rank, giver, why)
+    for name, own in (local.extra if local is not None else {}).items():
+        lent = {key: givers.get(name_of(name, key)) for key in _moved(pieces, name, own)}
+        theirs = {key: states[giver].extra.get(name) for key, giver in lent.items() if giver in states}
+        if name not in extra and lent and (whole := _with_values(own, lent.keys(), theirs)) is not None:
+            extra[name] = whole
+            for key, lends in lent.items():
+                log.info(_OF_A_PEER, manifest.version, f"extra_state[{name!r}][{key!r}]", rank, lends, why)
     return LocalState(b"", buffers, extra)
+
+
+def _moved(pieces: Sequence[Piece], name: str, state: bytes) -> list[str]:
+    """Return the keys of the values in the encoded state of an object that the update has changed on any rank.
+
+    None if a rank had nothing to change: whether the one without a state had is not known then.
+    """
+    always = moves(pieces, name_of(name)) == {True}
+    return [key for key in values_in(memoryview(state)) if always and True in moves(pieces, name_of(name, key))]
+
+
+def _with_values(state: bytes, keys: Collection[str], theirs: Mapping[str, bytes | None]) -> bytes | None:
+    """Return the encoded state of an object with values of other ranks.
+
+    Args:
+        state: its encoded state, a dict.
+        keys: the keys of the values that the update has changed.
+        theirs: the encoded state of the rank that lends the value, by key.
+
+    Returns:
+        None: a value is lent by nobody, or the update has given the state other keys. A part of the values only would
+        make a state that the object never had, and perhaps does not accept.
+    """
+    own = decode(state)
+    for key in keys:
+        other = theirs.get(key)
+        if other is None or (values := decode(other)).keys() != own.keys():
+            return None
+        own[key] = values[key]
+    return encode(own)
 
 
 def reseed(version: int, number: int) -> None:

@@ -14,7 +14,7 @@ import torch
 from tests.adapters.torch.stub_processor import INCARNATION, Stateful, StubProcessor, save
 from tests.adapters.torch.test_local_piece import adapter
 from ttp.adapters.torch.adapter import TorchAdapter
-from ttp.adapters.torch.local_state.image import BUFFER, without_still_buffers
+from ttp.adapters.torch.local_state.image import BUFFER, without_still
 from ttp.adapters.torch.restoring.rank_local import from_peers
 from ttp.core.layout import Layout, Rank, Shard
 from ttp.core.messages import Piece
@@ -285,8 +285,8 @@ def test_only_buffers_that_the_update_changes_are_in_the_manifest(
 def test_buffers_of_unknown_change_do_not_count_as_changed() -> None:
     """The page of a rank may have lost what was there before the update."""
     entries = {("", "b"): [0], ("a", ""): [1], ("c", "d"): [2]}
-    assert without_still_buffers({BUFFER + "x": entries}) == {BUFFER + "x": {("a", ""): [1], ("c", "d"): [2]}}
-    assert without_still_buffers({"ema": entries}) == {"ema": entries}
+    assert without_still({BUFFER + "x": entries}) == {BUFFER + "x": {("a", ""): [1], ("c", "d"): [2]}}
+    assert without_still({"ema": entries}) == {"ema": entries}
 
 
 @pytest.mark.parametrize("first", [None, 2])

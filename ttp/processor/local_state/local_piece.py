@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -148,10 +149,14 @@ def lender(pieces: Sequence[Piece], name: str, rank: int, replicas: Collection[i
     return min(states) if len({*states.values()}) == 1 else None
 
 
+def moves(pieces: Sequence[Piece], name: str) -> set[bool]:
+    """Return whether the update has changed the object, for all ranks that finished it; {} if nothing is known."""
+    return {before != after for before, after, _ in _changes(pieces, name) if after}
+
+
 def may_be_behind(pieces: Sequence[Piece], name: str) -> bool:
     """Return False if the update is known to have left the object as it was on all ranks that finished it."""
-    finished = [(before, after) for before, after, _ in _changes(pieces, name) if after]
-    return not finished or any(before != after for before, after in finished)
+    return moves(pieces, name) != {False}
 
 
 def has_changed(pieces: Sequence[Piece], name: str) -> bool:
@@ -211,13 +216,18 @@ def why_lost(pieces: Sequence[Piece], rank: int) -> str:
 
 def _changes(pieces: Sequence[Piece], name: str) -> list[tuple[str, str, list[int]]]:
     """Return ``(before, after, ranks)`` of each change in these pieces; what is not of this form is left out."""
-    found = []
+    return _all_changes(tuple(piece for piece in pieces if piece.kind == LOCAL_KIND)).get(name, [])
+
+
+@functools.lru_cache(maxsize=1)  # each object and value is asked for in turn, and thousands of ranks have long tables
+def _all_changes(pieces: tuple[Piece, ...]) -> dict[str, list[tuple[str, str, list[int]]]]:
+    found: dict[str, list[tuple[str, str, list[int]]]] = {}
     for piece in pieces:
-        entries = _listed(piece, "changes", dict, {}).get(name) if piece.kind == LOCAL_KIND else None
-        for entry in entries if isinstance(entries, list) else ():
-            match entry:
-                case [str(before), str(after), [*ranks]] if ranks and all(isinstance(rank, int) for rank in ranks):
-                    found.append((before, after, ranks))
+        for name, entries in _listed(piece, "changes", dict, {}).items():
+            for entry in entries if isinstance(entries, list) else ():
+                match entry:
+                    case [str(before), str(after), [*ranks]] if ranks and all(isinstance(rank, int) for rank in ranks):
+                        found.setdefault(name, []).append((before, after, ranks))
     return found
 
 

@@ -1,0 +1,100 @@
+"""Values in a state of ``extra_state`` that are equal on all ranks survive the death of a rank in its update."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.adapters.torch.stub_processor import INCARNATION, Stateful, StubProcessor, save
+from tests.adapters.torch.test_local_piece import adapter
+from tests.adapters.torch.test_states_of_peers import BIAS
+from ttp.adapters.torch.local_state.image import BUFFER
+from ttp.core.layout import Layout, Rank
+from ttp.processor.local_state.local_piece import objects_kept
+from ttp.store.manifest import Manifest
+
+
+def progress_after(root: Path, *ranks: tuple[dict[str, Any], dict[str, Any] | None]) -> Path:
+    """Let each rank have these states before and after an update; None: it dies in the update. Rank 0 saves."""
+    processor: Any = StubProcessor(root / "checkpoints", layout=Layout.data_parallel(len(ranks)))
+    made = []
+    for rank, (before, after) in enumerate(ranks):
+        progress = Stateful(**before)
+        made.append(adapter({"progress": progress}))
+        made[-1].source.on_welcome(Rank(rank), INCARNATION, root / "pages")
+        if rank == 0:
+            made[0].attach(processor)
+        made[-1].capture.capture(0, final=False)
+        if after is not None:
+            progress.state = after
+            made[-1].capture.capture(0, final=True)
+    return save(made[0], processor, 0, pages=tuple(map(Rank, range(len(ranks)))))
+
+
+def progress_of(path: Path, rank: int, world_size: int) -> dict[str, Any]:
+    progress = Stateful(nothing=None)
+    adapter({"progress": progress}).load(path, rank, world_size, protected=False)
+    return progress.state
+
+
+def test_values_that_are_equal_on_all_ranks_are_lent_beside_those_of_the_rank(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = progress_after(
+        tmp_path,
+        ({"step": 7, "best": 0.5, "cursor": 10}, {"step": 8, "best": 0.4, "cursor": 10}),
+        ({"step": 7, "best": 0.5, "cursor": 20}, None),
+        ({"step": 7, "best": 0.5, "cursor": 30}, {"step": 8, "best": 0.4, "cursor": 30}),
+    )
+    assert progress_of(path, 1, 3) == {"step": 8, "best": 0.4, "cursor": 20}
+    assert "one update behind" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("first", "last"),
+    [
+        ({"step": 8, "loss": 0.1}, {"step": 8, "loss": 0.2}),  # each rank has its own
+        ({"step": 8, "loss": 0.3}, {"step": 9, "loss": 0.3}),  # they disagree
+        ({"step": 8, "loss": 0.3}, {"step": 7, "loss": 0.3}),  # one had nothing to count
+        ({"step": 8, "loss": 0.3, "new": 1}, {"step": 8, "loss": 0.3, "new": 1}),
+        ({"step": 8}, {"step": 8}),
+    ],
+)
+def test_a_state_is_not_put_together_that_the_rank_never_had(
+    first: dict[str, Any], last: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = {"step": 7, "loss": 0.3}
+    dead = {"step": 7, "loss": 0.5}
+    path = progress_after(tmp_path, (before, first), (dead, None), (before, last))
+    assert progress_of(path, 1, 3) == dead
+    assert "its extra_state ('progress') was captured before that update" in caplog.text
+
+
+def test_values_of_objects_that_no_update_changes_are_not_in_the_manifest(tmp_path: Path) -> None:
+    state = {"seed": 1, "cursor": 2}
+    path = progress_after(tmp_path, (state, state), (state, state))
+    assert objects_kept(Manifest.load(path).pieces) == ["progress"]
+
+
+@pytest.mark.parametrize("kind", [BUFFER, "value:", "object:"])
+def test_an_object_may_be_named_as_a_buffer_is(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    processor: Any = StubProcessor(tmp_path / "checkpoints", layout=Layout.data_parallel(2))
+    counts = [Stateful(n=1), Stateful(n=1)]
+    made = [adapter({kind + BIAS: count}) for count in counts]
+    for rank, (each, count) in enumerate(zip(made, counts, strict=True)):
+        each.source.on_welcome(Rank(rank), INCARNATION, tmp_path / "pages")
+        if rank == 0:
+            each.attach(processor)
+        bias = dict(each._model.named_buffers())[BIAS]
+        bias.fill_(5 + 10 * rank)
+        each.capture.capture(0, final=False)
+        if rank == 0:
+            count.state = {"n": 2}
+            each.capture.capture(0, final=True)
+    path = save(made[0], processor, 0, pages=(Rank(0), Rank(1)))
+    fresh = adapter({kind + BIAS: (count := Stateful(n=0))})
+    fresh.load(path, 1, 2, protected=False)
+    assert (count.state, int(dict(fresh._model.named_buffers())[BIAS])) == ({"n": 2}, 15)
+    assert "before that update" not in caplog.text
