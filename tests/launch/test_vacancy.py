@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 import threading
@@ -24,6 +25,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout
 
+from tests.waiting import until
 from ttp.errors import ConfigError
 from ttp.launch import stand_by
 from ttp.launch.agent import TtpAgent
@@ -241,3 +243,22 @@ def test_hosts_meet_whose_clocks_differ() -> None:
 )
 def test_a_lost_host_is_noticed_sooner_than_by_torch(flags: list[str], expected: str) -> None:
     assert _parse([*flags, "x.py"]).rdzv_conf == expected
+
+
+@pytest.mark.parametrize("stands_by", [False, True])
+def test_a_launcher_says_that_it_waits_for_others(
+    stands_by: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a static rendezvous the host that serves it may be gone for good, and torch waits for minutes."""
+
+    def meet(*_: object) -> None:
+        if not stands_by:
+            until(lambda: caplog.messages)
+
+    agent: Any = object.__new__(TtpAgent)
+    handler: Any = object.__new__(StandBy) if stands_by else SimpleNamespace()
+    monkeypatch.setattr("ttp.launch.agent.MEETING_S", 0.0)
+    monkeypatch.setattr(LocalElasticAgent, "_rendezvous", meet)
+    agent._rendezvous(SimpleNamespace(spec=SimpleNamespace(rdzv_handler=handler)))
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert ["waiting for the launchers of other hosts" in text for text in said] == [True] * (not stands_by)
