@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -203,10 +204,11 @@ def test_every_package_on_disk_is_shipped() -> None:
 
 
 @pytest.mark.timeout(300)
-def test_the_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
+def test_the_wheel_holds_the_package_and_nothing_else_and_the_source_distribution_all(tmp_path: Path) -> None:
+    """The wheel is built from the source distribution."""
     shutil.rmtree(ROOT / "build", ignore_errors=True)  # setuptools would pack what an earlier build has left
     subprocess.run(
-        [sys.executable, "-m", "build", "--wheel", "--outdir", str(tmp_path), str(ROOT)],
+        [sys.executable, "-m", "build", "--outdir", str(tmp_path), str(ROOT)],
         check=True,
         capture_output=True,
         timeout=280,
@@ -229,6 +231,14 @@ def test_the_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     assert shipped == {
         name.replace(".", "/") + ("/__init__.py" if p.name == "__init__.py" else ".py") for name, p in MODULES.items()
     }
+    (archive,) = tmp_path.glob("ttp_ft-*.tar.gz")
+    with tarfile.open(archive) as source:
+        there = {name.partition("/")[2] for name in source.getnames()}
+    folders = (ROOT / folder for folder in ("benchmarks", "deploy", "docs", "examples", "proto", "tests"))
+    files = {path for folder in folders for path in folder.rglob("*.*") if "__pycache__" not in path.parts}
+    files |= {ROOT / "noxfile.py", ROOT / "Makefile"}
+    wanted = {str(path.relative_to(ROOT)) for path in files if path.is_file()}
+    assert not wanted - there
 
 
 def test_the_index_of_decisions_lists_each_record_once() -> None:
