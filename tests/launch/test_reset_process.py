@@ -228,6 +228,7 @@ def test_bad_usage(
     from ttp.cli.main import main as ttp
 
     monkeypatch.delenv("RANK_ID", raising=False)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # the command keeps its handlers to its end
     with subprocess.Popen(["sleep", "60"], env={}) as process:
         assert ttp(["reset-process", *(str(process.pid) if flag == "PID" else flag for flag in flags)]) == 64
         process.kill()

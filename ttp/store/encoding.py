@@ -89,16 +89,24 @@ def decode(data: bytes | bytearray | memoryview, apart: Sequence[bytes] = ()) ->
         raise EncodingError(f"encoded state cannot be read: {type(problem).__name__}: {problem}") from problem
 
 
-def values_in(data: memoryview) -> dict[str, memoryview]:
-    """Return the encoded bytes of each value in an encoded dict whose keys are texts; for anything else, {}.
+def values_in(data: memoryview, most: int) -> dict[str, memoryview]:
+    """Return the encoded bytes of each value in an encoded dict whose keys are texts.
 
     Nothing is decoded, so no tensor is made, on whatever device.
+
+    Args:
+        data: bytes that ``encode`` returned.
+        most: a dict with more values is left alone.
+
+    Returns:
+        The bytes by key; {} for anything else.
     """
     body, found = data[len(MAGIC) + _CHECKSUM_SIZE :], dict[str, memoryview]()
     walker = msgpack.Unpacker(max_buffer_size=len(body), strict_map_key=False, unicode_errors="surrogatepass")
     walker.feed(body)
     try:
-        for _ in range(walker.read_map_header()):
+        count = walker.read_map_header()
+        for _ in range(count if count <= most else 0):
             key, start = walker.unpack(), walker.tell()
             walker.skip()
             found[key] = body[start : walker.tell()]

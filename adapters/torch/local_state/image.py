@@ -29,7 +29,7 @@ from ttp.store.encoding import decode as decode_values
 BUFFER, _VALUE, _OBJECT = "buffer:", "value:", "object:"
 """Begin the names of buffers, and of values in the state of an object, among the names of objects whose digests are
 compared. ``_OBJECT`` precedes the name of an object that begins with one of these."""
-_VALUES_MAX = 32
+VALUES_MAX = 32
 """An object whose state has more values is only compared as a whole: a table of them would fill the manifest."""
 
 _MAGIC = b"TTPL\x01"
@@ -119,8 +119,8 @@ def object_digests(data: bytes, _finished: bool = False) -> dict[str, str]:
         for part in image.apart.get(name, ()):
             digest.update(part)
         digests[name_of(name)] = digest.hexdigest()
-        values = {} if name in image.apart else values_in(section)
-        if 1 < len(values) <= _VALUES_MAX:
+        values = {} if name in image.apart else values_in(section, VALUES_MAX)
+        if len(values) > 1:
             digests |= {name_of(name, key): xxhash.xxh3_128_hexdigest(value) for key, value in values.items()}
     for info, section in image.buffers:
         digests[BUFFER + info.name] = xxhash.xxh3_128_hexdigest(section)

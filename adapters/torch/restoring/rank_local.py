@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ttp.adapters.torch.local_state.capture import LocalCapture
 from ttp.adapters.torch.local_state.extra_state import ExtraState
-from ttp.adapters.torch.local_state.image import BUFFER, LocalState, name_of, read_local_state
+from ttp.adapters.torch.local_state.image import BUFFER, VALUES_MAX, LocalState, name_of, read_local_state
 from ttp.adapters.torch.saving.job_state import JobState
 from ttp.adapters.torch.sharding.names import first_of
 from ttp.core.messages import Piece
@@ -156,8 +156,8 @@ def _moved(pieces: Sequence[Piece], name: str, state: bytes) -> list[str]:
 
     None if a rank had nothing to change: whether the one without a state had is not known then.
     """
-    always = moves(pieces, name_of(name)) == {True}
-    return [key for key in values_in(memoryview(state)) if always and True in moves(pieces, name_of(name, key))]
+    keys = values_in(memoryview(state), VALUES_MAX) if moves(pieces, name_of(name)) == {True} else ()
+    return [key for key in keys if True in moves(pieces, name_of(name, key))]
 
 
 def _with_values(state: bytes, keys: Collection[str], theirs: Mapping[str, bytes | None]) -> bytes | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests.adapters.torch.test_states_of_peers import BIAS
 from ttp.adapters.torch.local_state.image import BUFFER
 from ttp.core.layout import Layout, Rank
 from ttp.processor.local_state.local_piece import objects_kept
+from ttp.store.encoding import encode, values_in
 from ttp.store.manifest import Manifest
 
 
@@ -98,3 +100,16 @@ def test_an_object_may_be_named_as_a_buffer_is(kind: str, tmp_path: Path, caplog
     fresh.load(path, 1, 2, protected=False)
     assert (count.state, int(dict(fresh._model.named_buffers())[BIAS])) == ({"n": 2}, 15)
     assert "before that update" not in caplog.text
+
+
+def test_the_values_of_a_dict_are_found_without_decoding_them() -> None:
+    state = {"step": 7, "losses": [0.5, 1.5], "rng": {"state": b"x" * 300, "n": (1, 2)}, "t\udc80": None}
+    found = values_in(memoryview(encode(state)), 4)
+    assert found.keys() == state.keys()
+    equal = values_in(memoryview(encode({"losses": [0.5, 1.5], "step": 8})), 4)
+    assert found["losses"] == equal["losses"] and found["step"] != equal["step"]
+
+
+@pytest.mark.parametrize("state", [{"a": 1, "b": 2, "c": 3}, {1: 2}, [1, 2], None, OrderedDict(a=1)])
+def test_there_are_none_in_anything_else(state: object) -> None:
+    assert values_in(memoryview(encode(state)), 2) == {}
