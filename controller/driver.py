@@ -19,13 +19,13 @@ from typing import TypeVar
 
 from ttp.controller.connection import Connection, Peer
 from ttp.controller.journal import Happening, Journal
+from ttp.controller.log_output import RecordLog
 from ttp.core import messages as m
 from ttp.core.controller import events as ce
 from ttp.core.controller.machine import ControllerMachine
 from ttp.core.controller.program_recovery import MakeRecovery, no_recovery
 from ttp.core.layout import Rank, Version
 from ttp.errors import EXIT_BAD_CONFIG
-from ttp.launch.log_format import FACTS
 from ttp.store.history import BEGINS, HISTORY_KINDS, Launch
 from ttp.wire.sockets import Sockets
 
@@ -96,7 +96,7 @@ class Driver:
         self.started_at = time.monotonic()
         self.history: collections.deque[Happening] = collections.deque()
         self._history_bytes = 0
-        self._journal = journal
+        self._journal, self._log = journal, RecordLog()
         self._beginning: Happening | None = None  # of a launch of which no rank of this host has joined
         self._connections: dict[ce.ConnectionId, Peer] = {}
         self._ids = itertools.count(1)
@@ -300,10 +300,7 @@ class Driver:
         text = _to_json(facts)
         happening = Happening(next(self._sequence), time.time(), time.monotonic(), kind, incident, text)
         self._remember(happening)
-        level = logging.DEBUG if kind == "answer" else logging.INFO  # one per rank; the journal has them
-        if log.isEnabledFor(level):
-            shown = {"event": kind, "incident": incident, **facts}
-            log.log(level, "%s%s %s", f"[{incident}] " if incident else "", kind, text[:2000], extra={FACTS: shown})
+        self._log.take(kind, incident, facts, text)
         if self._watchers:
             self._watchers = {watch for watch in self._watchers if watch.add(happening)}
         if incident:

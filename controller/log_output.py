@@ -1,4 +1,6 @@
-"""Writes the controller's log on a thread of its own: a hanging disk must not stop the rescue."""
+"""The controller's log: which records are logged, and a thread that writes them, as a hanging disk must not stop the
+rescue.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +8,61 @@ import logging
 import queue
 import sys
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from logging.handlers import QueueHandler, QueueListener
 from typing import TextIO
 
-from ttp.launch.log_format import TEXT, formatter
+from ttp.launch.log_format import FACTS, TEXT, formatter
+from ttp.store.history import BEGINS
 
+log = logging.getLogger("ttp.controller")
+
+ALIKE_MAX = 16
+"""Number of records of one kind that are logged in an incident, or between two incidents, of a launch.
+
+In a large job thousands of ranks join, fail and leave alike.
+"""
+TEXT_MAX = 2000
+"""Largest number of characters of a record's facts that are logged."""
 LINES_MAX = 20_000
 """Most lines that may wait. Further lines are dropped, and the next line that is written says how many."""
 FLUSH_S = 2.0
 """Seconds that the process waits at its end for queued lines to be written."""
 FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
+
+
+class RecordLog:
+    """Logs the records of the controller at level INFO: of each kind the first ``ALIKE_MAX``, the others at DEBUG.
+
+    Answers to a freeze are logged at DEBUG. The incident's file and watchers get every record.
+    """
+
+    def __init__(self) -> None:
+        self._incident = ""
+        self._counts: Counter[str] = Counter()
+
+    def take(self, kind: str, incident: str, facts: Mapping[str, object], text: str) -> None:
+        """Log a record.
+
+        Args:
+            kind: its kind.
+            incident: id of the open incident; empty: none is open.
+            facts: its facts.
+            text: the facts as JSON.
+        """
+        if kind == BEGINS or incident != self._incident:
+            self._incident, self._counts = incident, Counter()
+        alike = f"{kind} {facts.get('evidence') or facts.get('code') or ''}".rstrip()
+        self._counts[alike] += 1
+        where, more = f"[{incident}] " if incident else "", self._counts[alike] - ALIKE_MAX
+        level = logging.DEBUG if kind == "answer" or more > 0 else logging.INFO
+        if log.isEnabledFor(level):
+            shown = {"event": kind, "incident": incident, **facts}
+            log.log(level, "%s%s %s", where, kind, text[:TEXT_MAX], extra={FACTS: shown})
+        if more == 1 and kind != "answer":
+            log.info("%s%s: more of these are logged at level DEBUG only", where, alike)
 
 
 class _Lossy(QueueHandler):

@@ -66,7 +66,7 @@ class RelayLink:
         self._orders: list[tuple[LineId, m.Order | None]] = []
         self._wake = asyncio.Event()
         self._over = False
-        log.info("a relay has opened a stream")
+        log.debug("the relay at %s has opened a stream", peer)  # one per host
 
     # --------------------------------------------------------------------------------------------------------- inwards
 

@@ -16,6 +16,7 @@ from tests.core.talk import PATIENCE, answers
 from ttp.controller.connection import Connection
 from ttp.controller.driver import Driver
 from ttp.controller.journal import Journal
+from ttp.controller.log_output import ALIKE_MAX
 from ttp.core import messages as m
 from ttp.core.controller.events import (
     ConnectionId,
@@ -232,3 +233,22 @@ def test_a_launch_that_ends_before_a_rank_of_this_host_has_joined_is_recorded(tm
 
     quietly(run)
     assert [launch.incarnation for launch in read_launches(save_dir)] == [1, 2, 3]
+
+
+def test_a_large_job_has_no_log_line_for_each_rank(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        journal: Any = NoThreads()
+        driver, layout = Driver(PATIENCE, journal), grid(1, 100)
+        driver.machine.job.learn(layout)
+        ranks = [driver.connect(lambda: None) for _ in range(100)]
+        for rank, connection in enumerate(ranks):
+            driver.feed(Received(connection.id, hello(rank, layout)))
+        for rank, connection in enumerate(ranks):
+            lost = m.Fault(Rank(rank), Rank(rank), m.FaultKind.COLLECTIVE, "closed by peer")
+            driver.feed(Received(connection.id, lost))
+        driver.close()
+
+    with caplog.at_level(logging.INFO, "ttp.controller"):
+        asyncio.run(run())
+    shown = [record for record in caplog.records if record.levelno == logging.INFO]
+    assert 2 * ALIKE_MAX < len(shown) < 2 * ALIKE_MAX + 10

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from ttp.controller import log_output
-from ttp.controller.log_output import written_aside
+from ttp.controller.log_output import ALIKE_MAX, RecordLog, written_aside
 from ttp.launch.log_format import FACTS
 
 log = logging.getLogger("ttp.controller")
@@ -94,3 +94,21 @@ def test_json_has_an_object_on_each_line_whatever_is_in_it() -> None:
     assert facts.items() <= first.items() and first["message"] == "[i] evidence" and first["level"] == "INFO"
     assert first["time"].endswith("Z") and first["logger"] == "ttp.controller" and first["process"]
     assert "ValueError: odd" in json.dumps(second) and second["level"] == "ERROR"
+
+
+def test_a_line_for_each_of_a_thousand_ranks_is_not_logged() -> None:
+    stream = io.StringIO()
+    with controller_logs_to(stream):
+        records = RecordLog()
+        for launch in (1, 2):
+            records.take("incarnation", "", {}, f'{{"incarnation": {launch}}}')
+            for rank in range(1_000):
+                records.take("joined", "", {"rank": rank}, f'{{"rank": {rank}}}')
+            for rank in range(1_000):
+                records.take("evidence", "i1", {"evidence": "collective"}, f'{{"rank": {rank}}}')
+            records.take("evidence", "i1", {"evidence": "exited"}, '{"rank": 7}')
+    lines = [line.partition("ttp.controller ")[2] for line in stream.getvalue().splitlines()]
+    assert lines.count('[i1] evidence {"rank": 7}') == 4, "once as the cause, and once among the others, a launch"
+    assert sum(line.startswith("joined {") for line in lines) == 2 * ALIKE_MAX
+    assert lines.count("joined: more of these are logged at level DEBUG only") == 2
+    assert len(lines) == 2 * (1 + (ALIKE_MAX + 1) + (ALIKE_MAX + 1) + 1)

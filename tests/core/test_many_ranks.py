@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 
-from tests.core.talk import Talk
+from tests.core.talk import Talk, Wide
 from ttp.core import messages as m
 from ttp.core.answer import Answer
 from ttp.core.controller import planning
+from ttp.core.controller.events import LauncherSaid
+from ttp.core.controller.membership import Member
 from ttp.core.decide import NoPlan, Plan, decide
-from ttp.core.layout import Layout
+from ttp.core.layout import Layout, Rank
 from ttp.testing.scenario import grid
 
 
@@ -74,9 +76,8 @@ def test_savers_that_the_storage_refuses_at_once_are_replaced_together(decided: 
     assert len(talk.incident.pending) == len(refused) == 500 and talk.incident.pending.keys().isdisjoint(refused)
 
 
-def calls_of_a_burst(ranks: int) -> int:
-    """Return the number of calls in the machine when every stream breaks and returns, and all is saved."""
-    talk = Talk(Layout(ranks, grid(1, ranks).groups))
+def calls_in(what: Callable[[], object]) -> int:
+    """Return the number of calls of functions while ``what`` runs."""
     calls = 0
 
     def count(_frame: object, event: str, _argument: object) -> None:
@@ -86,6 +87,17 @@ def calls_of_a_burst(ranks: int) -> int:
     before = sys.getprofile()
     sys.setprofile(count)
     try:
+        what()
+    finally:
+        sys.setprofile(before)
+    return calls
+
+
+def calls_of_a_burst(ranks: int) -> int:
+    """Return the number of calls in the machine when every stream breaks and returns, and all is saved."""
+    talk = Talk(Layout(ranks, grid(1, ranks).groups))
+
+    def burst() -> None:
         for rank in range(ranks):
             talk.lost(rank)
         for rank in range(ranks):
@@ -96,8 +108,8 @@ def calls_of_a_burst(ranks: int) -> int:
         talk.after(0.01)
         talk.saved(1)
         talk.committed(1)
-    finally:
-        sys.setprofile(before)
+
+    calls = calls_in(burst)
     assert talk.machine.stage == "released"
     return calls
 
@@ -105,6 +117,45 @@ def calls_of_a_burst(ranks: int) -> int:
 def test_a_burst_of_returning_ranks_costs_each_of_them_the_same() -> None:
     """What runs after every event may not iterate over all lost, accused or writing ranks."""
     assert calls_of_a_burst(400) < 2.2 * calls_of_a_burst(200)
+
+
+def calls_of_lost_savers(shards: int) -> int:
+    """Return the number of calls in the machine when every saver is lost while it saves, the last one first."""
+    talk = Talk(grid(shards, 2))
+    talk.fault(0)
+    for rank in range(2 * shards):
+        talk.frozen(rank, 7)
+    savers = sorted(talk.incident.pending, reverse=True)
+    assert len(savers) == shards
+
+    def lose() -> None:
+        for rank in savers:
+            talk.lost(rank)
+
+    return calls_in(lose)
+
+
+def test_savers_that_are_lost_one_by_one_cost_each_the_same() -> None:
+    assert calls_of_lost_savers(200) < 2.2 * calls_of_lost_savers(100)
+
+
+def test_a_launcher_that_asks_for_the_verdict_costs_nothing_for_each_rank() -> None:
+    """Each of a thousand launchers asks, within a second, and leaves with its own code if it gets no answer."""
+
+    class Counted(dict[Rank, Member]):
+        passes = 0
+
+        def values(self) -> Any:
+            self.passes += 1
+            return super().values()
+
+    talk = Wide(grid(1, 6))
+    for rank in range(4):
+        talk.goodbye(rank, m.GoodbyeReason.LEFT)
+    talk.machine.job.members = counted = Counted(talk.machine.job.members)
+    talk.event(LauncherSaid("h0", False, 75))
+    assert talk.machine.unheard_hosts == ["h1"]
+    assert counted.passes == 0
 
 
 def test_the_text_that_all_ranks_get_does_not_grow_with_their_number() -> None:

@@ -12,6 +12,7 @@ from tests.core.talk import PATIENCE, Wide
 from ttp.core import messages as m
 from ttp.core.controller.events import LedElsewhere
 from ttp.core.controller.machine import ControllerMachine
+from ttp.core.controller.standby import UNABLE_MAX
 from ttp.core.layout import Rank
 from ttp.core.rank import events as ev
 from ttp.testing.scenario import grid
@@ -57,6 +58,15 @@ def test_a_host_that_cannot_is_replaced_by_another() -> None:
     assert talk.report(2, m.StandbyUp(Rank(2), "")) == "[no_standby] StandBy:4"
     assert talk.report(4, m.StandbyUp(Rank(4), "")) == "[no_standby] StandBy:6"
     assert talk.report(6, m.StandbyUp(Rank(6), "")) == "[no_standby]"
+
+
+def test_if_many_hosts_cannot_no_more_are_asked() -> None:
+    """Each refusal is told to every rank, so to ask all hosts of a large job would be quadratic."""
+    talk = Wide(grid(1, 80), standbys=1)
+    asked = 0
+    for host in range(1, 40):
+        asked += f"StandBy:{2 * host + 2}" in talk.report(2 * host, m.StandbyUp(Rank(2 * host), ""))
+    assert asked == UNABLE_MAX - 1
 
 
 def test_nobody_stands_by_where_that_was_not_asked_for() -> None:

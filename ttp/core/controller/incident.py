@@ -41,9 +41,12 @@ _EDGES = {
 """The stages that may follow each stage; see ``Incident.enter``."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Task:
-    """The order to one saver; ``pieces`` is ``None`` until all of its pieces are durable."""
+    """The order to one saver; ``pieces`` is ``None`` until all of its pieces are durable.
+
+    Compared by identity: with thousands of savers, to compare the orders takes too long when one of them is dropped.
+    """
 
     order: m.SaverOrder
     generation: int

@@ -66,7 +66,9 @@ class JobEnd:
         """Tell these ranks that the job is over."""
         ranks = tuple(ranks)
         for rank in ranks:
-            self._job.members[rank].left = True
+            member = self._job.members[rank]
+            member.left = True
+            self._verdict.left.add(member.hello.host)
         self._outbox.send_alike(ranks, m.Finished(m.SEVERAL, self._job.term))
 
     def advance(self, now: float, *, incident: bool) -> None:

@@ -47,6 +47,8 @@ class JobVerdict:
         """True if this launch has brought a new version."""
         self.asked: set[str] = set()
         """Hosts whose launcher has asked for the verdict when it ended."""
+        self.left: set[str] = set()
+        """Hosts of which a rank has left in good order."""
         self.drained: frozenset[str] = frozenset()
         """Hosts whose launchers must not start ranks again after this launch."""
         self._launched = False
@@ -56,7 +58,7 @@ class JobVerdict:
         self._wrong = self._interrupted = ""
         self._end: Verdict | None = None
         self._claims: dict[str, int] = {}
-        self.asked = set()
+        self.asked, self.left = set(), set()
 
     # --------------------------------------------------------------------------------------------------------- launches
 

@@ -214,8 +214,8 @@ class ControllerMachine:
     @property
     def unheard_hosts(self) -> list[str]:
         """Hosts whose ranks have left in good order but whose launcher has not asked for the verdict."""
-        left = {mb.hello.host for mb in self.job.members.values() if mb.left}
-        return sorted(left - self.rescue.verdict.asked)
+        verdict = self.rescue.verdict
+        return sorted(verdict.left - verdict.asked)
 
     @property
     def stage(self) -> str:
@@ -322,7 +322,9 @@ class ControllerMachine:
     def _goodbye(self, member: Member, report: m.Goodbye) -> None:
         member.version = report.version
         self.rescue.program.moved(report.version)
-        member.left |= report.reason is not m.GoodbyeReason.DONE
+        if report.reason is not m.GoodbyeReason.DONE:
+            member.left = True
+            self.rescue.verdict.left.add(member.hello.host)
         self.rescue.verdict.leaves(report)
         if report.reason is not m.GoodbyeReason.RELEASED:
             self.job.mark_done(report.rank)

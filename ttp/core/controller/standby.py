@@ -15,6 +15,12 @@ from ttp.core.controller.membership import Membership
 from ttp.core.controller.outbox import Outbox
 from ttp.core.layout import Rank
 
+UNABLE_MAX = 8
+"""Number of hosts without success after which no further host is asked: what they lack, all hosts lack.
+
+Every rank is told of each attempt, so to ask a thousand hosts would take a million messages.
+"""
+
 
 class Standby:
     """The standby controllers of one job.
@@ -55,7 +61,7 @@ class Standby:
     def _ask(self, rank: Rank) -> bool:
         hello = self._job.members[rank].hello
         known = hello.host == self._host or hello.host in self._places or hello.host in self._unable
-        if known or len(self._places) >= self._wanted:
+        if known or len(self._places) >= self._wanted or len(self._unable) >= UNABLE_MAX:
             return False
         self._places[hello.host], self._asked[hello.host] = _at(hello.address, self._port), rank
         self._outbox.send_to(rank, m.StandBy(rank, self._job.term))
