@@ -20,7 +20,7 @@ from tests.store.storage import as_nobody
 from ttp.cli import incident_reader
 from ttp.cli.incident_reader import incident_files, read_incident
 from ttp.cli.main import main
-from ttp.cli.timeline import _WORDS, rows, words
+from ttp.cli.timeline import _WORDS, ALIKE_MAX, rows, words
 from ttp.controller.journal import Happening, Journal
 from ttp.core.controller.evidence import EXPLAINS
 from ttp.core.messages import FaultKind
@@ -189,6 +189,18 @@ def test_like_answers_are_one_row(tmp_path: Path) -> None:
         "scheduler not stepped yet",
     ]
     assert sum(line.kind != "answer" for line, _ in rows(log)) == len(SAVED) - 3
+
+
+def test_a_thousand_ranks_that_report_the_same_are_not_a_thousand_rows(tmp_path: Path) -> None:
+    """The page for browsers shows some hundred rows, of which these would hide the rest."""
+    broken: dict[str, Any] = {"evidence": "collective", "text": "closed by peer"}
+    story = [*SAVED[:2], *((0.2, "evidence", {"rank": r, **broken}) for r in range(1, 1000)), *SAVED[2:]]
+    log = read_incident(write(tmp_path, "one", story))
+    told = [(line.facts["evidence"], text) for line, text in rows(log) if line.kind == "evidence"]
+    assert len(told) == ALIKE_MAX + 2
+    assert told[ALIKE_MAX] == ("collective", "984 more like these: ranks 16-999")
+    assert told[-1] == ("lost", "lost: rank 3 was lost")
+    assert len([*rows(log)]) == len([*rows(read_incident(write(tmp_path, "two", SAVED)))]) + ALIKE_MAX
 
 
 def test_the_timeline(tmp_path: Path, ttp: Ttp) -> None:

@@ -81,6 +81,19 @@ def test_a_large_job_shows_who_stands_out() -> None:
     assert len(re.findall(r"^ +(\d+) +h ", long, re.MULTILINE)) == 1000
 
 
+def test_lost_ranks_of_a_large_job_are_shown_while_the_others_are_frozen() -> None:
+    ranks = [pb.RankStatus(rank=r, host="h", pid=r, version=9, state="frozen", silent_s=1) for r in range(1000)]
+    for rank in ranks[800:900]:
+        rank.state = "lost"
+    for rank in ranks[990:]:
+        rank.CopyFrom(pb.RankStatus(rank=rank.rank, state="missing"))
+    said = rendered(pb.GetStatusResponse(ranks=ranks, world_size=1000))
+    assert re.findall(r"^ +(\d+) +h ", said, re.MULTILINE) == [str(rank) for rank in range(800, 864)]
+    assert "890 ranks frozen at version 9 or one before: 0-799,900-989" in said
+    assert "10 ranks missing: 990-999" in said
+    assert "and 36 more ranks: 864-899 (--all shows them)" in said
+
+
 def test_what_a_job_could_go_back_to_is_shown() -> None:
     assert "second copies of version 120" in rendered(pb.GetStatusResponse(copied_version=120))
     assert "second copies of version 0" in rendered(pb.GetStatusResponse(copied_version=0)), "not yet"

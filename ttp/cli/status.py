@@ -38,6 +38,10 @@ GROUPS_SHOWN_MAX = 16
 _INCIDENT = ("id", "stage", "cause", "version", "outcome", "reason", "path", "opened_unix_s")
 _COLOURS = {"live": "green", "frozen": "cyan", "done": "green", "released": "cyan", "missing": "yellow"}
 
+_SILENT = ("done", "released", "missing")
+_COUNTED = ("live", "frozen", *_SILENT)
+"""States of which a large job's ranks are counted; ranks of other states, and late or silent ones, are shown."""
+
 Watch = Annotated[bool, typer.Option("--watch", help="Go on showing it until Ctrl-C. With --json: one line a time.")]
 Interval = Annotated[float, seconds("--interval", least=0.05, about="Seconds between two updates of --watch.")]
 All = Annotated[
@@ -194,10 +198,23 @@ def _rank_table(now: pb.GetStatusResponse, all_ranks: bool) -> RenderableType:
     if all_ranks or len(ranks) <= RANKS_SHOWN_MAX:
         return _table_of(ranks)
     newest = max(r.version for r in ranks)
-    standing_out = [r for r in ranks if r.state != "live" or r.version + 1 < newest or r.silent_s > 5]
-    rest = {r.rank for r in ranks} - {r.rank for r in standing_out}
-    note = Text(f"{count_text(len(rest), 'rank')} live at version {newest} or one before: {compact_ranks(rest)}")
-    return Group(note, _table_of(standing_out[:RANKS_SHOWN_MAX])) if standing_out else note
+    counted: dict[str, list[int]] = {}
+    standing_out = []
+    for r in ranks:
+        late = r.state != "missing" and (r.version + 1 < newest or (r.silent_s > 5 and r.state not in _SILENT))
+        if late or r.state not in _COUNTED:
+            standing_out.append(r)
+        else:
+            counted.setdefault(r.state, []).append(r.rank)
+    parts: list[RenderableType] = []
+    for state, found in counted.items():
+        where = "" if state == "missing" else f" at version {newest} or one before"
+        parts.append(Text(f"{count_text(len(found), 'rank')} {state}{where}: {compact_ranks(found)}"))
+    if standing_out:
+        parts.append(_table_of(standing_out[:RANKS_SHOWN_MAX]))
+    if rest := standing_out[RANKS_SHOWN_MAX:]:
+        parts.append(Text(f"and {len(rest)} more ranks: {compact_ranks(r.rank for r in rest)} (--all shows them)"))
+    return Group(*parts)
 
 
 def _table_of(ranks: list[pb.RankStatus]) -> RenderableType:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import PurePath
 from typing import Any
@@ -16,6 +16,8 @@ Facts = Mapping[str, Any]
 
 TEXT_MAX = 120
 """Maximum number of characters of an error that are shown."""
+ALIKE_MAX = 16
+"""Maximum number of lines of one kind about a single rank that are shown one by one; the ranks of others are listed."""
 
 _OF_AN_ATTEMPT = frozenset({"plan", "saved", "save_failed", "commit", "commit_failed", "replan", "retry"})
 """The kinds of lines of an attempt to save that the storage refuses."""
@@ -47,24 +49,41 @@ def style_of(kind: str) -> str:
 def rows(log: IncidentLog) -> Iterator[tuple[Line, str]]:
     """Yield the rows to show: a line and its text. Equal answers of several ranks become one row, timed at the last.
 
-    If the storage refuses again and again, the first two attempts and the last are shown, and the others counted.
+    If the storage refuses again and again, the first two attempts and the last are shown, and the others counted. Of
+    many lines of one kind, each about another rank, the first ``ALIKE_MAX`` are shown; the others become one row.
     """
     retries = [place for place, line in enumerate(log.lines) if line.kind == "retry"]
     counted = range(retries[1] + 1, retries[-2] + 1) if len(retries) > 4 else range(0)
+    totals = Counter(_alike(line) for place, line in enumerate(log.lines) if place not in counted)
+    ranks: defaultdict[str, list[int]] = defaultdict(list)
     group: list[Line] = []
     for place, line in enumerate(log.lines):
         if group and _answer_text(line) != _answer_text(group[0]):
             yield _merged(group)
             group = []
+        alike = _alike(line)
         if place in counted and line.kind in _OF_AN_ATTEMPT:
             if place == counted[-1]:
                 yield line, f"{len(retries) - 3} attempts more, which the storage refused too"
         elif _answer_text(line):
             group.append(line)
-        else:
+        elif not alike or len(ranks[alike]) < ALIKE_MAX:
+            ranks[alike].append(line.facts.get("rank", -1))
             yield line, words(line)
+        else:
+            ranks[alike].append(line.facts["rank"])
+            if len(ranks[alike]) == totals[alike]:
+                others = ranks[alike][ALIKE_MAX:]
+                yield line, f"{len(others)} more like these: {_cut(ranks_text(others))}"
     if group:
         yield _merged(group)
+
+
+def _alike(line: Line) -> str:
+    """Return what the line tells of a single rank, in which lines about other ranks are alike; empty: it does not."""
+    if line.kind == "stack" or not isinstance(line.facts.get("rank"), int):
+        return ""
+    return f"{line.kind} {line.facts.get('evidence', '')}"
 
 
 def words(line: Line) -> str:
