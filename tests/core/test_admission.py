@@ -83,7 +83,7 @@ def test_a_process_that_is_left_of_an_earlier_start_does_not_end_the_job(seen: d
 @pytest.mark.parametrize(
     ("layout", "text"),
     [
-        (other, "rank 2 has WORLD_SIZE=4, the others have 3"),
+        (other, "rank 2 on h has WORLD_SIZE=4, and rank 0 on h (pid 100), which came first, has 3: start all hosts"),
         (
             Layout(3, {Shard("w"): (Rank(0), Rank(1)), Shard("v"): (Rank(2),)}),
             "rank 2 announces another layout than the others: 2 shards (v: 2, w: 0-1) against 1 shards (s0: 0-2): "

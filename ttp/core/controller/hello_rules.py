@@ -132,8 +132,11 @@ def mismatch(job: Membership, hello: m.Hello) -> Refusal | None:
     """Return in what ``hello`` differs from the job's layout; ``None`` if it does not, as far as that is known."""
     assert job.layout is not None
     if hello.world_size != job.layout.world_size:
-        text = f"rank {hello.rank} has WORLD_SIZE={hello.world_size}, the others have {job.layout.world_size}"
-        return m.RefusalCode.MISMATCH, text
+        first = next((f", and {member.name}, which came first," for member in job.members.values()), ", the job")
+        return m.RefusalCode.MISMATCH, (
+            f"rank {hello.rank} on {hello.host} has WORLD_SIZE={hello.world_size}{first} has {job.layout.world_size}: "
+            "start all hosts with the same number of hosts and of ranks"
+        )
     theirs = job.layouts.get(hello.layout_digest)
     if theirs is not None and theirs.digest != job.layout.digest:
         return m.RefusalCode.MISMATCH, (
