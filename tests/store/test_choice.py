@@ -12,7 +12,9 @@ import pytest
 from tests.damage import flip
 from ttp.config import RankEnv
 from ttp.errors import CheckpointError, RestoreError
+from ttp.store import catalog
 from ttp.store.choice import Found, check_chosen, look_back, warn_of_new_beginning
+from ttp.store.manifest import Manifest, load_with_digest
 
 if TYPE_CHECKING:
     from tests.store.conftest import World
@@ -122,3 +124,18 @@ def test_a_restart_that_finds_nothing_is_told_once(
     warn_of_new_beginning(Path("/runs/10-31-07"), env)
     assert len(caplog.records) == warns
     assert all("start 2 of this job finds no checkpoint in /runs/10-31-07" in text for text in caplog.messages)
+
+
+def test_no_manifest_is_parsed_twice(world: World, other: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank of a large job looks back at every start, and a manifest of ten thousand pieces takes seconds."""
+    world.make(8), world.make(12), other.make(6), spoil(world.make(16))
+    parsed: list[str] = []
+    read = load_with_digest
+
+    def counted(path: Path) -> tuple[Manifest, str]:
+        parsed.append(path.name)
+        return read(path)
+
+    monkeypatch.setattr(catalog, "load_with_digest", counted)
+    assert versions(look_back(world.save_dir, other.save_dir)) == [12, 8, 6]
+    assert len(parsed) == len(set(parsed)) == 4

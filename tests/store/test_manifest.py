@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -219,3 +220,29 @@ def test_a_manifest_that_is_cut_or_has_a_flipped_bit_is_damaged_or_says_the_same
             (tmp_path / MANIFEST).write_bytes(damaged)
             with contextlib.suppress(CheckpointError):
                 assert Manifest.load(tmp_path) == EXAMPLE
+
+
+def test_the_cost_of_writing_does_not_grow_with_each_tensor_of_a_table() -> None:
+    """The commit waits for it, and an encoder in Python takes long for the tables of ten thousand pieces."""
+
+    def calls(tensors: int) -> int:
+        table = json.dumps({f"weight {i}": [0, i, {"dtype": "float32"}] for i in range(tensors)})
+        manifest = replace(
+            EXAMPLE, pieces=tuple(replace(EXAMPLE.pieces[0], file=f"{i}", table=table) for i in range(9))
+        )
+        found = 0
+
+        def count(_frame: object, event: str, _argument: object) -> None:
+            nonlocal found
+            found += event == "call"
+
+        before = sys.getprofile()
+        sys.setprofile(count)
+        try:
+            text = manifest.to_json()
+        finally:
+            sys.setprofile(before)
+        assert text.count("\n") < 9 + 30, "a line for each piece, which people read"
+        return found
+
+    assert calls(tensors=100) == calls(tensors=10)

@@ -86,6 +86,7 @@ def find_whole(
     enough: int | None = None,
     progress: Progress | None = None,
     share: Share = WHOLE,
+    entries: list[CatalogEntry] | None = None,
 ) -> tuple[list[Candidate], list[str]]:
     """Walk back from the newest checkpoint; return the whole ones, newest first, and why others were skipped.
 
@@ -98,11 +99,12 @@ def find_whole(
         enough: stop after this number of whole ones; None: only ``attempts`` limits.
         progress: called with the number of bytes newly read.
         share: the part of the pieces to read; other ranks read the rest. The sizes of all pieces are compared.
+        entries: what ``scan`` has just returned; None: it is called.
 
     Raises:
         CheckpointError: ``save_dir`` cannot be listed.
     """
-    entries = scan(save_dir)
+    entries = scan(save_dir) if entries is None else entries
 
     def open_one(entry: CatalogEntry) -> Candidate:
         manifest = sound(entry, progress, share) if deep else _promising(entry)

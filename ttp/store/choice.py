@@ -12,7 +12,7 @@ from ttp.core.layout import Version
 from ttp.core.restore_choice import fallback_note, none_whole_note
 from ttp.core.restore_messages import Candidate, Reading
 from ttp.errors import CheckpointError, RestoreError
-from ttp.store.catalog import find_whole, scan
+from ttp.store.catalog import CatalogEntry, find_whole, scan
 from ttp.store.held import Held
 from ttp.store.manifest import MANIFEST, load_with_digest, manifest_digest
 from ttp.store.share import NOTHING, WHOLE, Share, everything
@@ -121,6 +121,8 @@ class _Search:
     verified: list[Candidate] = field(default_factory=list)
     unlisted: list[CheckpointError] = field(default_factory=list)
     shares: dict[Path, Share] = field(default_factory=dict)
+    entries: dict[Path, list[CatalogEntry]] = field(default_factory=dict)
+    """What is in each directory, so that no manifest is parsed twice: one of ten thousand pieces takes seconds."""
 
     @property
     def newest(self) -> Candidate | None:
@@ -129,7 +131,8 @@ class _Search:
     def look(self, directory: Path) -> None:
         """List the checkpoints in ``directory`` that are whole by their names, manifests and sizes."""
         try:
-            self.offers[directory], _ = find_whole(directory, deep=False)
+            self.entries[directory] = entries = scan(directory)
+            self.offers[directory], _ = find_whole(directory, deep=False, entries=entries)
         except CheckpointError as problem:
             self.unlisted.append(problem)
             self.skipped.append(str(problem))
@@ -143,7 +146,8 @@ class _Search:
             every = self.older and share != WHOLE
             if not every and self.newest is not None and self.newest.version >= _version(offered):
                 continue
-            whole, reasons = find_whole(directory, enough=None if every else 1, share=share)
+            enough = None if every else 1
+            whole, reasons = find_whole(directory, enough=enough, share=share, entries=self.entries[directory])
             self.skipped += reasons
             self.verified += whole
             unread = [c for c in offered if whole and c.version < whole[0].version] if not every else []
