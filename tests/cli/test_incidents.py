@@ -203,6 +203,13 @@ def test_a_thousand_ranks_that_report_the_same_are_not_a_thousand_rows(tmp_path:
     assert len([*rows(log)]) == len([*rows(read_incident(write(tmp_path, "two", SAVED)))]) + ALIKE_MAX
 
 
+def test_equal_reports_between_attempts_on_a_full_disk_are_all_counted(tmp_path: Path) -> None:
+    retry: tuple[float, str, dict[str, Any]] = (1.0, "retry", {"reason": "full", "after_s": 1})
+    told = [(1.0, "evidence", {"rank": r, "evidence": "collective", "text": "closed"}) for r in range(40)]
+    log = read_incident(write(tmp_path, "one", [SAVED[0], *[retry] * 3, *told[:30], *[retry] * 3, *told[30:]]))
+    assert [text for line, text in rows(log) if line.kind == "evidence"][-1] == "24 more like these: ranks 16-39"
+
+
 def test_the_timeline(tmp_path: Path, ttp: Ttp) -> None:
     write(tmp_path, "one", SAVED)
     said = ttp("incidents", tmp_path, "one")

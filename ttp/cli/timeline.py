@@ -54,7 +54,8 @@ def rows(log: IncidentLog) -> Iterator[tuple[Line, str]]:
     """
     retries = [place for place, line in enumerate(log.lines) if line.kind == "retry"]
     counted = range(retries[1] + 1, retries[-2] + 1) if len(retries) > 4 else range(0)
-    totals = Counter(_alike(line) for place, line in enumerate(log.lines) if place not in counted)
+    left_out = {place for place in counted if log.lines[place].kind in _OF_AN_ATTEMPT}
+    totals = Counter(_alike(line) for place, line in enumerate(log.lines) if place not in left_out)
     ranks: defaultdict[str, list[int]] = defaultdict(list)
     group: list[Line] = []
     for place, line in enumerate(log.lines):
@@ -62,7 +63,7 @@ def rows(log: IncidentLog) -> Iterator[tuple[Line, str]]:
             yield _merged(group)
             group = []
         alike = _alike(line)
-        if place in counted and line.kind in _OF_AN_ATTEMPT:
+        if place in left_out:
             if place == counted[-1]:
                 yield line, f"{len(retries) - 3} attempts more, which the storage refused too"
         elif _answer_text(line):
