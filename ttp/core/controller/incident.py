@@ -41,12 +41,9 @@ _EDGES = {
 """The stages that may follow each stage; see ``Incident.enter``."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # to compare thousands of orders takes too long when one of them is dropped
 class Task:
-    """The order to one saver; ``pieces`` is ``None`` until all of its pieces are durable.
-
-    Compared by identity: with thousands of savers, to compare the orders takes too long when one of them is dropped.
-    """
+    """The order to one saver; ``pieces`` is ``None`` until all of its pieces are durable."""
 
     order: m.SaverOrder
     generation: int
