@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -59,8 +60,11 @@ def look(pid: int) -> Held:
         except OSError:  # closed since
             continue
         kinds.append(sockets.get(int(entry.name)) or re.sub(r"^anon_inode:|[\[\]:\d]", "", target))
-    names = [(task / "comm").read_text().strip() for task in Path(f"/proc/{pid}/task").iterdir()]
-    return Held(Counter(kinds), Counter(names), process.memory_info().rss // 1024)
+    names = Counter[str]()
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):  # ended since
+            names[(task / "comm").read_text().strip()] += 1
+    return Held(Counter(kinds), names, process.memory_info().rss // 1024)
 
 
 def settled(job: Job, wanted: Counter[str], threads: Counter[str]) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -40,11 +39,6 @@ def with_hosts(first: int, status: str = "completed") -> str:
 def table(tmp_path: Path) -> Path:
     (tmp_path / "config").mkdir()
     return tmp_path / "config/hccl.json"
-
-
-@pytest.fixture
-def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ttp.launch.rank_table.LOOK_S", 0.02)
 
 
 @pytest.fixture
@@ -111,47 +105,49 @@ def test_a_bad_one_says_what_is_wrong(table: Path, text: str, local_size: int | 
         read_rank_table(table, local_size)
 
 
-WRITER = """
-import os, sys, time
-from pathlib import Path
-folder, texts = Path(sys.argv[1]), sys.argv[2:]
-for turn, text in enumerate(texts):  # as a ConfigMap is mounted: the files are links, and a folder is swapped
-    time.sleep(0.3)
+@pytest.fixture
+def write_in_turn(table: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return a function that takes texts: each is written when the one before was looked at."""
+
+    def wait_for(*texts: str) -> None:
+        turns = iter(enumerate(texts))
+        clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: mount(table.parent, *next(turns)))
+        monkeypatch.setattr("ttp.launch.rank_table.time", clock)
+
+    return wait_for
+
+
+def mount(folder: Path, turn: int, text: str) -> None:
+    """Write a table as a ConfigMap is mounted: the files are links, and a folder is swapped."""
     version = folder / f"..{turn}"
     version.mkdir()
     (version / "hccl.json").write_text(text)
     (version / "version").write_text(str(170000000 + turn))
     (folder / "..tmp").symlink_to(version)
-    os.replace(folder / "..tmp", folder / "..data")
+    (folder / "..tmp").replace(folder / "..data")
     for name in ("version", "hccl.json"):
         if not (folder / name).is_symlink():
             (folder / name).symlink_to(Path("..data", name))
-"""
 
 
-def write_in_turn(table: Path, *texts: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-c", WRITER, str(table.parent), *texts])
-
-
-@pytest.mark.usefixtures("often")
-def test_a_table_is_waited_for_until_it_is_completed(table: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_table_is_waited_for_until_it_is_completed(
+    table: Path, write_in_turn: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
     """At first there is no table, then half of one, then one that is initializing, then a completed one."""
-    writer = write_in_turn(table, "{", with_hosts(0, "initializing"), with_hosts(4))
+    write_in_turn("{", with_hosts(0, "initializing"), with_hosts(4))
     found, version = await_rank_table(table, None, 20)
     assert (found.servers[0].devices, version) == ((4, 5), 170000002)
-    assert writer.wait() == 0
     assert "No such file" in caplog.text and "initializing" in caplog.text
 
 
-@pytest.mark.usefixtures("often")
-def test_a_newer_table_is_waited_for(table: Path, caplog: pytest.LogCaptureFixture) -> None:
-    writer = write_in_turn(table, with_hosts(0), with_hosts(2, "initializing"), with_hosts(4))
+def test_a_newer_table_is_waited_for(
+    table: Path, write_in_turn: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    write_in_turn(with_hosts(0), with_hosts(2, "initializing"), with_hosts(4))
     _, first = await_rank_table(table, None, 20)
     found, second = await_rank_table(table, None, 20, newer_than=first)
     assert (found.servers[0].devices, second - first) == ((4, 5), 2)
-    assert writer.wait() == 0
-    caplog.clear()
-    found, again = await_rank_table(table, None, 0.1, newer_than=second)
+    found, again = await_rank_table(table, None, 0.0, newer_than=second)
     assert again == second and "used as it is" in caplog.text
 
 
