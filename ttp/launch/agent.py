@@ -7,10 +7,10 @@ without ttp.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
-import threading
 from collections.abc import Callable
 from subprocess import Popen
 from typing import Any
@@ -25,7 +25,7 @@ from ttp.launch.host import Host
 from ttp.launch.later import obey
 from ttp.launch.moved_ranks import MovedRanks, job_address, may_move
 from ttp.launch.preparation import EXIT_FAILED, verdict
-from ttp.launch.rendezvous import give_fresh_stores
+from ttp.launch.rendezvous import give_fresh_stores, told_if_late
 from ttp.launch.seats import Seats
 from ttp.launch.shared_token import SharedToken
 from ttp.launch.stand_by import Rescheduling, StandBy, is_dynamic, pass_barrier
@@ -39,13 +39,6 @@ IMPORTS_KEY = "ttp/imports"
 """Key in the store of a launch; its value is the list of modules that the ranks have imported."""
 OF_WORKERS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": os.getenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")}
 """Variables that torch's agent gives to all workers alike."""
-
-MEETING_S = 10.0
-"""Seconds after which a launcher says that it waits for those of other hosts."""
-_MEETING = (
-    "waiting for the launchers of other hosts (%.0f s so far): they have not started yet, or one has left, as its log "
-    "says. If it does not come back, end the job on all hosts with SIGTERM and start it again; what was saved stays"
-)
 
 
 class TtpAgent(LocalElasticAgent):
@@ -115,15 +108,10 @@ class TtpAgent(LocalElasticAgent):
             self._moved.look(self._token.agree(store, first=False), address)
 
     def _rendezvous(self, worker_group: Any) -> None:
-        """Meet the other hosts, and say so if that takes long: torch waits for minutes without a word."""
-        late = threading.Timer(MEETING_S, logger.warning, (_MEETING, MEETING_S))
-        late.daemon = True
-        if not isinstance(worker_group.spec.rdzv_handler, StandBy):
-            late.start()
-        try:
+        """Meet the other hosts, and say so if that takes long."""
+        tells = isinstance(worker_group.spec.rdzv_handler, Rescheduling)
+        with contextlib.nullcontext() if tells else told_if_late():
             super()._rendezvous(worker_group)
-        finally:
-            late.cancel()
 
     def _start_workers(self, worker_group: Any) -> Any:
         job = self._token.agree(worker_group.store, first=worker_group.group_rank == 0)

@@ -2,10 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed
 from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousStoreInfo
+
+logger = logging.getLogger("ttp.launch")
+
+SAY_S = 10.0
+"""Seconds after which a launcher says that it waits for those of other hosts."""
+MISSING = (
+    "they have not started yet, or one has left, as its log says. If it does not come back, end the job on all hosts "
+    "with SIGTERM and start it again; what was saved stays"
+)
+
+
+@contextlib.contextmanager
+def told_if_late(what: Callable[[], str] = lambda: MISSING) -> Iterator[None]:
+    """Say once that the block waits for the launchers of other hosts, if it does so for ``SAY_S``; torch says nothing.
+
+    Args:
+        what: returns what to say beside that; nothing is said if that is empty.
+    """
+
+    def say() -> None:
+        if text := what():
+            logger.info("waiting for the launchers of other hosts (%.0f s so far): %s", SAY_S, text)
+
+    late = threading.Timer(SAY_S, say)
+    late.daemon = True
+    late.start()
+    try:
+        yield
+    finally:
+        late.cancel()
 
 
 def serve_store(address: str) -> Any:

@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousE
 
 from ttp.errors import ConfigError
 from ttp.launch.refusal import heard
-from ttp.launch.rendezvous import WrappedRendezvous
+from ttp.launch.rendezvous import WrappedRendezvous, told_if_late
 
 logger = logging.getLogger("ttp.launch")
 
@@ -35,8 +35,6 @@ VACANT_S = 2.0
 """Seconds for which a place has to be empty. Hosts that restart leave the round and enter the next one at once."""
 LATE_S = 10.0
 """Seconds after which any host that stands by takes a place that is still empty, without waiting for its turn."""
-SAY_S = 5.0
-"""Seconds after which a host that still waits for others says so."""
 LEAVE_S = 5.0
 TURN_KEY = "ttp/turn"
 """Prefix of the key, one per round, that counts the hosts that want an empty place of that round."""
@@ -71,11 +69,9 @@ class Rescheduling(WrappedRendezvous):
             self._inner.settings.timeout._set_timeouts(join=timedelta(seconds=self._wait_s))
         what = "TTP_RESCHEDULE_S" if limited else "--rdzv-conf join_timeout"
         within = f"{what}={self._inner.settings.timeout.join.total_seconds():g} s"
-        waits = threading.Timer(SAY_S, self._say_who_is_here, (within,))
-        waits.daemon = True
-        waits.start()
         try:
-            info: RendezvousInfo = self._inner.next_rendezvous()
+            with told_if_late(lambda: self._who_is_here(within)):
+                info: RendezvousInfo = self._inner.next_rendezvous()
         except RendezvousClosedError:
             if not self._seated and (reason := heard(self._inner)):
                 raise ConfigError(reason) from None
@@ -87,19 +83,15 @@ class Rescheduling(WrappedRendezvous):
                 within,
             )
             raise HostMissingError from problem
-        finally:
-            waits.cancel()
         self._seated = True
         return info
 
-    def _say_who_is_here(self, within: str) -> None:
+    def _who_is_here(self, within: str) -> str:
         state, hosts = self._inner._state_holder.state, self._inner.settings.max_nodes
         # Those who are in a complete round train, save or are lost; whoever meets again waits for the next round.
-        here = sorted({str(node.addr) for node in [*(state.wait_list if state.complete else state.participants)]})
-        if hosts > 1:
-            logger.info(
-                "waiting for other hosts, up to %s: %d of %d are here (%s)", within, len(here), hosts, ", ".join(here)
-            )
+        here = list(state.wait_list if state.complete else state.participants)
+        names = ", ".join(sorted({str(node.addr) for node in here}))
+        return f"{len(here)} of {hosts} are here ({names}); the wait ends after {within}" if hosts > 1 else ""
 
     def leave(self) -> None:
         """Give up this host's place without closing the rendezvous for the other hosts."""
