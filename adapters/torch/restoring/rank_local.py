@@ -20,6 +20,7 @@ from ttp.adapters.torch.sharding.names import first_of
 from ttp.core.messages import Piece
 from ttp.processor.local_state.local_piece import (
     has_changed,
+    is_alone,
     is_provisional,
     lender,
     may_be_behind,
@@ -142,7 +143,7 @@ def from_peers(checkpoint: Path, manifest: Manifest, rank: int, local: LocalStat
             buffers[name] = state.buffers[name]
             log.info(_OF_A_PEER, manifest.version, f"the buffer {name}", rank, giver, why)
     for name, own in (local.extra if local is not None else {}).items():
-        lent = {key: givers.get(name_of(name, key)) for key in _moved(pieces, name, own)}
+        lent = _lenders(pieces, rank, name, own, givers)
         theirs = {key: states[giver].extra.get(name) for key, giver in lent.items() if giver in states}
         if name not in extra and lent and (whole := _with_values(own, lent.keys(), theirs)) is not None:
             extra[name] = whole
@@ -151,13 +152,18 @@ def from_peers(checkpoint: Path, manifest: Manifest, rank: int, local: LocalStat
     return LocalState(b"", buffers, extra)
 
 
-def _moved(pieces: Sequence[Piece], name: str, state: bytes) -> list[str]:
-    """Return the keys of the values in the encoded state of an object that the update has changed on any rank.
+def _lenders(
+    pieces: Sequence[Piece], rank: int, name: str, state: bytes, givers: Mapping[str, int | None]
+) -> dict[str, int | None]:
+    """Return which rank lends each value in the encoded state of an object that the update has changed on any rank.
 
-    None if a rank had nothing to change: whether the one without a state had is not known then.
+    None: nobody does, or what the update has made of this rank's value is not known. {}: the update has not changed the
+    object on each rank, so that it may not have changed it on this one either.
     """
     keys = values_in(memoryview(state), VALUES_MAX) if moves(pieces, name_of(name)) == {True} else ()
-    return [key for key in keys if True in moves(pieces, name_of(name, key))]
+    values = {key: name_of(name, key) for key in keys}
+    lent = {key: givers.get(value) for key, value in values.items() if True in moves(pieces, value)}
+    return lent | {key: None for key, value in values.items() if is_alone(pieces, value, rank)}
 
 
 def _with_values(state: bytes, keys: Collection[str], theirs: Mapping[str, bytes | None]) -> bytes | None:

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.adapters.torch.stub_processor import INCARNATION, Stateful, StubProcessor, save
@@ -58,20 +59,44 @@ def test_values_that_are_equal_on_all_ranks_are_lent_beside_those_of_the_rank(
     ("first", "last"),
     [
         ({"step": 8, "loss": 0.1}, {"step": 8, "loss": 0.2}),  # each rank has its own
-        ({"step": 8, "loss": 0.3}, {"step": 9, "loss": 0.3}),  # they disagree
-        ({"step": 8, "loss": 0.3}, {"step": 7, "loss": 0.3}),  # one had nothing to count
-        ({"step": 8, "loss": 0.3, "new": 1}, {"step": 8, "loss": 0.3, "new": 1}),
+        ({"step": 8, "loss": 0.3}, {"step": 9, "loss": 0.4}),  # they disagree
+        ({"step": 8, "loss": 0.3}, {"step": 7, "loss": 0.4}),  # one had nothing to count
+        ({"step": 8, "loss": 0.3, "new": 1}, {"step": 8, "loss": 0.4, "new": 1}),
         ({"step": 8}, {"step": 8}),
     ],
 )
 def test_a_state_is_not_put_together_that_the_rank_never_had(
     first: dict[str, Any], last: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    before = {"step": 7, "loss": 0.3}
-    dead = {"step": 7, "loss": 0.5}
-    path = progress_after(tmp_path, (before, first), (dead, None), (before, last))
+    before, dead = {"step": 7, "loss": 0.3}, {"step": 7, "loss": 0.5}
+    path = progress_after(tmp_path, (before, first), (dead, None), (before | {"loss": 0.4}, last))
     assert progress_of(path, 1, 3) == dead
     assert "its extra_state ('progress') was captured before that update" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("own", "others"),
+    [
+        (100, (0, 0)),  # only one rank counts what is logged: whether it has in this update is not known
+        (np.ones(1 << 16), (0, 1)),  # values beside a large array are not compared
+    ],
+)
+def test_a_value_that_a_rank_alone_may_have_changed_keeps_the_state_whole(
+    own: Any, others: tuple[int, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    then = [{"step": 7, "logged": value} for value in others]
+    path = progress_after(tmp_path, *((each, each | {"step": 8}) for each in then), ({"step": 7, "logged": own}, None))
+    assert progress_of(path, 2, 3)["step"] == 7
+    assert "its extra_state ('progress') was captured before that update" in caplog.text
+
+
+def test_a_value_beside_a_large_array_is_not_taken_from_a_rank_that_had_another(tmp_path: Path) -> None:
+    large, small = np.ones(1 << 16), 0
+    path = progress_after(
+        tmp_path, ({"step": 7, "kept": large * 2}, {"step": 8, "kept": small}), ({"step": 7, "kept": large}, None)
+    )
+    found = progress_of(path, 1, 2)
+    assert found["step"] == 7 and np.array_equal(found["kept"], large)
 
 
 def test_values_of_objects_that_no_update_changes_are_not_in_the_manifest(tmp_path: Path) -> None:

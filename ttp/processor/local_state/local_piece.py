@@ -150,13 +150,26 @@ def lender(pieces: Sequence[Piece], name: str, rank: int, replicas: Collection[i
 
 
 def moves(pieces: Sequence[Piece], name: str) -> set[bool]:
-    """Return whether the update has changed the object, for all ranks that finished it; {} if nothing is known."""
+    """Return whether the update has changed the object, for all ranks that finished it; empty if nothing is known."""
     return {before != after for before, after, _ in _changes(pieces, name) if after}
 
 
 def may_be_behind(pieces: Sequence[Piece], name: str) -> bool:
     """Return False if the update is known to have left the object as it was on all ranks that finished it."""
     return moves(pieces, name) != {False}
+
+
+def is_alone(pieces: Sequence[Piece], name: str, rank: int) -> bool:
+    """Return whether the object may be one that only ``rank`` changes, so that the others do not tell what it became.
+
+    That is so if it was equal on several others before the update, and another one on ``rank``; or if what it was there
+    is not known.
+    """
+    changes = _changes(pieces, name)
+    own = {before for before, _, ranks in changes if rank in ranks}
+    before = {state for state, after, _ in changes if after}
+    others = {other for _, after, ranks in changes if after for other in ranks}
+    return not own or (len(before) == 1 < len(others) and own.isdisjoint(before))
 
 
 def has_changed(pieces: Sequence[Piece], name: str) -> bool:
