@@ -120,6 +120,28 @@ def test_a_launch_that_was_killed_whole_is_a_fault_without_a_file(
     assert (found["incidents"], found["unrecorded"], found["mttr"]) == (1, 1, None)
 
 
+def test_a_launch_that_was_killed_whole_in_its_incident_has_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The host of the last rank lost power, too, before anything was saved."""
+    (tmp_path / "incidents").mkdir()
+    killed, again = launch(0.0, ("formed", 2.0, {})), launch(100.0, ("finished", 200.0, {}))
+    (tmp_path / "incidents" / FILE).write_text(killed + again)
+    incident(tmp_path, 1, 20.0, ("answer", 0.1, {"version": 8}), ("thawed", 2.0, {"reason": "it came back"}), newest=8)
+    incident(tmp_path, 2, 50.0, ("answer", 0.1, {"version": 40}), newest=39)
+    found = told(capsys, tmp_path)
+    assert (found["incidents"], found["unrecorded"], found["false_alarms"], found["lost_steps"]) == (1, 0, 1, 40)
+
+
+def test_a_launch_that_was_cut_off_before_it_had_formed_loses_no_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "incidents").mkdir()
+    (tmp_path / "incidents" / FILE).write_text(launch(0.0) + launch(100.0, ("finished", 200.0, {})))
+    found = told(capsys, tmp_path)
+    assert (found["incidents"], found["unrecorded"], found["lost_steps"]) == (1, 0, 0)
+
+
 def test_in_words(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["goodput", str(place), "--run-id", "job"]) == 0
     first, _, third = capsys.readouterr().out.splitlines()

@@ -140,11 +140,13 @@ def add_up(launches: Sequence[Launch], stories: Sequence[IncidentLog], now_s: fl
         own = [story for story in stories if launch.began_unix_s <= story.opened_unix_s < until]
         _add_times(found, launch, own, until, now_s)
         cut_off = until <= now_s and not launch.ended_unix_s  # nobody was left to record the end
-        if (launch.released or cut_off) and not any(story.last("released") for story in own):
-            found.incidents, found.unrecorded = found.incidents + 1, found.unrecorded + 1
-        for story in own:
+        faults = [story.last("released") or (cut_off and not story.last("thawed")) for story in own]
+        if (launch.released or cut_off) and not any(faults):
+            found.incidents += 1
+            found.unrecorded += launch.released or launch.joined_unix_s > 0  # before that no step is made
+        for story, is_fault in zip(own, faults, strict=True):
             saved = max(saved, story.version or 0)
-            if story.last("released") is None:
+            if not is_fault:
                 found.false_alarms += story.last("thawed") is not None and not _asked_for(story)
                 continue
             found.incidents += 1
