@@ -87,7 +87,7 @@ def gather_or_refuse(make: Callable[[], bytes]) -> list[bytes]:
         refusal = problem
         host = os.environ.get("TTP_HOST") or socket.gethostname()
         mark = next(mark for mark, kind in _KINDS.items() if isinstance(problem, kind))
-        mine = mark + f"{host}\0{problem}".encode()
+        mine = mark + f"{host}\0{problem}".encode(errors="backslashreplace")
     answers = gather_bytes(mine)
     told = {Rank(rank): one[1:].decode().partition("\0") for rank, one in enumerate(answers) if one[:1] != _FINE}
     if told:

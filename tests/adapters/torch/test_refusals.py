@@ -45,6 +45,17 @@ def test_what_is_wrong_on_one_rank_is_said_by_both(told: dict[str, Any]) -> None
     assert told["one rank"].startswith(start)
 
 
+def test_a_name_that_is_not_utf8_is_told_to_all_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others would wait for the rank that failed to tell it."""
+
+    def refuse() -> bytes:
+        raise ConfigError("cannot write to /runs/caf\udce9")
+
+    monkeypatch.setattr(exchange, "gather_bytes", lambda mine: [mine])
+    with pytest.raises(ConfigError, match=r"cannot write to /runs/caf\\udce9"):
+        exchange.gather_or_refuse(refuse)
+
+
 def test_what_is_wrong_before_they_ask_each_other_too(told: dict[str, Any]) -> None:
     parameters, place = told["public"]
     where = f"ConfigError: rank 0 on {HOST}: "
