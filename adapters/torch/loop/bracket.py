@@ -240,8 +240,8 @@ class Bracket:
 
     def _take_turn(self, number: int) -> None:
         """Note that the optimizer with this number is about to step; end the version first if that is overdue."""
-        if self._stage is ABANDONED:
-            self._turns.forget()
+        if self._stage is ABANDONED or (self._stage is LEFT and self._turns.has_stepped(number)):
+            self._turns.forget()  # a half-made version begins anew
         if self._turns.overdue(number):
             self._end()
         self._turns.begins(number)

@@ -109,9 +109,13 @@ class Turns:
             return number == self.order[-1]
         return {*self._made, number} == set(range(len(self._names))) and len(set(self._made)) == len(self._made)
 
+    def has_stepped(self, number: int) -> bool:
+        """Return whether this optimizer has stepped in the open version."""
+        return number in self._made
+
     def overdue(self, number: int) -> bool:
         """Return whether the version has to end before this step, because the scaler has skipped its last step."""
-        return not (self.by_hand or self._hidden) and number in self._made and self._scaled and self._skipped()
+        return not (self.by_hand or self._hidden) and self.has_stepped(number) and self._scaled and self._skipped()
 
     def begins(self, number: int) -> None:
         """Note that an optimizer is about to step.
@@ -155,7 +159,7 @@ class Turns:
             self.interleaved = True
 
     def forget(self) -> None:
-        """Note that the open version was abandoned, and that the loop begins another one."""
+        """Note that the open version was abandoned, and that the loop begins another one, or the same one again."""
         self._made = []
 
     def over(self) -> None:

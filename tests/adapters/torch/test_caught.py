@@ -12,6 +12,7 @@ import torch
 from tests.adapters.torch.hooked import Job
 from tests.adapters.torch.test_closures import Lightning, Perturbing
 from tests.waiting import until
+from ttp.adapters.torch.loop.turns import Turns
 from ttp.core.messages import Phase
 
 
@@ -207,6 +208,25 @@ class TestCaught:
             job.optimizers[0].step()
             job.optimizers[1].step()
             assert job.gate.version == version and (version, "early") in job.taken()
+
+    @pytest.mark.parametrize("scaled", [False, True])
+    @pytest.mark.parametrize("closure", [False, True])
+    def test_the_steps_of_two_optimizers_made_again(self, scaled: bool, closure: bool) -> None:
+        """The step of the first one ended no version, and is no step out of turn: the program begins anew."""
+        job = loop(optimizers=2, scaler=torch.amp.GradScaler("cpu") if scaled else None)
+        job.detach._turns = Turns(["one", "other"], skipped=job.tail.skipped, scaled=scaled)
+        one, other = job.optimizers
+        for number in (1, 2):
+            job.backward()
+            one.step()
+            if number == 2:
+                job.optimizer = other
+                failed(job)
+                job.taken()
+                one.step(*[job.backward] * closure)
+            other.step()
+        assert job.gate.version == 2 + closure and job.gate.state().phase is Phase.IDLE
+        assert [each for each in job.taken() if each in ("begin", "end")] == ["begin", "end"]
 
     def test_a_gradient_inside_of_a_step_is_none(self, caplog: pytest.LogCaptureFixture) -> None:
         """An optimizer may run a backward pass in its step; that is not the next iteration."""
