@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from ttp.adapters.torch.device.accelerator import AllEvents, Fence, Runtime, holder, poll
 from ttp.adapters.torch.device.cuda import runtimes_on
@@ -105,9 +106,8 @@ class Standing(PagedSource):
 
     def has_state_on_host(self) -> bool:
         """Return whether any parameter, or any non-scalar tensor of the optimizer's state, is on the host."""
-        kept = tree_leaves(list(unwrap_optimizer(self._optimizer).state.values()))
-        tensors = (value for value in kept if isinstance(value, Tensor) and value.dim())
-        return any(map(self.on_host, (*parameters_of(self._optimizer), *tensors)))
+        kept = _tensors_in(unwrap_optimizer(self._optimizer).state)
+        return any(map(self.on_host, (*parameters_of(self._optimizer), *(each for each in kept if each.dim()))))
 
     def why_not_abort(self, within_s: float) -> str:
         """Return why this rank's collectives must not be aborted now; an empty string if they may be.
@@ -198,3 +198,15 @@ class Standing(PagedSource):
         if self.preimage is None and self.between is not None:
             return self.between.preimage
         return self.preimage
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in containers of any class; torch's pytree knows only classes that were registered."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in list(value.values()):
+            yield from _tensors_in(item)
+    elif isinstance(value, (list, tuple, deque)):
+        for item in list(value):
+            yield from _tensors_in(item)

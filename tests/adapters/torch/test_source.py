@@ -5,6 +5,7 @@ changed.
 from __future__ import annotations
 
 import threading
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -307,22 +308,27 @@ def test_a_device_that_hangs_is_not_waited_for_one_that_moves_is(
         assert job.source.device_version(2, PATIENCE_S) == 2
 
 
+class Moments(dict[str, Any]):
+    """A class of the optimizer's own, which torch's pytree does not look into."""
+
+
+@pytest.mark.parametrize("kind", [dict, UserDict, Moments])
 def test_state_on_both_sides_is_whole_only_when_the_device_has_come_to_the_hosts_version(
-    on_device: Callable[..., OnDevice], device: Any, monkeypatch: pytest.MonkeyPatch
+    on_device: Callable[..., OnDevice], device: Any, monkeypatch: pytest.MonkeyPatch, kind: Any
 ) -> None:
     """With moments on the host, the moments belong to an update that the device has not made yet."""
     monkeypatch.setattr(standing, "INSIDE_S", 0.01)
     on = on_device()
     job = on.job
     with Watching(device.device):
-        job.optimizer.state[job.model.weight]["offloaded"] = torch.ones(3)
+        job.optimizer.state[job.model.weight]["offloaded"] = kind(here=torch.ones(3))
         device.device.hang()
         on.step()
         assert job.source.device_version(2, 0.001) is None
         device.device.release()
         assert job.source.device_version(2, PATIENCE_S) == 2
         found = saved(job.save(2))
-    assert found["optim"]["state"]["weight"]["offloaded"].tolist() == [1.0] * 3
+    assert found["optim"]["state"]["weight"]["offloaded"]["here"].tolist() == [1.0] * 3
 
 
 def test_on_the_host_an_update_that_begins_while_it_is_saved_is_an_error(
