@@ -218,8 +218,9 @@ class _Start:
         """Return whether a controller was started that does not listen on its port yet, or is too busy to answer."""
         if self._child is None:
             return False
-        pids = listeners(self._port)
-        return not pids or (self._child.pid in pids and listens(self._address, self._port, PROBE_S))
+        pids = listeners(self._port)  # of a socket that was made just now the owner may be unknown
+        mine = not pids.isdisjoint({self._child.pid, None})
+        return not pids or (mine and listens(self._address, self._port, PROBE_S))
 
     def finished(self) -> subprocess.Popen[bytes] | None:
         """Return the started process if it is the controller that serves; else end it and return None."""

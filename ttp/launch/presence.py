@@ -17,7 +17,10 @@ PROBE_S = 2.0
 
 
 def listeners(port: int) -> set[int | None]:
-    """Return the processes that listen on a TCP port of this machine; None stands for one of another user."""
+    """Return the processes that listen on a TCP port of this machine.
+
+    None stands for a process of another user, or for one that has begun to listen just now.
+    """
     import psutil
 
     try:
