@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
+from typing import Any
 
 import grpc
 import pytest
@@ -59,6 +60,17 @@ def test_a_controller_that_leads_no_more_keeps_no_connection() -> None:
         until(lambda: reporter._leader.place == second)
         with pytest.raises(ValueError, match="closed"):
             before.stub.ReportFault(wire.ReportFaultRequest())
+    finally:
+        reporter.close()
+
+
+def test_a_connection_that_stands_is_not_watched(serve: Callable[[], tuple[str, Hearing]]) -> None:
+    """The thread that watched it printed an exception when a launcher ended: "Cannot monitor channel state"."""
+    place, _ = serve()
+    reporter = FaultReporter(lambda: (place,), place, "")
+    channel: Any = reporter._leader.channel
+    try:
+        until(lambda: not channel._connectivity_state.polling)
     finally:
         reporter.close()
 

@@ -58,8 +58,12 @@ class _Leader:
         from ttp.wire.tls import open_channel
 
         self.place, self.channel = place, open_channel(place, channel_options())
-        self.channel.subscribe(lambda _state: None, try_to_connect=True)
+        self.channel.subscribe(self._changed, try_to_connect=True)
         self.stub = stub(self.channel)
+
+    def _changed(self, state: Any) -> None:
+        if state.name == "READY":  # nothing is left to wait for, and a channel that is watched cannot be closed in peace
+            self.channel.unsubscribe(self._changed)
 
 
 class FaultReporter:
