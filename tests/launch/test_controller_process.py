@@ -215,10 +215,7 @@ def test_one_that_was_too_slow_does_not_stay(run_dir: Path, unused_port: int, mo
 def test_one_that_takes_long_to_load_and_to_answer_is_waited_for(
     known: bool, run_dir: Path, unused_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was refused with 64, which ends a job for good, although no setting was wrong.
-
-    psutil reads the files of all processes before the list of sockets, so a new socket may have no owner yet.
-    """
+    """It ended the job with 64. The owner of a socket is not known while psutil's list of files is older than it."""
     go, slow, looks, answers = run_dir / "go", run_dir / "slow.py", list[int](), list[int]()
     code = f"import pathlib, runpy, sys, time\nwhile not pathlib.Path({str(go)!r}).exists(): time.sleep(0.05)\n"
     slow.write_text(f"{code}runpy.run_path({subject.COMMAND[1]!r}, run_name='__main__')\n")
