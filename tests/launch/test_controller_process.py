@@ -216,13 +216,12 @@ def test_one_that_takes_long_to_load_and_to_answer_is_waited_for(
     known: bool, run_dir: Path, unused_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It ended the job with 64. The owner of a socket is not known while psutil's list of files is older than it."""
-    go, slow, looks, answers = run_dir / "go", run_dir / "slow.py", list[int](), list[int]()
+    go, slow, answers = run_dir / "go", run_dir / "slow.py", list[int]()
     code = f"import pathlib, runpy, sys, time\nwhile not pathlib.Path({str(go)!r}).exists(): time.sleep(0.05)\n"
     slow.write_text(f"{code}runpy.run_path({subject.COMMAND[1]!r}, run_name='__main__')\n")
     monkeypatch.setattr(subject, "COMMAND", (sys.executable, str(slow)))
 
     def after_the_patience(port: int) -> set[int | None]:
-        looks.append(port)
         go.touch()
         return {pid if known else None for pid in listeners(port)}
 
@@ -234,7 +233,7 @@ def test_one_that_takes_long_to_load_and_to_answer_is_waited_for(
     monkeypatch.setattr(subject, "probe", busy)
     monkeypatch.setattr(subject, "LOOK_S", 0.1)
     mine = ensure(run_dir, unused_port, patience_s=0.2)
-    assert mine is not None and looks and len(answers) == 20
+    assert mine is not None and len(answers) == 20
     subject.stop_controller(mine)
 
 

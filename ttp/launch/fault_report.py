@@ -62,7 +62,7 @@ class _Leader:
         self.stub = stub(self.channel)
 
     def _changed(self, state: Any) -> None:
-        if state.name == "READY":  # nothing is left to wait for, and a channel that is watched cannot be closed in peace
+        if state.name == "READY":  # it is watched no longer: the thread that watches may raise when it is closed
             self.channel.unsubscribe(self._changed)
 
 
