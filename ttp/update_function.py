@@ -96,7 +96,7 @@ def one_step(func: Callable[P, R]) -> Callable[P, R]:
 def is_suspended(func: Callable[..., object]) -> bool:
     """Return whether calling the function only makes an object that runs later (a generator or coroutine)."""
     kinds = inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
-    called = func, getattr(type(func), "__call__", None)  # noqa: B004 # of an object, its method makes the coroutine
+    called = func, getattr(type(func), "__call__", None)  # noqa: B004 - of an object, its method makes the coroutine
     return any(kind(each) for kind in kinds for each in called)
 
 

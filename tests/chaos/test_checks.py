@@ -194,6 +194,13 @@ def test_a_lost_host_costs_its_random_streams_unless_they_are_mirrored() -> None
     assert "rank-local state of ranks [1] was not saved" in verdict(host_is_lost(mirrored)).findings[0]
 
 
+def test_a_quota_may_cost_the_page_of_its_rank() -> None:
+    poor = host_is_lost(Script(1, 3))
+    assert "rank-local state of ranks [1] was not saved" in verdict(poor).findings[0]
+    poor.injections.append(Injection("quota", "disk-quota", "rank 1", AT_S, FIRST))
+    assert verdict(poor).findings == ()
+
+
 def test_a_copy_may_be_late_where_it_is_sent_beside_the_training() -> None:
     mirrored = Script(3, 1, env=(("TTP_MIRROR", "on"),))
     late = host_is_lost(mirrored)

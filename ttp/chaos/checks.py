@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from ttp.chaos.notes import LifeKey, RankLife
 from ttp.chaos.record import Evidence, Found, Record
+from ttp.chaos.vocabulary import parse_target
 from ttp.chaos.ways import way_findings
 from ttp.errors import EXIT_NOT_SAVED, EXIT_SAVED
 
@@ -240,13 +241,18 @@ def _missing_pages(evidence: Evidence, before: LifeKey, after: LifeKey) -> Itera
 
 
 def alone(evidence: Evidence, life: LifeKey) -> frozenset[int]:
-    """Return the ranks whose pages may be lost: no rank of their host was left, or the network was cut."""
+    """Return the ranks whose pages may be lost: no rank of their host was left, a cut, or a quota.
+
+    The quota of a process also holds for shared memory, where its page grows in the first updates.
+    """
     script, gone = evidence.script, unreadable(evidence, life)
     hosts = [host for host in range(script.hosts) if gone.issuperset(script.ranks_of(host))]
+    poor = [parse_target(s.who) for s in evidence.record.injected("disk-quota") if s.life == life]
+    full = frozenset(rank for target in poor if target is not None for rank in target.numbers)
     if script.mirrored and len(hosts) == 1:
-        return frozenset()
+        return full
     cut = frozenset(range(script.world_size)) if _far_side(evidence, life) else frozenset()
-    return cut | frozenset(rank for host in hosts for rank in script.ranks_of(host))
+    return cut | full | frozenset(rank for host in hosts for rank in script.ranks_of(host))
 
 
 # ------------------------------------------------------------------------------------------------------------- outcome
