@@ -160,25 +160,25 @@ def test_with_tls_what_was_renewed_is_shown_and_strangers_get_nothing(tmp_path: 
     port = free_port()
     controller = start(wait=False, **own, TTP_TLS_KEY_PASSWORD=str(password), TTP_METRICS_PORT=str(port))
     until(lambda: f"metrics on 127.0.0.1:{port}" in controller.output())
-    silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(40)]
-    assert scrape(port, scraper(authority, client))["ttp_controller_leader", ""] == 0
-    for wrong in (scraper(authority), scraper(authority, other.sign())):
-        with pytest.raises(OSError):
-            scrape(port, wrong)
+    with contextlib.ExitStack() as silent:
+        for _ in range(40):
+            silent.enter_context(socket.create_connection(("127.0.0.1", port)))
+        assert scrape(port, scraper(authority, client))["ttp_controller_leader", ""] == 0
+        for wrong in (scraper(authority), scraper(authority, other.sign())):
+            with pytest.raises(OSError):
+                scrape(port, wrong)
 
-    def serial() -> object:
-        context = scraper(authority, client)
-        with socket.create_connection(("127.0.0.1", port), 10) as plain, context.wrap_socket(plain) as secured:
-            return (secured.getpeercert() or {})["serialNumber"]
+        def serial() -> object:
+            context = scraper(authority, client)
+            with socket.create_connection(("127.0.0.1", port), 10) as plain, context.wrap_socket(plain) as secured:
+                return (secured.getpeercert() or {})["serialNumber"]
 
-    first = serial()
-    authority.sign(password="secret")
-    until(lambda: serial() != first)
-    Path(own["TTP_TLS_CERT"]).write_text("half a cert")
-    assert scrape(port, scraper(authority, client))["ttp_controller_leader", ""] == 0, "the last one that could be used"
-    assert controller.output().count("the renewed certificate cannot be used") == 1
-    for one in silent:
-        one.close()
+        first = serial()
+        authority.sign(password="secret")
+        until(lambda: serial() != first)
+        Path(own["TTP_TLS_CERT"]).write_text("half a cert")
+        assert scrape(port, scraper(authority, client))["ttp_controller_leader", ""] == 0, "the last usable one"
+        until(lambda: controller.output().count("the renewed certificate cannot be used") == 1)
 
 
 def test_a_controller_and_the_command(start: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

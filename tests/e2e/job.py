@@ -53,6 +53,8 @@ class Injector:
 
     def at(self, phase: str) -> None:
         for fault in FAULTS:
+            if fault.get("abreast") and (fault["step"], fault["phase"]) == (self.step, phase):
+                (JOB_DIR / f"{fault['id']}.{RANK} is here").touch()
             launch = os.environ.get("TORCHELASTIC_RESTART_COUNT")
             mine = RANK in fault.get("ranks", [fault.get("rank")]) and fault.get("launch", launch) == launch
             if mine and fault["step"] == self.step and fault["phase"] == phase:
@@ -61,6 +63,8 @@ class Injector:
                     continue
                 while "when" in fault and not (JOB_DIR / fault["when"]).exists():
                     time.sleep(0.01)
+                while fault.get("abreast") and len(list(JOB_DIR.glob(f"{fault['id']}.* is here"))) < WORLD:
+                    time.sleep(0.001)
                 marker.parent.mkdir(exist_ok=True)
                 marker.write_text(str(time.monotonic()))
                 while fault.get("together") and len(list(marker.parent.glob(f"{fault['id']}.*"))) < len(fault["ranks"]):

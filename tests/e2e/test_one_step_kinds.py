@@ -21,7 +21,9 @@ pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.xdist_group("ttp")]
 
 
 def kill(rank: int, step: int, phase: str, **more: Any) -> dict[str, Any]:
-    return {"id": f"{rank} in {step}", "rank": rank, "step": step, "phase": phase, "action": "kill", **more}
+    """Return a fault that waits for all ranks to come so far: survivors in different updates leave their loops."""
+    fault = {"id": f"{rank} in {step}", "rank": rank, "step": step, "phase": phase, "action": "kill", "abreast": True}
+    return fault | more
 
 
 def run(make_job: MakeJob, kind: str, faults: list[dict[str, Any]], ranks: int = 3, **env: str) -> Job:
