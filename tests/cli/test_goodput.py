@@ -109,13 +109,18 @@ def test_a_fault_without_a_file_is_a_fault(
     assert main(["incidents", str(tmp_path)]) == 0 and capsys.readouterr().err == ""
 
 
+def killed_whole(save_dir: Path) -> None:
+    """Write the history of a launch without an end, and of one that trained to its end."""
+    (save_dir / "incidents").mkdir()
+    killed, again = launch(0.0, ("formed", 2.0, {})), launch(100.0, ("finished", 200.0, {}))
+    (save_dir / "incidents" / FILE).write_text(killed + again)
+
+
 def test_a_launch_that_was_killed_whole_is_a_fault_without_a_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nobody was left to record the end: power was cut, or everything got SIGKILL."""
-    (tmp_path / "incidents").mkdir()
-    killed, again = launch(0.0, ("formed", 2.0, {})), launch(100.0, ("finished", 200.0, {}))
-    (tmp_path / "incidents" / FILE).write_text(killed + again)
+    killed_whole(tmp_path)
     found = told(capsys, tmp_path)
     assert (found["incidents"], found["unrecorded"], found["mttr"]) == (1, 1, None)
 
@@ -124,9 +129,7 @@ def test_a_launch_that_was_killed_whole_in_its_incident_has_a_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The host of the last rank lost power, too, before anything was saved."""
-    (tmp_path / "incidents").mkdir()
-    killed, again = launch(0.0, ("formed", 2.0, {})), launch(100.0, ("finished", 200.0, {}))
-    (tmp_path / "incidents" / FILE).write_text(killed + again)
+    killed_whole(tmp_path)
     incident(tmp_path, 1, 20.0, ("answer", 0.1, {"version": 8}), ("thawed", 2.0, {"reason": "it came back"}), newest=8)
     incident(tmp_path, 2, 50.0, ("answer", 0.1, {"version": 40}), newest=39)
     found = told(capsys, tmp_path)
