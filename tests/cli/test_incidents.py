@@ -210,6 +210,15 @@ def test_equal_reports_between_attempts_on_a_full_disk_are_all_counted(tmp_path:
     assert [text for line, text in rows(log) if line.kind == "evidence"][-1] == "24 more like these: ranks 16-39"
 
 
+def test_reports_of_attempts_that_are_not_shown_are_not_waited_for(tmp_path: Path) -> None:
+    """Of six attempts the first two and the last are shown."""
+    failed = [(1.0, "save_failed", {"rank": r, "text": "disk full"}) for r in range(20)]
+    attempt = [*failed, (1.0, "retry", {"reason": "full", "after_s": 1})]
+    log = read_incident(write(tmp_path, "one", [SAVED[0], *attempt * 6]))
+    told = [text for line, text in rows(log) if line.kind == "save_failed"]
+    assert len(told) == ALIKE_MAX + 1 and told[-1] == "44 more like these: ranks 0-19", told
+
+
 def test_the_timeline(tmp_path: Path, ttp: Ttp) -> None:
     write(tmp_path, "one", SAVED)
     said = ttp("incidents", tmp_path, "one")

@@ -74,8 +74,8 @@ def rows(log: IncidentLog) -> Iterator[tuple[Line, str]]:
         else:
             ranks[alike].append(line.facts["rank"])
             if len(ranks[alike]) == totals[alike]:
-                others = ranks[alike][ALIKE_MAX:]
-                yield line, f"{len(others)} more like these: {_cut(ranks_text(others))}"
+                others = ranks[alike][ALIKE_MAX:]  # a rank may report several times
+                yield line, f"{len(others)} more like these: {_cut(ranks_text({*others}))}"
     if group:
         yield _merged(group)
 
