@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 from weakref import WeakSet
@@ -9,10 +11,49 @@ from weakref import WeakSet
 import numpy as np
 import pytest
 
+import ttp.compat.mindio.controller_ttp as controller
 import ttp.compat.mindio.framework_ttp as tft
 from tests.compat.test_names import Told, fresh  # noqa: F401 - a fixture that is used in each test
 from ttp.compat.mindio import rank, tls_info
 from ttp.errors import ConfigError
+
+PROCESSOR = "rank, world_size, enable_local_copy, enable_tls=True, tls_info='', enable_uce=True, enable_arf=False, "
+DOCUMENTED: dict[Callable[..., Any], str] = {
+    tft.tft_init_controller: "rank, world_size, enable_local_copy, enable_arf=False, enable_zit=False",
+    tft.tft_start_controller: "bind_ip, port, enable_tls=True, tls_info=''",
+    tft.tft_init_processor: f"{PROCESSOR}enable_zit=False",
+    tft.tft_start_processor: "master_ip, port, local_ip=''",
+    tft.tft_start_updating_os: "backup_step=-1",
+    tft.tft_end_updating_os: "step",
+    tft.tft_set_optimizer_replica: "rank, replica_info",
+    tft.tft_set_dp_group_info: "rank, dp_rank_list",
+    tft.tft_set_step_args: "args",
+    tft.tft_pause_train: "cur_step",
+    tft.tft_exception_handler: "func",
+    tft.tft_register_save_ckpt_handler: "func, ctx=None",
+    tft.tft_register_zit_upgrade_repair_handler: "func, ctx=None",
+    tft.tft_register_exception_handler: "fault_pattern, fault_type, fault_handle",
+    tft.tft_register_decrypt_handler: "decryptor",
+    tft.tft_report_error: "error_type, error_code=''",
+    tft.tft_report_load_ckpt_step: "step",
+    tft.tft_can_do_uce_repair: "hbm_error_time, start_time=None, end_time=None",
+    tft.tft_set_update_start_time: "start_time=None",
+    tft.tft_set_update_end_time: "end_time=None",
+    tft.set_mindio_export_version: "framework_type",
+    controller.tft_register_mindx_callback: "action, func",
+    controller.tft_notify_controller_stop_train: "fault_ranks, stop_type='stop', timeout=None",
+    controller.tft_notify_controller_on_global_rank: "fault_ranks, time=1",
+    controller.tft_notify_controller_prepare_action: "action, fault_ranks=None",
+    controller.tft_notify_controller_change_strategy: "strategy, params=''",
+}
+"""The functions of the original that take arguments, and the names of these, by which programs may give them."""
+
+
+@pytest.mark.parametrize("function", DOCUMENTED, ids=lambda function: function.__name__)
+def test_arguments_have_the_originals_names_and_defaults(function: Callable[..., Any]) -> None:
+    empty = inspect.Parameter.empty
+    plain = [each.replace(annotation=empty) for each in inspect.signature(function).parameters.values()]
+    assert ", ".join(map(str, plain)) == DOCUMENTED[function]
 
 
 @pytest.mark.parametrize("wrong", ["0", None, 0.0, True, b"0"])

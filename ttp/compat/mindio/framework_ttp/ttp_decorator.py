@@ -231,14 +231,14 @@ def tft_pause_train(cur_step: int) -> None:
 # ---------------------------------------------------------------------------------------------------------- the faults
 
 
-def tft_report_error(state: int, error_code: str = "") -> None:
+def tft_report_error(error_type: int, error_code: str = "") -> None:
     """Report an error.
 
     Args:
-        state: the value of a ``ReportState``. For RS_UNKNOWN the job is saved and this process ends.
+        error_type: the value of a ``ReportState``. For RS_UNKNOWN the job is saved and this process ends.
         error_code: error code of the device.
     """
-    THIS.report(state, error_code)
+    THIS.report(error_type, error_code)
 
 
 def tft_wait_next_action() -> int:
@@ -280,26 +280,26 @@ def tft_get_reboot_type() -> str:
     return "hot switch" if THIS.joined.was_guest else "arf"
 
 
-def tft_register_exception_handler(pattern: str, fault_type: str, handle: Classify) -> None:
-    """Report exceptions with ``pattern`` in their text as ``fault_type``, a name of ``ReportState``.
+def tft_register_exception_handler(fault_pattern: str, fault_type: str, fault_handle: Classify) -> None:
+    """Report exceptions with ``fault_pattern`` in their text as ``fault_type``, a name of ``ReportState``.
 
     Args:
-        pattern: part of the exception's text.
+        fault_pattern: part of the exception's text.
         fault_type: the state to report.
-        handle: function that gets the text and returns ``pattern``, or another known pattern.
+        fault_handle: function that gets the text and returns ``fault_pattern``, or another known pattern.
     """
-    TABLE.add(pattern, fault_type, handle)
+    TABLE.add(fault_pattern, fault_type, fault_handle)
 
 
-def set_mindio_export_version(version: str) -> None:
+def set_mindio_export_version(framework_type: str) -> None:
     """Set the framework that the program is written for.
 
     Raises:
-        ConfigError: ``version`` is not one of ``EXPORT_VERSIONS``.
+        ConfigError: ``framework_type`` is not one of ``EXPORT_VERSIONS``.
     """
-    if version not in EXPORT_VERSIONS:
-        raise ConfigError(f"export version {version!r} is not one of {', '.join(EXPORT_VERSIONS)}")
-    THIS.handlers.version = version
+    if framework_type not in EXPORT_VERSIONS:
+        raise ConfigError(f"export version {framework_type!r} is not one of {', '.join(EXPORT_VERSIONS)}")
+    THIS.handlers.version = framework_type
     os.environ["TTP_STOP_CLEAN_BEFORE_DUMP"] = "1"
     THIS.halt_before_dump()
 
