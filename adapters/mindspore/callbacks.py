@@ -108,6 +108,7 @@ class Protection(Callback):
             epoch = cb_params.batch_num if cb_params.get("dataset_sink_mode", False) else size
             start = _init_step(cb_params.train_dataset) or (cb_params.cur_epoch_num - 1) * epoch or self._initial_step
         self._base, self._counts = start + 1 - cb_params.cur_step_num, True
+        adapter.source.earlier_steps = self._base
         if not adapter.begun:
             position = _place(start + made, size)
             adapter.begin_by_hand(position, self._initial_step or start, made)
@@ -235,14 +236,17 @@ class TrainFaultTolerance(Protection):
         ckpt_save_path: see ``TFTRegister``; may be None if ``ckpt_save_fn`` is given.
         ckpt_save_fn: a function ``save(cb_params, append_dict)`` that writes the checkpoint instead of ttp. It is
             called on one rank of each slice, on another thread than training. The optimizer's wrapper must not have
-            ``undo``. ``append_dict`` is made for
+            ``undo``. ``cb_params`` is a copy of those of ``Model.train``, with ``cur_step_num`` and ``cur_epoch_num``
+            of the saved step. ``append_dict`` is made for
             ``save_checkpoint(cb_params.train_network, ..., append_dict=)``: it has ``epoch_num``, ``step_num``,
             ``batch_num``, ``cur_rank``, ``global_step`` and ``loss_scale``, without names that are parameters of the
-            network, as ``global_step`` usually is. ttp does not verify the files and writes no manifest. In PyNative
+            network, as ``global_step`` usually is; on a device also MindSpore's ``__exception_save__``, which
+            ``save_checkpoint`` does not write. ttp does not verify the files and writes no manifest. In PyNative
             mode, reading a Parameter in this function waits for the collective that hangs.
         ckpt_load_fn: a function ``load()`` that returns what ``ckpt_save_fn`` saved, and ``remove_redundancy``, as in
             MindSpore; give it to ``restore(..., ckpt_load_fn=)``.
         initial_step: steps made before this ``Model.train``; used if ``restore`` does not give it.
+        initial_epoch: has no effect: that of ``Model.train`` counts. MindFormers passes it.
         replicas: see ``TFTRegister``.
         strategy: see ``TFTRegister``.
 
@@ -258,6 +262,7 @@ class TrainFaultTolerance(Protection):
         ckpt_save_fn: SaveFunction | None = None,
         ckpt_load_fn: Callable[[], Any] | None = None,
         initial_step: int = 0,
+        initial_epoch: int = 0,
         replicas: RankGroups | None = None,
         strategy: str | Path | None = None,
     ) -> None:
@@ -272,13 +277,19 @@ class TrainFaultTolerance(Protection):
         self._meet()
 
     @classmethod
-    def get_optimizer_wrapper(cls, origin_opt_cls: Any) -> Any:
-        """Return a function that makes a wrapped optimizer: ``get_optimizer_wrapper(nn.SGD)(parameters, 1e-2)``."""
+    def get_optimizer_wrapper(cls, origin_opt_cls: Any) -> type[OptTTPWrapper]:
+        """Return a class of wrapped optimizers: ``get_optimizer_wrapper(nn.SGD)(parameters, 1e-2)``.
 
-        def wrapped(*arguments: Any, **named: Any) -> OptTTPWrapper:
-            return OptTTPWrapper(origin_opt_cls(*arguments, **named))
+        It is a class, as MindSpore's is, because registries such as that of MindFormers take only classes.
+        """
 
-        return wrapped
+        class Wrapped(OptTTPWrapper):
+            """Makes an optimizer of ``origin_opt_cls`` and wraps it."""
+
+            def __init__(self, *arguments: Any, **named: Any) -> None:
+                super().__init__(origin_opt_cls(*arguments, **named))
+
+        return Wrapped
 
     def _meet(self) -> None:
         meet_at(os.environ.get("MS_TFT_IP", ""), _port(os.environ.get("MS_TFT_PORT", str(DEFAULT_PORT))))

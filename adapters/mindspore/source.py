@@ -72,6 +72,9 @@ class MindSporeSource(PagedSource):
         self.preimage: Any = None
         self.save_fn: SaveFunction | None = None
         self.cb_params: Any = None
+        """MindSpore's parameters of callbacks, for ``save_fn``."""
+        self.earlier_steps = 0
+        """Steps before the ``Model.train`` of ``cb_params``, which counts only its own."""
         self.loss_scale = 1.0
 
     def connect(self, processor: Processor) -> None:
@@ -267,8 +270,20 @@ class MindSporeSource(PagedSource):
         self, save: SaveFunction, order: SaverOrder, version: Version, local: LocalState
     ) -> list[Piece]:
         if order.shards:
-            save(self.cb_params, self._append_dict(order.rank, version, local))
+            numbers = self._append_dict(order.rank, version, local)
+            if not self._memory.on_host:  # then MindSpore copies on a stream of its own: the usual one may never go on
+                numbers["__exception_save__"] = True
+            save(self._parameters_at(local.position), numbers)
         return []
+
+    def _parameters_at(self, position: Position) -> Any:
+        """Return a copy of ``cb_params`` with the counts at ``position``: training may be in the next step already."""
+        live = self.cb_params
+        told = type(live)(live)
+        told.cur_step_num = position.step - self.earlier_steps
+        sinks = live.get("dataset_sink_mode", False)  # MindSpore then counts each step as an epoch
+        told.cur_epoch_num = live.cur_epoch_num - live.cur_step_num + told.cur_step_num if sinks else position.epoch
+        return told
 
 
 def _job_state(version: int, position: Position) -> bytes:

@@ -29,7 +29,9 @@ assert type(mindspore.__spec__.loader).__name__ == "SourceFileLoader" == type(mi
 assert TFTRegister is train.TFTRegister and TrainFaultTolerance is train.TrainFaultTolerance
 print([kind.__module__ for kind in (nn.OptTFTWrapper, TFTRegister, TrainFaultTolerance)], flush=True)
 net = nn.Dense(2, 2)
-made = train.TrainFaultTolerance.get_optimizer_wrapper(nn.SGD)(net.trainable_params(), 0.5)
+kind = train.TrainFaultTolerance.get_optimizer_wrapper(nn.SGD)
+assert isinstance(kind, type) and issubclass(kind, nn.Optimizer)  # a registry of classes would not take a function
+made = kind(net.trainable_params(), 0.5)
 assert isinstance(made, nn.OptTFTWrapper) and isinstance(made.opt, nn.SGD) and not made.ttp_reports
 sys.excepthook = lambda *found: sys.__excepthook__(*found)  # init() of a job puts its own there
 train.TFTRegister(0, "127.0.0.1", 30051, "./ttp_checkpoints/")

@@ -21,7 +21,9 @@ from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, save
 from ttp import session
 from ttp.adapters.mindspore import OptTTPWrapper, TFTRegister, TrainFaultTolerance, callbacks, joining, read, resuming
 from ttp.adapters.mindspore.adapter import MindSporeAdapter
+from ttp.core.decide import How
 from ttp.core.layout import Rank, Version
+from ttp.core.messages import SaverOrder
 from ttp.errors import CheckpointError, ConfigError, UsageError
 
 pytestmark = pytest.mark.xdist_group("mindspore")
@@ -255,6 +257,33 @@ def test_a_function_of_the_program_cannot_save_the_state_before_an_update(traini
     with pytest.raises(UsageError, match=r"undo='preimage' .* is not for TrainFaultTolerance\(ckpt_save_fn=\)"):
         training.train(TrainFaultTolerance(ckpt_save_fn=lambda *_: None))
     assert training.joined == []
+
+
+@pytest.mark.parametrize(("first", "on_device"), [(0, False), (5, True)])
+def test_a_function_of_the_program_is_told_of_the_saved_step_not_of_the_running_one(
+    training: Training, first: int, on_device: bool
+) -> None:
+    """MindFormers names its file, and the step in it, after ``cb_params``: with the running step it would skip data."""
+    told: list[Any] = []
+
+    def saved(cb_params: Any, append_dict: dict[str, Any]) -> None:
+        told.append((append_dict["step_num"], cb_params.cur_step_num, cb_params.cur_epoch_num))
+        told.append(append_dict.get("__exception_save__"))
+
+    class Running(Callback):
+        def on_train_step_begin(self, run_context: Any) -> None:
+            if first + (live := run_context.original_args()).cur_step_num == 9:  # the first step of the third epoch
+                source: Any = training.joined[-1].source
+                source._memory.on_host = not on_device
+                order = SaverOrder(Rank(0), training.processor.layout.shards_of(Rank(0)), How.AS_IS, (Rank(0),), True)
+                how = {"version": Version(8), "draft": training.directory, "generation": 1, "cancelled": lambda: False}
+                assert source.write_pieces(order=order, **how) == []
+                source._memory.on_host = True
+                told.append((live.cur_step_num, live.cur_epoch_num))
+
+    training.train(TrainFaultTolerance(ckpt_save_fn=saved, initial_epoch=1), Running(), first=first)
+    # On a device this makes MindSpore copy on a stream of its own; on CPU it would wait for a stream for ever.
+    assert told == [(8, 8 - first, 2), on_device or None, (9 - first, 3)]
 
 
 # ---------------------------------------------------------------------------------- where the controller is
