@@ -309,7 +309,7 @@ def test_calls_before_the_start() -> None:
         tft.tft_pause_train(-1)  # which cannot be sent to the controller
     with pytest.raises(ConfigError, match="value of a ReportState"):
         tft.tft_report_error(42)
-    with pytest.raises(UsageError, match="has no meaning here"):
+    with pytest.raises(UsageError, match="joins with ARF FINISH"):
         tft.tft_report_error(tft.ReportState.RS_INIT_FINISH.value)
     with pytest.raises(ConfigError, match="is not one of MindSpeed, MindSpeed-LLM"):
         tft.set_mindio_export_version("2.0")
