@@ -105,7 +105,8 @@ class MegatronAdapter(TorchAdapter):
         """Find the state of this rank; what is refused here is refused on all ranks. Returns what others must know."""
         from megatron.core.utils import unwrap_model
 
-        self._extra = ExtraState(_extra_state(extra_state, Progress(args, list(unchained(optimizer)))))
+        self._progress = Progress(args, list(unchained(optimizer)))
+        self._extra = ExtraState(_extra_state(extra_state, self._progress))
         self._geometry = describe(unwrap_model(self._chunks))
         self._inners = inner_optimizers(optimizer, self._geometry)
         return announcement(self._inners)
@@ -145,7 +146,11 @@ class MegatronAdapter(TorchAdapter):
         if self._undo is not None:
             source.preimage = PreImage(self._together, (), source.runtimes)
         barrier = self._barrier = self._make_barrier(processor)
-        calls = Calls(before_gate=lambda: self._at_gate(processor, barrier), after_update=self._updated)
+        calls = Calls(
+            before_gate=lambda: self._at_gate(processor, barrier),
+            after_update=self._updated,
+            before_forward=self._progress.iteration_begins,
+        )
         if source.preimage is not None:
             calls = calls._replace(before_update=source.preimage.before_update)
         self._attachment = Attachment(
@@ -167,11 +172,13 @@ class MegatronAdapter(TorchAdapter):
         self.capture.capture(processor.gate.version, final=True)
 
     def _at_gate(self, processor: Processor, barrier: UpdateBarrier | None) -> None:
+        self._progress.iteration_begins(forward=False)
         self._held.extra_states.take(processor.gate.version + 1)
         if barrier is not None:
             barrier.wait()
 
     def _updated(self) -> None:
+        self._progress.updated()
         self._note_increment()
         if self._barrier is not None:
             self._barrier.updated()

@@ -2,6 +2,7 @@
 
 The state is captured at the end of every update. At that moment Megatron's training loop has not yet counted the
 iteration that made the update, so this module adds that iteration: the captured state belongs to the finished version.
+It adds nothing to a counter that the loop has raised already since the iteration began, or raises before it begins.
 An iteration whose gradients overflowed makes no version; Megatron counts it, and after a resume it is run again.
 """
 
@@ -22,8 +23,15 @@ log = logging.getLogger("ttp.adapters.megatron")
 
 PROGRESS, STREAMS = "megatron.progress", "megatron.streams"
 """Names of the objects that the adapter adds to the user's ``extra_state``."""
-COUNTERS = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
+SAMPLES = "consumed_train_samples"
+COUNTERS = (SAMPLES, "consumed_valid_samples", "skipped_train_samples")
 """Names of the sample counters in Megatron-LM's ``args``; a counter that is missing or None is not saved."""
+
+UNKNOWN_BATCH = (
+    "the number of samples of an iteration is unknown: args.%s is saved as if each had as many as the one before, and "
+    "the first had none: set args.global_batch_size, or Megatron's calculator of batch sizes"
+)
+"""Log message for a program with a counter of samples and no size of a batch."""
 
 
 class Progress:
@@ -38,6 +46,37 @@ class Progress:
         self._args = args
         self._scalers = [s for s in (getattr(each, "grad_scaler", None) for each in optimizers) if s is not None]
         self._read: dict[tuple[int, str], tuple[Tensor, int, Any]] = {}
+        self._batch = 0  # samples of the last iteration
+        self._stand()
+
+    def _stand(self) -> None:
+        """Note that no iteration has begun since the registration, or since a restore."""
+        self._begun: dict[str, int] | None = None  # the counters when the running iteration began
+        self._start, self._early = self._counters(), set[str]()
+        self._open = False
+
+    def updated(self) -> None:
+        """Note that an update has ended."""
+        self._open = False
+
+    def iteration_begins(self, *, forward: bool = True) -> None:
+        """Note that an iteration has begun.
+
+        Args:
+            forward: its forward pass begins; else its update, which counts only if no forward pass was seen.
+        """
+        if self._args is None or (self._open and not forward):
+            return
+        self._open = True
+        now, before = self._counters(), self._begun
+        if before is None:
+            more, raised = self._of_iteration(), {name: now[name] - self._start[name] for name in now}
+            self._early = {name for name in more if raised.get(name) and raised[name] == (more[name] or raised[name])}
+            if SAMPLES in now and SAMPLES not in self._early and not more[SAMPLES]:
+                log.warning(UNKNOWN_BATCH, SAMPLES)
+        elif (batch := now.get(SAMPLES, 0) - before.get(SAMPLES, 0)) > 0:
+            self._batch = batch
+        self._begun = now
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the version that the last update made."""
@@ -47,17 +86,25 @@ class Progress:
                 for place, scaler in enumerate(self._scalers)
             ]
         }
-        args = self._args
-        if args is None:
+        if self._args is None:
             return state
-        counters = {name: int(getattr(args, name)) for name in COUNTERS if getattr(args, name, None) is not None}
-        made, left_out = _batch_size(args)
-        for name, more in (("consumed_train_samples", made), ("skipped_train_samples", left_out)):
-            if name in counters:
+        counters, begun = self._counters(), self._begun or {}
+        for name, more in self._of_iteration().items():
+            if name not in self._early and counters.get(name) == begun.get(name, -1):
                 counters[name] += more
-        if (iteration := getattr(args, "curr_iteration", getattr(args, "iteration", None))) is not None:
-            counters["iteration"] = int(iteration) + 1
         return state | {"counters": counters}
+
+    def _counters(self) -> dict[str, int]:
+        """Return the counters of ``args``, as they are now."""
+        args = self._args
+        found = {name: getattr(args, name, None) for name in COUNTERS}
+        found["iteration"] = getattr(args, "curr_iteration", getattr(args, "iteration", None))
+        return {name: int(value) for name, value in found.items() if value is not None}
+
+    def _of_iteration(self) -> dict[str, int]:
+        """Return how much an iteration adds to each counter that it raises."""
+        made, left_out = _batch_size(self._args)
+        return {"iteration": 1, SAMPLES: made or self._batch, "skipped_train_samples": left_out}
 
     def _number(self, place: tuple[int, str], value: Any) -> Any:
         """Return ``value`` of a scaler as a number. A tensor on a device is read only if it has changed: reading waits.
@@ -83,6 +130,7 @@ class Progress:
         if self._args is not None and hasattr(self._args, "iteration"):
             self._args.curr_iteration = self._args.iteration
             _resize_batches(self._args)
+        self._stand()
 
 
 def _batch_size(args: Any) -> tuple[int, int]:

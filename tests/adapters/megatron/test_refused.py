@@ -132,7 +132,9 @@ class Scaler:
 
 def test_counters_are_those_of_the_finished_iteration_and_come_back() -> None:
     args = SimpleNamespace(iteration=0, curr_iteration=6, consumed_train_samples=48, global_batch_size=8)
-    kept = Progress(args, [SimpleNamespace(grad_scaler=Scaler(64.0, 1))]).state_dict()
+    progress = Progress(args, [SimpleNamespace(grad_scaler=Scaler(64.0, 1))])
+    progress.iteration_begins()
+    kept = progress.state_dict()
     assert kept["counters"] == {"consumed_train_samples": 56, "iteration": 7}
     fresh, scaler = SimpleNamespace(iteration=0, consumed_train_samples=0, global_batch_size=8), Scaler(4.0, 0)
     Progress(fresh, [SimpleNamespace(grad_scaler=scaler)]).load_state_dict(kept)

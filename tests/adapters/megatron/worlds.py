@@ -223,7 +223,9 @@ def growing_batches() -> None:
     args = Namespace(iteration=0, curr_iteration=2, consumed_train_samples=8, skipped_train_samples=2)
     batches.update_num_microbatches(args.consumed_train_samples, consistency_check=False)
     assert batches.get_num_microbatches() == 2, "four samples of five"
-    kept = Progress(args, []).state_dict()
+    progress = Progress(args, [])
+    progress.iteration_begins()
+    kept = progress.state_dict()
     assert kept["counters"] == {"iteration": 3, "consumed_train_samples": 12, "skipped_train_samples": 3}, kept
     batches.update_num_microbatches(0, consistency_check=False)
     Progress(args, []).load_state_dict(kept)
