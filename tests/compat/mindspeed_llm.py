@@ -75,7 +75,7 @@ class Npu:
         self.stopped = threading.Event()
         self.said: list[str] = []
         self.Stream = self.SyncLaunchStream = lambda: SimpleNamespace(wait_event=lambda event: None)
-        self.Event = lambda: SimpleNamespace(record=lambda: None, recorded_time=lambda: time.time_ns() // 1000)
+        self.Event = lambda **_: SimpleNamespace(record=lambda: None, recorded_time=lambda: time.time_ns() // 1000)
 
     def stop_device(self, device: int) -> None:
         self.said.append("stop_device")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 from weakref import WeakSet
 
@@ -103,6 +106,28 @@ def test_arguments_of_another_type_are_refused_with_their_name(call: Any, said: 
     for wrong in odd:
         with pytest.raises((ConfigError, TypeError), match=said):
             call(wrong)
+
+
+def test_the_time_of_an_update_is_that_of_an_event_with_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An event of torch_npu has a time only if it was made for that. Older releases tell none."""
+    made: list[dict[str, bool]] = []
+
+    class Event:
+        recorded_time = staticmethod(lambda: 1000)
+
+        def __init__(self, **how: bool) -> None:
+            made.append(how)
+
+        def record(self) -> None: ...
+
+    npu = SimpleNamespace(Event=Event)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(npu=npu))
+    tft.tft_set_update_start_time()
+    tft.tft_set_update_end_time()
+    assert made == [{"enable_timing": True}] * 2 and tft.tft_can_do_uce_repair(1001)
+    del Event.recorded_time
+    tft.tft_set_update_start_time()
+    assert not tft.tft_can_do_uce_repair(time.time_ns()), "an unknown time is not that of the host"
 
 
 async def _of_coroutines() -> None: ...

@@ -34,11 +34,11 @@ def tft_can_do_uce_repair(hbm_error_time: int, start_time: int | None = None, en
     return max(start, end) < hbm_error_time or start < hbm_error_time < end
 
 
-def _now() -> int:
-    """Return the time in microseconds by the device's clock, or by the host's if the device's cannot be read."""
+def _now() -> int | None:
+    """Return the time in microseconds by the device's clock, or the host's without a device; None: it is unknown."""
     npu: Any = getattr(sys.modules.get("torch"), "npu", None)
-    if npu is not None and hasattr(npu.Event, "recorded_time"):
-        event = npu.Event()
-        event.record()
-        return int(event.recorded_time())
-    return time.time_ns() // 1000
+    if npu is None:
+        return time.time_ns() // 1000
+    event = npu.Event(enable_timing=True)  # else it has no time
+    event.record()
+    return int(event.recorded_time()) if hasattr(event, "recorded_time") else None  # an older torch_npu
