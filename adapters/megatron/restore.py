@@ -84,7 +84,7 @@ def restore_into(path: Path, manifest: Manifest, held: Held) -> JobState:
     _refuse_foreign(path, wants, saved, _other_optimizers(held, job))
     load_chunks(path, itertools.chain(*saved.values()), wants.chunks.items(), padded=wants.padded)
     for inner, states in zip(held.inners, fresh, strict=True):
-        _install(inner, states, _saved_of(inner, job))
+        _install(inner, states, _saved_of(held, inner, job))
     return job
 
 
@@ -103,7 +103,7 @@ def restore_groups(held: Held, job: JobState) -> None:
     Call it after the scheduler was loaded: loading the scheduler sets learning rates that may differ from the saved.
     """
     for inner in held.inners:
-        groups = [group for each in _saved_of(inner, job) for group in each["groups"]]
+        groups = [group for each in _saved_of(held, inner, job) for group in each["groups"]]
         _install_groups(inner.optimizer.param_groups, groups)
 
 
@@ -183,8 +183,9 @@ def _other_optimizers(held: Held, job: JobState) -> Iterable[str]:
     """Yield what differs if an optimizer is not Adam, of whatever library, and the saved one is, or the other way."""
     for inner in held.inners:
         adam = any("betas" in group for group in inner.optimizer.param_groups)
-        others = [each for each in _saved_of(inner, job) if adam != any("betas" in group for group in each["groups"])]
-        if others and len(others) == len(_saved_of(inner, job)):
+        saved = _saved_of(held, inner, job)
+        others = [each for each in saved if adam != any("betas" in group for group in each["groups"])]
+        if others and len(others) == len(saved):
             yield f"the {inner.kind} optimizer is {class_of(inner)} here and {others[0].get('class')} in the checkpoint"
 
 
@@ -206,11 +207,18 @@ def _refuse_foreign(path: Path, wants: Wants, saved: Mapping[str, Sequence[Index
 # ----------------------------------------------------------------------------------------------------------- optimizers
 
 
-def _saved_of(inner: Inner, job: JobState) -> Sequence[Mapping[str, Any]]:
-    """Return the saved optimizers of the kind and class of ``inner``; else those of that kind, else all saved ones."""
+def _saved_of(held: Held, inner: Inner, job: JobState) -> Sequence[Mapping[str, Any]]:
+    """Return the saved optimizers of the kind and class of ``inner``; else those of that kind, else all saved ones.
+
+    If there are as many of that kind and class as here, they match in their order.
+    """
     saved: Sequence[Mapping[str, Any]] = job.extra[JOB_KEY]["optimizers"]
     kind = [each for each in saved if each["kind"] == inner.kind] or saved
-    return [each for each in kind if each.get("class") == class_of(inner)] or kind
+    alike = [each for each in kind if each.get("class") == class_of(inner)]
+    here = [each for each in held.inners if (each.kind, class_of(each)) == (inner.kind, class_of(inner))]
+    if len(alike) == len(here):
+        return [each for each, one in zip(alike, here, strict=True) if one is inner]
+    return alike or kind
 
 
 def _install(inner: Inner, states: dict[Tensor, dict[str, Tensor]], saved: Sequence[Mapping[str, Any]]) -> None:

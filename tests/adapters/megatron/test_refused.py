@@ -235,6 +235,16 @@ def test_two_optimizers_of_one_kind_get_their_own_param_groups(kind: Any) -> Non
     assert inner.optimizer.param_groups[0]["lr"] == (0.25 if kind is torch.optim.SGD else 0.5)
 
 
+def test_two_optimizers_of_one_class_get_their_own_param_groups_by_their_order() -> None:
+    """A program that chains Megatron's optimizers itself may give matrices and vectors to Adam with other rates."""
+    name = f"{torch.optim.AdamW.__module__}.AdamW"
+    saved = [{"kind": "dense", "class": name, "groups": [{"max_lr": lr}], "step": None} for lr in (0.25, 0.5)]
+    made = [Inner(None, torch.optim.AdamW([torch.zeros(2)], lr=1.0), "dense", "", (), 0, 1) for _ in saved]
+    held: Any = SimpleNamespace(inners=made)
+    restore_groups(held, JobState(1, extra={JOB_KEY: {"optimizers": saved}}))
+    assert [inner.optimizer.param_groups[0]["max_lr"] for inner in made] == [0.25, 0.5]
+
+
 @pytest.mark.parametrize(
     ("here", "there", "refused"),
     [(torch.optim.SGD, torch.optim.AdamW, True), (torch.optim.AdamW, torch.optim.SGD, True),
