@@ -19,7 +19,7 @@ from ttp.adapters.megatron.rank_layout import rank_layout_text
 from ttp.adapters.megatron.rank_state import PROGRESS, STREAMS, Progress, TrackedStreams
 from ttp.adapters.megatron.replica_groups import announcement, layout_of
 from ttp.adapters.megatron.restore import items_by_key, restore_groups, restore_into
-from ttp.adapters.megatron.source import Held, MegatronSource
+from ttp.adapters.megatron.source import Held, MegatronSource, refuse_unsaved
 from ttp.adapters.megatron.stock import JOB_KEY
 from ttp.adapters.torch.adapter import TorchAdapter
 from ttp.adapters.torch.device.cuda import devices_of
@@ -100,6 +100,7 @@ class MegatronAdapter(TorchAdapter):
         self._barrier: UpdateBarrier | None = None
         self._post_step: PostStepState | None = None
         self._syncs = ParamSyncs(self._chunks)
+        self._looked = False  # at the state that the optimizers have after an update
 
     def _look(self, optimizer: Any, args: Any, extra_state: Any) -> bytes:
         """Find the state of this rank; what is refused here is refused on all ranks. Returns what others must know."""
@@ -149,6 +150,7 @@ class MegatronAdapter(TorchAdapter):
         calls = Calls(
             before_gate=lambda: self._at_gate(processor, barrier),
             after_update=self._updated,
+            after_end=self._look_at_state,
             before_forward=self._progress.iteration_begins,
         )
         if source.preimage is not None:
@@ -182,6 +184,12 @@ class MegatronAdapter(TorchAdapter):
         self._note_increment()
         if self._barrier is not None:
             self._barrier.updated()
+
+    def _look_at_state(self) -> None:
+        """Refuse, after the first update, an optimizer whose state cannot be saved."""
+        if not self._looked:
+            self._looked = True
+            refuse_unsaved(self._held.inners)
 
     def _why_wait(self) -> str:
         return "Megatron's optimizer exchanges weights between ranks"

@@ -7,7 +7,7 @@ the model computes are not read: an all-gather after the update writes them, and
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from ttp.adapters.torch.sharding.names import ModelNames
 from ttp.adapters.torch.source import TorchSource
 from ttp.core.layout import Layout, Rank, Shard, Version
 from ttp.core.messages import Commit, Piece
-from ttp.errors import CheckpointError
+from ttp.errors import CheckpointError, UsageError
 from ttp.processor.local_state.local_piece import Pages
 
 log = logging.getLogger("ttp.adapters.megatron")
@@ -205,6 +205,25 @@ def _updated(inner: Inner, image: Image | None) -> Iterator[tuple[str, Chunk]]:
 def is_stretched(holding: Holding, value: Any) -> bool:
     """Return whether ``value`` of the optimizer has one element per element of the range (a moment, not a count)."""
     return isinstance(value, Tensor) and value.dim() > 0 and value.numel() == holding.end - holding.begin
+
+
+def refuse_unsaved(inners: Iterable[Inner]) -> None:
+    """Check, after an update, that checkpoints have all state that plain optimizers keep for their parameters.
+
+    Raises:
+        UsageError: an optimizer keeps a value that is neither Adam's count of steps nor has one element for each
+            element of the parameter.
+    """
+    for inner in inners:
+        for holding in inner.holdings:
+            kept = inner.optimizer.state.get(holding.main, {}).items()
+            lost = sorted(k for k, v in kept if v is not None and k != "step" and not is_stretched(holding, v))
+            if lost:
+                raise UsageError(
+                    f"the {type(inner.optimizer).__qualname__} keeps {', '.join(lost)} of {holding.described.name} in "
+                    "another shape than the parameter: ttp cannot save this with Megatron. Use an optimizer that keeps "
+                    "one number for each element of a parameter, such as Adam, SGD or Muon"
+                )
 
 
 def _leaves_of(inner: Inner) -> Iterator[ComparedTensor]:

@@ -1,13 +1,16 @@
-"""The counters of Megatron's namespace: a version has those with which the loop goes on after it, in any loop."""
+"""Counters and loss scale: a version has the counters with which the loop goes on after it, in any loop."""
 
 from __future__ import annotations
 
 import logging
 from argparse import Namespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from tests.adapters.torch.fake_device import FakeDevice, Watching
 from ttp.adapters.megatron.rank_state import Progress
 
 BATCH = 8
@@ -105,3 +108,50 @@ def test_a_program_without_these_counters_has_none() -> None:
     progress = Progress(None, [])
     progress.iteration_begins()
     assert progress.state_dict() == {"scalers": []}
+
+
+class Scaler:
+    """A stand-in for Megatron's dynamic scaler."""
+
+    def __init__(self, scale: float, tracker: int) -> None:
+        self.scale, self.tracker = torch.tensor([scale]), tracker
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self.scale, "growth_tracker": self.tracker}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scale, self.tracker = state["scale"], state["growth_tracker"]
+
+
+def test_counters_are_those_of_the_finished_iteration_and_come_back() -> None:
+    args = SimpleNamespace(iteration=0, curr_iteration=6, consumed_train_samples=48, global_batch_size=8)
+    progress = Progress(args, [SimpleNamespace(grad_scaler=Scaler(64.0, 1))])
+    progress.iteration_begins()
+    kept = progress.state_dict()
+    assert kept["counters"] == {"consumed_train_samples": 56, "iteration": 7}
+    fresh, scaler = SimpleNamespace(iteration=0, consumed_train_samples=0, global_batch_size=8), Scaler(4.0, 0)
+    Progress(fresh, [SimpleNamespace(grad_scaler=scaler)]).load_state_dict(kept)
+    assert (fresh.iteration, fresh.curr_iteration, fresh.consumed_train_samples) == (7, 7, 56)
+    assert (float(scaler.scale), scaler.tracker) == (64.0, 1)
+
+
+def test_a_loss_scale_on_a_device_is_waited_for_only_when_it_is_another_one() -> None:
+    """It is captured several times per step."""
+    device, scaler = FakeDevice(), Scaler(64.0, 1)
+    device.put(scaler.scale)
+    progress = Progress(None, [SimpleNamespace(grad_scaler=scaler)])
+    with Watching(device):
+        for _ in range(6):
+            assert progress.state_dict()["scalers"] == [{"scale": 64.0, "growth_tracker": 1}]
+        assert device.waits.total() == 1
+        scaler.scale.mul_(2)
+        assert [progress.state_dict()["scalers"][0]["scale"] for _ in range(3)] == [128.0] * 3
+        scaler.scale = device.put(torch.tensor([32.0]))
+        assert [progress.state_dict()["scalers"][0]["scale"] for _ in range(3)] == [32.0] * 3
+        assert device.waits.total() == 3
+
+
+def test_without_args_there_is_nothing_to_count() -> None:
+    progress = Progress(None, [SimpleNamespace(grad_scaler=None)])
+    assert progress.state_dict() == {"scalers": []}
+    progress.load_state_dict({"scalers": [], "counters": {"iteration": 3}})

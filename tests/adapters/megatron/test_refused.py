@@ -12,16 +12,15 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch import nn
 
 import ttp
-from tests.adapters.torch.fake_device import FakeDevice, Watching
 from ttp.adapters.megatron import contents, offer_to_megatron, restore, stock, training
 from ttp.adapters.megatron.adapter import MegatronAdapter
 from ttp.adapters.megatron.geometry import Described, Geometry, TensorView
 from ttp.adapters.megatron.optimizers import Holding, Inner, _dealt, _refuse_unknown, unchained, with_counts
-from ttp.adapters.megatron.rank_state import Progress
 from ttp.adapters.megatron.restore import Wants, _install_groups, _moments, _other_optimizers, restore_groups
-from ttp.adapters.megatron.source import MegatronSource
+from ttp.adapters.megatron.source import MegatronSource, refuse_unsaved
 from ttp.adapters.megatron.stock import JOB_KEY
 from ttp.adapters.torch.restoring.reader import load_chunks
 from ttp.adapters.torch.saving.checkpoint import Chunk, write_shard
@@ -117,53 +116,6 @@ def test_chains_of_chains_are_followed_in_order() -> None:
     assert list(unchained(one)) == [one]
 
 
-class Scaler:
-    """A stand-in for Megatron's dynamic scaler."""
-
-    def __init__(self, scale: float, tracker: int) -> None:
-        self.scale, self.tracker = torch.tensor([scale]), tracker
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"scale": self.scale, "growth_tracker": self.tracker}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.scale, self.tracker = state["scale"], state["growth_tracker"]
-
-
-def test_counters_are_those_of_the_finished_iteration_and_come_back() -> None:
-    args = SimpleNamespace(iteration=0, curr_iteration=6, consumed_train_samples=48, global_batch_size=8)
-    progress = Progress(args, [SimpleNamespace(grad_scaler=Scaler(64.0, 1))])
-    progress.iteration_begins()
-    kept = progress.state_dict()
-    assert kept["counters"] == {"consumed_train_samples": 56, "iteration": 7}
-    fresh, scaler = SimpleNamespace(iteration=0, consumed_train_samples=0, global_batch_size=8), Scaler(4.0, 0)
-    Progress(fresh, [SimpleNamespace(grad_scaler=scaler)]).load_state_dict(kept)
-    assert (fresh.iteration, fresh.curr_iteration, fresh.consumed_train_samples) == (7, 7, 56)
-    assert (float(scaler.scale), scaler.tracker) == (64.0, 1)
-
-
-def test_a_loss_scale_on_a_device_is_waited_for_only_when_it_is_another_one() -> None:
-    """It is captured several times per step."""
-    device, scaler = FakeDevice(), Scaler(64.0, 1)
-    device.put(scaler.scale)
-    progress = Progress(None, [SimpleNamespace(grad_scaler=scaler)])
-    with Watching(device):
-        for _ in range(6):
-            assert progress.state_dict()["scalers"] == [{"scale": 64.0, "growth_tracker": 1}]
-        assert device.waits.total() == 1
-        scaler.scale.mul_(2)
-        assert [progress.state_dict()["scalers"][0]["scale"] for _ in range(3)] == [128.0] * 3
-        scaler.scale = device.put(torch.tensor([32.0]))
-        assert [progress.state_dict()["scalers"][0]["scale"] for _ in range(3)] == [32.0] * 3
-        assert device.waits.total() == 3
-
-
-def test_without_args_there_is_nothing_to_count() -> None:
-    progress = Progress(None, [SimpleNamespace(grad_scaler=None)])
-    assert progress.state_dict() == {"scalers": []}
-    progress.load_state_dict({"scalers": [], "counters": {"iteration": 3}})
-
-
 def test_all_param_groups_have_one_count_of_updates() -> None:
     """As Megatron saves it: the rank that writes what is equal on all ranks may have an empty group."""
     fused: list[dict[str, Any]] = [
@@ -243,6 +195,25 @@ def test_two_optimizers_of_one_class_get_their_own_param_groups_by_their_order()
     held: Any = SimpleNamespace(inners=made)
     restore_groups(held, JobState(1, extra={JOB_KEY: {"optimizers": saved}}))
     assert [inner.optimizer.param_groups[0]["max_lr"] for inner in made] == [0.25, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("kind", "lost"),
+    [(torch.optim.Adam, ""), (torch.optim.SGD, ""), (torch.optim.Adagrad, ""), (torch.optim.NAdam, "mu_product"),
+     (torch.optim.Adafactor, "col_var, row_var")],
+)  # fmt: skip
+def test_state_of_an_optimizer_that_has_no_place_in_a_checkpoint_is_refused(kind: Any, lost: str) -> None:
+    """A resumed optimizer would lack it: NAdam raises a KeyError then, others begin it anew."""
+    weight, described = nn.Parameter(torch.ones(2, 2)), Described("layer.weight", torch.zeros(2, 2), (), first=True)
+    weight.grad = torch.ones(2, 2)
+    optimizer = kind([weight], lr=0.1)
+    optimizer.step()
+    inner = Inner(None, optimizer, "dense", "", (Holding(described, weight, 0, 4, ()),), 0, 1)
+    if not lost:
+        refuse_unsaved([inner])
+        return
+    with pytest.raises(UsageError, match=rf"the {kind.__name__} keeps {lost} of layer.weight .*ttp cannot save"):
+        refuse_unsaved([inner])
 
 
 @pytest.mark.parametrize(

@@ -173,8 +173,8 @@ class ThisRank:
             raise ConfigError(f"tft_report_error({state!r}): give the value of a ReportState") from None
         except KeyError:
             raise UsageError(
-                "RS_INIT_FINISH: a new process joins with ARF FINISH, when it has registered its handlers. MindSpore's own "
-                "client does not, so leave ARF out of MS_ENABLE_TFT; in a program of your own remove the call"
+                "RS_INIT_FINISH: a new process joins with ARF FINISH, when it has registered its handlers. MindSpore's "
+                "own client does not, so leave ARF out of MS_ENABLE_TFT; in a program of your own remove the call"
             ) from None
         if not isinstance(code, str) or len(code) > values.ERROR_CODE_MAX:
             raise ConfigError(f"error_code {code!r} is not text of at most {values.ERROR_CODE_MAX} characters")
