@@ -130,6 +130,14 @@ def test_the_time_of_an_update_is_that_of_an_event_with_a_time(monkeypatch: pyte
     assert not tft.tft_can_do_uce_repair(time.time_ns()), "an unknown time is not that of the host"
 
 
+def test_a_time_of_zero_is_unknown() -> None:
+    """MindSpore passes 0 for what its device has not told, such as the last update before the first one."""
+    nothing: Any = None
+    for times in ((5, 0, 0), (5, 0, 3), (0, 1, 3), (nothing, 1, 3)):
+        assert not tft.tft_can_do_uce_repair(*times)
+    assert tft.tft_can_do_uce_repair(5, 1, 3)
+
+
 async def _of_coroutines() -> None: ...
 
 

@@ -29,7 +29,7 @@ def tft_can_do_uce_repair(hbm_error_time: int, start_time: int | None = None, en
     """
     start = _times["start"] if start_time is None else start_time
     end = _times["end"] if end_time is None else end_time
-    if start is None or end is None:
+    if not (hbm_error_time and start and end):  # 0 is unknown, too
         return False
     return max(start, end) < hbm_error_time or start < hbm_error_time < end
 
