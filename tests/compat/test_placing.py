@@ -50,6 +50,12 @@ def test_both_names_are_one_module() -> None:
     assert done.stdout.split() == ["True", "True"], done.stderr
 
 
+def test_a_module_of_older_packages_that_is_missing_says_what_to_use() -> None:
+    """MindSpeed-LLM before 2.3 imports it, and says itself only that mindio_ttp is not installed."""
+    said = _python("import ttp.compat.mindio; import mindio_ttp.adaptor.utils").stderr
+    assert "No module named 'mindio_ttp.adaptor'" in said and "use MindSpeed-LLM from 2.3.0 on" in said
+
+
 def test_the_original_wins_and_a_warning_says_so(original: Path) -> None:
     done = _python(f"import ttp.compat.mindio; {SHOW}", original=original)
     assert done.stdout.strip() == "the original"

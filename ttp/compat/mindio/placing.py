@@ -25,6 +25,9 @@ log = logging.getLogger("ttp.compat.mindio")
 
 NAME = "mindio_ttp"
 HOME = "ttp.compat.mindio"
+CLOSED = ("adaptor", "modellink")
+"""Modules of older packages that connect MindIO to MindSpeed-LLM. Their source was never published."""
+OURS = "ttp.adapters.megatron"
 ON_PATH = str(Path(__file__).parent.parent / "on_path")
 
 
@@ -38,6 +41,8 @@ class Finder(MetaPathFinder):
         if fullname != NAME and not fullname.startswith(NAME + "."):
             return None
         own = HOME + fullname.removeprefix(NAME)
+        if own.removeprefix(f"{HOME}.") in CLOSED:
+            log.error("%s is not in ttp: use MindSpeed-LLM from 2.3.0 on, which has it itself, or %s", fullname, OURS)
         return None if importlib.util.find_spec(own) is None else ModuleSpec(fullname, _Alias(own))
 
 
