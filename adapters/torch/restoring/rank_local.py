@@ -23,6 +23,7 @@ from ttp.processor.local_state.local_piece import (
     is_alone,
     is_provisional,
     lender,
+    leveller,
     may_be_behind,
     moves,
     objects_kept,
@@ -43,6 +44,7 @@ _BUFFERS_BEHIND = (
 )
 _OF_A_PEER = "restored version %d of %s of rank %d from rank %d: %s"
 
+_LEVELLED = "the update has made it equal on all replicas"
 _LISTED_MAX = 4
 
 
@@ -132,6 +134,9 @@ def from_peers(checkpoint: Path, manifest: Manifest, rank: int, local: LocalStat
     held = {shard for shard, ranks in manifest.groups.items() if rank in ranks}
     replicas = set(range(manifest.world_size)).intersection(*(manifest.groups[shard] for shard in held))
     givers = {name: lender(pieces, name, rank, replicas) for name in objects_kept(pieces)}
+    alone = [name for name, giver in givers.items() if giver is None and name.startswith(BUFFER)]
+    levelled = {name: leveller(pieces, name, replicas) for name in alone}
+    givers |= levelled
     why = "they were equal before the update" if local is not None else "it is equal on all replicas that saved it"
     found = {giver: read_local_state(checkpoint, pieces, giver) for giver in {*givers.values()} if giver is not None}
     states = {giver: state for giver, state in found.items() if state is not None}
@@ -141,7 +146,8 @@ def from_peers(checkpoint: Path, manifest: Manifest, rank: int, local: LocalStat
             log.info(_OF_A_PEER, manifest.version, f"extra_state[{name!r}]", rank, giver, why)
         for name in (each for each in state.buffers if givers.get(BUFFER + each) == giver):
             buffers[name] = state.buffers[name]
-            log.info(_OF_A_PEER, manifest.version, f"the buffer {name}", rank, giver, why)
+            reason = _LEVELLED if BUFFER + name in levelled else why
+            log.info(_OF_A_PEER, manifest.version, f"the buffer {name}", rank, giver, reason)
     for name, own in (local.extra if local is not None else {}).items():
         lent = _lenders(pieces, rank, name, own, givers)
         theirs = {key: states[giver].extra.get(name) for key, giver in lent.items() if giver in states}

@@ -247,18 +247,29 @@ def test_a_rank_that_died_in_its_update_gets_the_buffers_of_ranks_that_had_the_s
     assert "before that update" not in caplog.text
 
 
+def test_buffers_that_the_update_makes_equal_from_different_values_are_lent(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Counts of an iteration, which differ between ranks, are set to zero before the step (Megatron's router)."""
+    path, _ = buffers_after(tmp_path, [(4, 0), (5, None), (3, 0)])
+    assert [buffers_of(path, rank, 3) for rank in range(3)] == [(0, 0), (0, 1), (0, 2)]
+    assert "before that update" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("biases", "kept"),
     [
         ([(1, 2), (1, None), (1, 3)], 1),  # the others disagree
         ([(1, 2), (5, None), (3, 3)], 5),  # a rank may have had nothing to write in this update
+        ([(1, 2), (5, None), (1, 2)], 5),  # the others were equal before, too
+        ([(1, 2), (5, None)], 5),
     ],
 )
 def test_buffers_that_no_other_rank_can_lend_stay_behind_and_that_is_told(
     biases: list[tuple[int, int | None]], kept: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path, _ = buffers_after(tmp_path, biases)
-    assert buffers_of(path, 1, 3) == (kept, 1)
+    assert buffers_of(path, 1, len(biases)) == (kept, 1)
     assert f"so its buffers ('{BIAS}') were captured before that update" in caplog.text
 
 

@@ -149,6 +149,27 @@ def lender(pieces: Sequence[Piece], name: str, rank: int, replicas: Collection[i
     return min(states) if len({*states.values()}) == 1 else None
 
 
+def leveller(pieces: Sequence[Piece], name: str, replicas: Collection[int]) -> int | None:
+    """Return a replica whose state of the object ``name`` is right for any replica that saved none after the update.
+
+    So it is if the update has made different states equal, on each replica that finished it: counts of an iteration,
+    for example, that are set to zero.
+
+    Args:
+        pieces: the pieces of the checkpoint.
+        name: name of the object.
+        replicas: the ranks that hold the same shards.
+
+    Returns:
+        The replica; None: there is none.
+    """
+    finished = [(before, after, r) for before, after, ranks in _changes(pieces, name) if after for r in ranks]
+    known = [(before, after, r) for before, after, r in finished if r in replicas]
+    befores, afters = {before for before, _, _ in known}, {after for _, after, _ in known}
+    levelled = len(afters) == 1 < len(befores) and "" not in befores and befores.isdisjoint(afters)
+    return min(r for _, _, r in known) if levelled else None
+
+
 def moves(pieces: Sequence[Piece], name: str) -> set[bool]:
     """Return whether the update has changed the object, for all ranks that finished it; empty if nothing is known."""
     return {before != after for before, after, _ in _changes(pieces, name) if after}
