@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -147,11 +148,13 @@ class MegatronAdapter(TorchAdapter):
         if self._undo is not None:
             source.preimage = PreImage(self._together, (), source.runtimes)
         barrier = self._barrier = self._make_barrier(processor)
+        begins = self._progress.iteration_begins
         calls = Calls(
             before_gate=lambda: self._at_gate(processor, barrier),
             after_update=self._updated,
             after_end=self._look_at_state,
-            before_forward=self._progress.iteration_begins,
+            before_forward=begins,
+            before_backward=partial(begins, forward=False),
         )
         if source.preimage is not None:
             calls = calls._replace(before_update=source.preimage.before_update)

@@ -63,7 +63,8 @@ class Progress:
         """Note that an iteration has begun.
 
         Args:
-            forward: its forward pass begins; else its update, which counts only if no forward pass was seen.
+            forward: its forward pass begins; else its backward pass or update, which count only if no forward pass was
+                seen.
         """
         if self._args is None or (self._open and not forward):
             return
