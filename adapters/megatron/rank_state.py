@@ -71,7 +71,7 @@ class Progress:
         self._open = True
         now, before = self._counters(), self._begun
         if before is None:
-            more, raised = self._of_iteration(), {name: now[name] - self._start[name] for name in now}
+            more, raised = self._of_iteration(), {name: n - self._start.get(name, n) for name, n in now.items()}
             self._early = {name for name in more if raised.get(name) and raised[name] == (more[name] or raised[name])}
             if SAMPLES in now and SAMPLES not in self._early and not more[SAMPLES]:
                 log.warning(UNKNOWN_BATCH, SAMPLES)

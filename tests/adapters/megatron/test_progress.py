@@ -110,6 +110,13 @@ def test_a_program_without_these_counters_has_none() -> None:
     assert progress.state_dict() == {"scalers": []}
 
 
+def test_a_counter_may_appear_after_the_registration() -> None:
+    progress = Progress(args := Namespace(global_batch_size=BATCH), [])
+    args.iteration = args.consumed_train_samples = 0
+    progress.iteration_begins()
+    assert of(progress) == (1, BATCH)
+
+
 class Scaler:
     """A stand-in for Megatron's dynamic scaler."""
 
