@@ -255,13 +255,13 @@ def tft_wait_repair_action() -> int:
 
 
 def tft_get_repair_step() -> int:
-    """Return the step after which training continues."""
-    return THIS.joined.repair_step()
+    """Return the step after which training continues; 0 without a processor."""
+    return 0 if THIS.participant is None else THIS.participant.repair_step()
 
 
 def tft_get_repair_type() -> str:
     """Return the type of the last repair: ``"retry"``, ``"recover"``, ``"dump"``, or ``"unknow"`` (the original's)."""
-    return THIS.joined.repair_type() or "unknow"
+    return (THIS.participant is not None and THIS.participant.repair_type()) or "unknow"
 
 
 def tft_report_load_ckpt_step(step: int) -> None:
@@ -272,12 +272,12 @@ def tft_report_load_ckpt_step(step: int) -> None:
 
 def tft_is_reboot_node() -> bool:
     """Return whether this process replaces another one in a running job. Call this after the processor's start."""
-    return THIS.joined.rebooted
+    return THIS.participant is not None and THIS.participant.rebooted
 
 
 def tft_get_reboot_type() -> str:
     """Return how this process replaces another: ``"hot switch"`` if that one still lived, else ``"arf"``."""
-    return "hot switch" if THIS.joined.was_guest else "arf"
+    return "hot switch" if THIS.participant is not None and THIS.participant.was_guest else "arf"
 
 
 def tft_register_exception_handler(fault_pattern: str, fault_type: str, fault_handle: Classify) -> None:
