@@ -110,6 +110,17 @@ def test_a_program_without_these_counters_has_none() -> None:
     assert progress.state_dict() == {"scalers": []}
 
 
+def test_a_loop_of_the_programs_own_is_followed_after_a_restore_too() -> None:
+    """It raises ``iteration``; only Megatron-LM's loop sets ``curr_iteration``, and leaves ``iteration``."""
+    args, progress = made()
+    progress.load_state_dict({"scalers": [], "counters": {"iteration": 9, "consumed_train_samples": 72}})
+    for iteration in (9, 10, 11):
+        progress.iteration_begins()
+        assert of(progress) == (iteration + 1, (iteration + 1) * BATCH)
+        count(args)
+    assert not hasattr(args, "curr_iteration")
+
+
 def test_a_counter_may_appear_after_the_registration() -> None:
     progress = Progress(args := Namespace(global_batch_size=BATCH), [])
     args.iteration = args.consumed_train_samples = 0
@@ -136,7 +147,8 @@ def test_counters_are_those_of_the_finished_iteration_and_come_back() -> None:
     progress.iteration_begins()
     kept = progress.state_dict()
     assert kept["counters"] == {"consumed_train_samples": 56, "iteration": 7}
-    fresh, scaler = SimpleNamespace(iteration=0, consumed_train_samples=0, global_batch_size=8), Scaler(4.0, 0)
+    fresh = SimpleNamespace(iteration=0, curr_iteration=3, consumed_train_samples=0, global_batch_size=8)
+    scaler = Scaler(4.0, 0)
     Progress(fresh, [SimpleNamespace(grad_scaler=scaler)]).load_state_dict(kept)
     assert (fresh.iteration, fresh.curr_iteration, fresh.consumed_train_samples) == (7, 7, 56)
     assert (float(scaler.scale), scaler.tracker) == (64.0, 1)
