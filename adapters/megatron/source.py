@@ -40,6 +40,9 @@ log = logging.getLogger("ttp.adapters.megatron")
 STATE_PREFIX = "optimizer.state."
 """Prefix of the names of optimizer values in Megatron's checkpoints; the value's and the weight's name follow."""
 
+COUNT = "step"
+"""Name of Adam's count of updates, in the state of a parameter or in a param group."""
+
 
 @dataclass(frozen=True)
 class Held:
@@ -193,7 +196,7 @@ def _updated(inner: Inner, image: Image | None) -> Iterator[tuple[str, Chunk]]:
         main = holding.main if image is None else image.of(holding.main)
         memory = main.detach().view(-1)
         kept = inner.optimizer.state if image is None else image.state
-        states = {k: v for k, v in kept.get(holding.main, {}).items() if is_stretched(holding, v)}
+        states = {k: v for k, v in kept.get(holding.main, {}).items() if is_stretched(holding, k, v)}
         for part in holding.parts:
             yield part.key, replace(part.chunk(memory, holding.begin), dtype=dtype)
             if inner.main_key and (inner.main_key == "param" or main.dtype != dtype):
@@ -202,9 +205,11 @@ def _updated(inner: Inner, image: Image | None) -> Iterator[tuple[str, Chunk]]:
                 yield f"{STATE_PREFIX}{name}.{part.key}", part.chunk(value.view(-1), holding.begin)
 
 
-def is_stretched(holding: Holding, value: Any) -> bool:
-    """Return whether ``value`` of the optimizer has one element per element of the range (a moment, not a count)."""
-    return isinstance(value, Tensor) and value.dim() > 0 and value.numel() == holding.end - holding.begin
+def is_stretched(holding: Holding, name: str, value: Any) -> bool:
+    """Return whether the optimizer's ``value`` has one element per element of the range (a moment, not a count)."""
+    if not isinstance(value, Tensor) or name == COUNT:
+        return False
+    return value.numel() == holding.end - holding.begin and (value.dim() > 0 or holding.main.dim() == 0)
 
 
 def refuse_unsaved(inners: Iterable[Inner]) -> None:
@@ -217,7 +222,7 @@ def refuse_unsaved(inners: Iterable[Inner]) -> None:
     for inner in inners:
         for holding in inner.holdings:
             kept = inner.optimizer.state.get(holding.main, {}).items()
-            lost = sorted(k for k, v in kept if v is not None and k != "step" and not is_stretched(holding, v))
+            lost = sorted(k for k, v in kept if v is not None and k != COUNT and not is_stretched(holding, k, v))
             if lost:
                 raise UsageError(
                     f"the {type(inner.optimizer).__qualname__} keeps {', '.join(lost)} of {holding.described.name} in "
@@ -231,7 +236,7 @@ def _leaves_of(inner: Inner) -> Iterator[ComparedTensor]:
         name = f"{number}.{holding.described.name}"
         yield ComparedTensor(name, holding.main.detach(), True)
         for key, value in inner.optimizer.state.get(holding.main, {}).items():
-            if is_stretched(holding, value):
+            if is_stretched(holding, key, value):
                 yield ComparedTensor(f"{name}.{key}", value, True)
 
 

@@ -20,7 +20,7 @@ from ttp.adapters.megatron.adapter import MegatronAdapter
 from ttp.adapters.megatron.geometry import Described, Geometry, TensorView
 from ttp.adapters.megatron.optimizers import Holding, Inner, _dealt, _refuse_unknown, unchained, with_counts
 from ttp.adapters.megatron.restore import Wants, _install_groups, _moments, _other_optimizers, restore_groups
-from ttp.adapters.megatron.source import MegatronSource, refuse_unsaved
+from ttp.adapters.megatron.source import MegatronSource, _leaves_of, refuse_unsaved
 from ttp.adapters.megatron.stock import JOB_KEY
 from ttp.adapters.torch.restoring.reader import load_chunks
 from ttp.adapters.torch.saving.checkpoint import Chunk, write_shard
@@ -214,6 +214,17 @@ def test_state_of_an_optimizer_that_has_no_place_in_a_checkpoint_is_refused(kind
         return
     with pytest.raises(UsageError, match=rf"the {kind.__name__} keeps {lost} of layer.weight .*ttp cannot save"):
         refuse_unsaved([inner])
+
+
+def test_moments_of_a_parameter_without_dimensions_are_saved() -> None:
+    """A temperature, for example."""
+    weight, described = nn.Parameter(torch.ones(())), Described("scale", torch.zeros(()), (), first=True)
+    weight.grad = torch.ones(())
+    optimizer = torch.optim.Adam([weight], lr=0.1)
+    optimizer.step()
+    inner = Inner(None, optimizer, "dense", "", (Holding(described, weight, 0, 1, ()),), 0, 1)
+    refuse_unsaved([inner])
+    assert [leaf.name for leaf in _leaves_of(inner)] == ["0.scale", "0.scale.exp_avg", "0.scale.exp_avg_sq"]
 
 
 @pytest.mark.parametrize(
