@@ -129,7 +129,7 @@ class Progress:
             if self._args is not None:
                 setattr(self._args, name, value)
         if self._args is not None and hasattr(self._args, "iteration"):
-            if hasattr(self._args, "curr_iteration"):  # else the program counts with ``iteration``, and would not set it
+            if hasattr(self._args, "curr_iteration"):  # else the loop sets only ``iteration``
                 self._args.curr_iteration = self._args.iteration
             _resize_batches(self._args)
         self._stand()
