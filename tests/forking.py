@@ -17,11 +17,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from ttp.config import Config
 from ttp.launch import host
 from ttp.launch.warm import template
 from ttp.launch.warm.rules import digest
@@ -43,6 +45,7 @@ PRELOAD = [
     "ttp.processor.processor",
     "ttp.adapters.torch.adapter",
     "ttp.adapters.torch.sharding.replicated_optimizer",
+    "sklearn.datasets",  # of the first example
     "tests.frozen",  # the last
 ]
 
@@ -134,10 +137,20 @@ def _main(
     os.environ |= env | {"JOB_LAUNCHER_PID": str(os.getpid())}
     sys.path[:0] = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", *sys.path)]
     sys.argv = [str(program), *arguments]
+    forking: AbstractContextManager[None] = nullcontext()
     if "TTP_CONTINUITY" not in env:
         place: Any = host
-        place.WarmStarter = _importing(imports) if imports else _forking_this()
+        place.WarmStarter = starter = _importing(imports) if imports else _forking_this()
+        if program == "torch.distributed.run" and "TTP_PORT" not in env:  # its plug-in does not ask for a starter
+            from ttp.launch.warm import torch_workers
+
+            forking = torch_workers.forking(starter(Config(), log.parent))
     _register_plugins()
+    with forking:
+        _run(program)
+
+
+def _run(program: str | Path) -> None:
     if isinstance(program, Path):
         sys.path.insert(0, str(program.parent))
         runpy.run_path(str(program), run_name="__main__")

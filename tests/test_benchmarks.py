@@ -18,6 +18,7 @@ from tests.forking import ForkedPython
 
 ROOT = Path(__file__).parents[1]
 
+pytestmark = pytest.mark.xdist_group("benchmarks")  # groups come first: they would be what a run waits for at its end
 
 WITH_TORCH = ["steady", "keep", "buddy", "save", "gpu"]
 """Those that import it themselves; the others leave that to the ranks that they start."""
@@ -42,7 +43,7 @@ def test_groups_that_import_torch_run(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(900)
 def test_groups_that_start_ranks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their launchers and ranks are forked, but for the ranks of plain torchrun."""
+    """Their launchers and ranks are forked."""
     names = [name for name in benchmarks.GROUPS if name not in WITH_TORCH]
     monkeypatch.setenv(peers.PYTHON, sys.executable)  # plain torchrun is always there
 

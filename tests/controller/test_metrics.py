@@ -112,7 +112,7 @@ def test_a_version_that_was_not_saved_is_counted_as_lost_steps() -> None:
     assert (tally.incidents, tally.lost_steps) == ({("lost", "not_saved"): 1}, 3)
 
 
-def test_what_is_shown_follows_the_rules_of_names(tmp_path: Path) -> None:
+def test_what_is_shown_follows_the_rules_of_names() -> None:
     from prometheus_client import CollectorRegistry, generate_latest
 
     tally, registry = Tally(), CollectorRegistry()

@@ -160,7 +160,7 @@ def test_strangers_are_refused_without_a_question() -> None:
         assert talk.event(Received(ConnectionId(50), stranger)).startswith("Refused(")
 
 
-def test_a_job_in_which_every_rank_has_another_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_in_which_every_rank_has_another_layout() -> None:
     """A few ranks at a time are asked. A rank that does not answer does not block the others."""
     world = 12
     own = [Layout(world, {Shard(f"of {r}"): tuple(Rank(x) for x in range(world))}) for r in range(world)]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any
 
 import pytest
 
@@ -15,30 +20,51 @@ from tests.forking import ForkedPython
 from tests.ports import free_port
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+PATIENT = ["--limit-s", "500"]  # a run of four ranks on a busy machine is slow, not stuck
 
 
-def demo(folder: Path, *arguments: str, **env: str) -> set[tuple[str, ...]]:
-    """Run the demo to its end and return the first three words of each of its lines."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("TTP_", "TORCHELASTIC", "PET_"))}
-    patient = ["--limit-s", "500"]  # a run of four ranks on a busy machine is slow, not stuck
-    command = [sys.executable, str(EXAMPLES / "demo.py"), "--folder", str(folder), *patient, *arguments]
-    done = subprocess.run(command, env=clean | env, capture_output=True, text=True, timeout=560, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return {tuple(line.split()[:3]) for line in done.stdout.splitlines()}
-
-
-def assert_nothing_lost(lines: set[tuple[str, ...]], killed: str) -> None:
+def assert_nothing_lost(output: str, killed: str) -> None:
+    lines = {tuple(line.split()[:3]) for line in output.splitlines()}
     for what in (("final", "weights"), ("optimizer", "state"), ("loss", "curve")):
-        assert (*what, "identical") in lines, lines
+        assert (*what, "identical") in lines, output
     assert ("lost", "steps", "0") in lines and ("killed", "rank", killed) in lines
+
+
+class Launcher(ForkedPython):
+    """``python -m MODULE`` for the demo, with its output line by line."""
+
+    def __init__(self, command: list[str], *, stderr: IO[str], env: dict[str, str], **_: Any) -> None:
+        self._output = Path(stderr.name).with_suffix(".out")
+        self._output.touch()
+        super().__init__(command[2], command[3:], env, self._output)
+
+    @property
+    def stdout(self) -> Iterator[str]:
+        line, over = "", False
+        with self._output.open() as output:
+            while not over:
+                over = self.poll() is not None
+                while (line := line + output.readline()).endswith("\n"):
+                    yield line
+                    line = ""
+                time.sleep(0.01)
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.xdist_group("demo")
-def test_the_demo_loses_no_step_and_no_bit(tmp_path: Path) -> None:
-    """With two ranks; ``make demo`` has four."""
-    lines = demo(tmp_path / "demo", "--ranks", "2", "--steps", "40", RANK="0", SEED="7")
-    assert_nothing_lost(lines, "0")
+def test_the_demo_loses_no_step_and_no_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With two ranks, which are forked; ``make demo`` has four."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    made, program = (importlib.import_module(name) for name in ("job", "demo"))
+    monkeypatch.setattr(made, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": Launcher}))
+    arguments = ["--folder", str(tmp_path / "demo"), *PATIENT, "--ranks", "2", "--steps", "40"]
+    monkeypatch.setattr(sys, "argv", ["demo.py", *arguments])
+    for name, value in {"RANK": "0", "SEED": "7", "GRPC_VERBOSITY": "NONE"}.items():
+        monkeypatch.setenv(name, value)
+    assert program.main() == 0, capsys.readouterr()
+    assert_nothing_lost(capsys.readouterr().out, "0")
     incidents = [str(PYTHON_BIN / "ttp"), "incidents", str(tmp_path / "demo" / "broken" / "checkpoints"), "--json"]
     listed = json.loads(subprocess.run(incidents, capture_output=True, text=True, timeout=60, check=True).stdout)
     assert len(listed) == 1
@@ -50,8 +76,13 @@ def test_the_demo_loses_no_step_and_no_bit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("flags", ["--layout hsdp", "--layout hsdp --precision bf16", "--layout ddp --precision bf16"])
 @pytest.mark.parametrize("rank", ["0", "3"])
 def test_a_gpt_in_every_layout_loses_no_step_and_no_bit(tmp_path: Path, flags: str, rank: str) -> None:
-    lines = demo(tmp_path / "demo", "--example", "gpt", "--steps", "30", "--", *flags.split(), RANK=rank, SEED="7")
-    assert_nothing_lost(lines, rank)
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("TTP_", "TORCHELASTIC", "PET_"))}
+    arguments = ["--folder", str(tmp_path / "demo"), *PATIENT, "--example", "gpt", "--steps", "30", "--"]
+    command = [sys.executable, str(EXAMPLES / "demo.py"), *arguments, *flags.split()]
+    env = clean | {"RANK": rank, "SEED": "7"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=560, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert_nothing_lost(done.stdout, rank)
 
 
 @pytest.mark.timeout(240)

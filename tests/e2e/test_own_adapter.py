@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.forking import ForkedPython
 from ttp.store.catalog import newest_whole
 
 FOLDER = Path(__file__).parents[2] / "examples" / "own_adapter"
@@ -32,11 +31,13 @@ def test_the_adapter_of_the_walk_loses_no_step_and_no_bit(tmp_path: Path) -> Non
     env = {k: v for k, v in os.environ.items() if not k.startswith(("TTP_", "TORCHELASTIC", "PET_"))}
     flags = ["--nproc-per-node", "2", "--max-restarts", "1"]
     script = [str(FOLDER / "train_numpy.py"), "--save-dir", str(tmp_path), "--steps", str(STEPS), "--kill", "20"]
-    command = [sys.executable, "-m", "ttp", "run", *flags, *script]
-    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=170, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    launcher = ForkedPython("ttp", ["run", *flags, *script], env, log := tmp_path / "log", cwd=tmp_path)
+    try:
+        assert launcher.wait(170) == 0, log.read_text()
+    finally:
+        launcher.terminate()
     saved = int(newest_whole(tmp_path)[0].name.rpartition("_")[2])
     assert saved in (19, 20), "rank 0 may not have begun the update that rank 1 was through"
-    assert f"rank 1 begins with version {saved}" in done.stdout
+    assert f"rank 1 begins with version {saved}" in log.read_text()
     for rank in range(2):
         assert (np.load(tmp_path / f"final_{rank}.npy") == unbroken()).all()

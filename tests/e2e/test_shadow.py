@@ -119,9 +119,7 @@ def test_a_rank_dies_before_its_first_update(job: Job, bad_disk: BadDisk, unbrok
 @pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.xdist_group("ttp")
 @pytest.mark.parametrize("who", [pytest.param("launcher", marks=pytest.mark.slow), "launcher and writer"])
-def test_the_launcher_dies_before_it_is_durable(
-    job: Job, bad_disk: BadDisk, make_job: MakeJob, unbroken: Unbroken, who: str
-) -> None:
+def test_the_launcher_dies_before_it_is_durable(job: Job, bad_disk: BadDisk, unbroken: Unbroken, who: str) -> None:
     """The writer process copies the checkpoint; if it is killed too, the next launch restores the one in memory."""
     goes_on(job)
     if who != "launcher":

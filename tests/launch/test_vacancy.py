@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
+import multiprocessing
 import threading
 from collections import Counter
 from dataclasses import dataclass
+from datetime import datetime, timedelta
+from multiprocessing.connection import Connection
 from signal import Signals
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
@@ -21,10 +22,14 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousGracefulExitError,
+    RendezvousParameters,
     RendezvousTimeoutError,
+    dynamic_rendezvous,
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from tests.forking import fork
 from tests.waiting import until
 from ttp.errors import ConfigError
 from ttp.launch import rendezvous, stand_by
@@ -199,23 +204,20 @@ def test_a_launcher_that_ends_by_a_signal_keeps_no_place_alive(answers: bool, mo
 
 TEN_S = "keep_alive_interval=1,keep_alive_max_attempt=10"
 
-MEETS = """
-import sys
-from datetime import datetime, timedelta
-from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous import dynamic_rendezvous
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-port, seconds, conf = sys.argv[1:]
-class Clock(datetime):
-    @classmethod
-    def now(cls, tz=None):
-        return datetime.now(tz) + timedelta(seconds=int(seconds))
-dynamic_rendezvous.datetime = Clock
-conf = dict(each.split("=") for each in conf.split(","))
-meeting = RendezvousParameters("c10d", f"127.0.0.1:{port}", "job", 2, 2, local_addr="127.0.0.1", is_host="no", **conf)
-print(get_rendezvous_handler(meeting).next_rendezvous().world_size)
-"""
+def meets(port: int, seconds: int, conf: str, test: Connection) -> None:
+    """Meet the other host, with a clock that is so many seconds ahead."""
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return datetime.now(tz) + timedelta(seconds=seconds)
+
+    cast(Any, dynamic_rendezvous).datetime = Clock
+    settings: dict[str, Any] = dict(each.split("=") for each in conf.split(","))
+    place = ("c10d", f"127.0.0.1:{port}", "job", 2, 2, "127.0.0.1")
+    meeting = get_rendezvous_handler(RendezvousParameters(*place, is_host="no", **settings))
+    test.send(meeting.next_rendezvous().world_size)
 
 
 def test_hosts_meet_whose_clocks_differ() -> None:
@@ -223,9 +225,14 @@ def test_hosts_meet_whose_clocks_differ() -> None:
     library: Any = torch.distributed  # its stubs lack the store
     store = library.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     conf = _parse(["--rdzv-backend", "c10d", "x.py"]).rdzv_conf
-    commands = [[sys.executable, "-c", MEETS, str(store.port), seconds, conf] for seconds in ("0", "6")]
-    hosts = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
-    assert [host.communicate(timeout=100)[0].strip() for host in hosts] == ["2", "2"]
+    ours, theirs = multiprocessing.Pipe()
+    hosts = [fork(meets, (store.port, seconds, conf, theirs)) for seconds in (0, 6)]
+    try:
+        assert ours.poll(100) and [ours.recv(), ours.recv()] == [2, 2]
+    finally:
+        for host in hosts:
+            host.kill()
+            host.join()
 
 
 @pytest.mark.parametrize(

@@ -109,9 +109,7 @@ class TestMirror:
         host.wait_for(4, True, INCARNATION, b"y")
         assert [r.levelno for r in caplog.records] == [logging.WARNING] and "the wire is cut" in caplog.text
 
-    def test_a_page_that_is_too_large_is_not_sent(
-        self, host: Host, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_a_page_that_is_too_large_is_not_sent(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(mirror, "PAGE_BYTES_MAX", 10)
         host.write(1, True, b"x" * 11)
         host.write(2, True, b"x" * 10)

@@ -147,7 +147,7 @@ def test_hostile_texts_are_no_markup(tmp_path: Path) -> None:
     assert "<script>" not in plain.text and "&lt;script>" in plain.text and "\x1b" not in plain.text
 
 
-def test_a_controller_that_does_not_answer_is_said(tmp_path: Path) -> None:
+def test_a_controller_that_does_not_answer_is_said() -> None:
     def nobody() -> Any:
         raise ConfigError("nobody is there")
 

@@ -68,13 +68,6 @@ def saved_by_ttp(save_dir: Path, version: int) -> Path:
     return add_manifest(step, {"even": (0, 2), "odd": (1, 3)}, version)
 
 
-def flip(path: Path, at: int = -40) -> None:
-    """Flip a bit in the last tensor, or in what follows it."""
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
-
-
 def group_of(path: Path) -> float:
     """Return the group whose weights a file holds, as MindSpore loads it."""
     import mindspore as ms

@@ -191,7 +191,7 @@ def rows_from(first: int) -> Any:
     return rows
 
 
-def test_a_first_step_that_was_skipped_is_no_update(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_step_that_was_skipped_is_no_update(training: Training) -> None:
     adapter = training.join(training.model.train_network, training.optimizer, "d")
     adapter.begin_by_hand(callbacks._place(1, STEPS_PER_EPOCH), 0, made=1)
     assert training.processor.gate.version == 0

@@ -9,6 +9,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 
+from tests.damage import flip
 from ttp.mindspore_files import ckpt_writer
 from ttp.mindspore_files.ckpt_writer import TensorToWrite, number, write_entries
 from ttp.processor.source import Cancelled
@@ -72,9 +73,7 @@ def test_a_large_tensor_is_cut_and_comes_back_whole(tmp_path: Path, monkeypatch:
 
 def test_a_flipped_bit_is_found_by_mindspore(tmp_path: Path) -> None:
     path = write(tmp_path / "a.ckpt", [entry("weight", ARRAYS["weight"], "Float32")])
-    data = bytearray(path.read_bytes())
-    data[40] ^= 1
-    path.write_bytes(data)
+    flip(path, 40)
     with pytest.raises(ValueError, match="Failed to read the checkpoint file"):
         ms.load_checkpoint(str(path), crc_check=True)
 

@@ -30,7 +30,7 @@ def test_mindspore_reads_what_is_written(tmp_path: Path) -> None:
         assert read_group_info(path) == GroupInfo(tuple(sorted(replicas)), {"world": (0, 1, 2)})
 
 
-def test_what_mindspores_own_code_writes_is_read(tmp_path: Path) -> None:
+def test_what_mindspores_own_code_writes_is_read() -> None:
     from mindspore.train.node_strategy_pb2 import ParallelGroupMap
 
     document = ParallelGroupMap()

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.adapters.mindspore.jobs import add_manifest, flip, make_job, saved_by_ttp
+from tests.adapters.mindspore.jobs import add_manifest, make_job, saved_by_ttp
+from tests.damage import flip
 from ttp.adapters.mindspore import load_newest
 from ttp.core.layout import Version
 from ttp.errors import CheckpointError, UsageError
@@ -41,7 +42,7 @@ def save(path: Path, value: float, *, age: int, crc: bool = True, **append: Any)
 
 def damage(path: Path) -> None:
     kept = path.stat()
-    flip(path)
+    flip(path, -40)
     os.utime(path, (kept.st_atime, kept.st_mtime))
 
 
@@ -204,7 +205,7 @@ def test_what_reshard_makes_is_one_checkpoint_by_any_name(tmp_path: Path) -> Non
     made = saved_by_ttp(tmp_path, 12).rename(tmp_path / "made")
     found = load_newest(made, rank=2)
     assert found is not None and found.path.parent.name == "rank_0"
-    flip(made / "rank_3" / "ttp_rank_3-1_12.ckpt")
+    flip(made / "rank_3" / "ttp_rank_3-1_12.ckpt", -40)
     with pytest.raises(CheckpointError, match=r"rank_3/ttp_rank_3-1_12.ckpt is damaged"):
         load_newest(made, rank=0)
     (made / "manifest.json").write_text("{")
@@ -235,7 +236,7 @@ def test_a_checkpoint_is_one_attempt_however_many_of_its_files_match(tmp_path: P
     for rank, writer in ((0, 0), (1, 3), (2, 0), (3, 3)):
         found = found_in(everything, rank=rank)
         assert (found.step_num, found.path.parent.name) == (12, f"rank_{writer}")
-    flip(newer / "rank_0" / "ttp_rank_0-1_12.ckpt")
+    flip(newer / "rank_0" / "ttp_rank_0-1_12.ckpt", -40)
     found = found_in(everything, rank=3, attempts=2)
     assert found.step_num == 9 and len(found.skipped) == 1
     for version in (9, 12):
@@ -279,7 +280,7 @@ def test_checkpoints_of_the_original_have_no_manifest(tmp_path: Path) -> None:
         (saved_by_ttp(tmp_path, version) / "manifest.json").unlink()
     found = found_in(tmp_path, rank=3)
     assert (found.step_num, found.path.parent.name) == (12, "rank_3")
-    flip(found.path)
+    flip(found.path, -40)
     found = found_in(tmp_path, rank=3)
     assert found.step_num == 9 and "its CRC" in found.skipped[0]
     with pytest.raises(CheckpointError, match="has no file of rank 1, and no manifest that lists replicas"):

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from tests.adapters.mindspore.jobs import S8_GROUPS, add_manifest, flip, group_of, make_job, saved_by_ttp
+from tests.adapters.mindspore.jobs import S8_GROUPS, add_manifest, group_of, make_job, saved_by_ttp
 from tests.adapters.mindspore.reshard_worlds import S8, S8O, STRATEGIES, write_strategy
+from tests.damage import flip
 from ttp.adapters.mindspore import get_ckpt_path_with_strategy, write_group_info
 from ttp.cli.main import main
 from ttp.errors import CheckpointError, ConfigError
@@ -73,7 +74,7 @@ def test_what_is_lost_or_damaged_is_had_from_replicas(
 ) -> None:
     shutil.rmtree(job / "rank_0")
     file(job, 5).unlink()
-    flip(file(job, 2))
+    flip(file(job, 2), -40)
     file(job, 3).write_bytes(file(job, 3).read_bytes()[:-30])
     before = tree(job)
     out = tmp_path / "out"
@@ -104,7 +105,7 @@ def test_a_mapping_alone(ttp: Ttp, job: Path, strategy: Path, tmp_path: Path) ->
 
 def test_what_cannot_be_rebuilt_is_said(ttp: Ttp, job: Path, strategy: Path, tmp_path: Path) -> None:
     shutil.rmtree(job / "rank_2")
-    flip(file(job, 6))
+    flip(file(job, 6), -40)
     out = tmp_path / "out"
     code, said, _ = ttp("recover", job, "--strategy", strategy, "--by", "copy", "--out", out)
     assert code == 1 and "2 of 8 ranks cannot be rebuilt" in said
@@ -196,7 +197,7 @@ def test_an_older_checkpoint_when_the_newest_lacks_a_rank(ttp: Ttp, job: Path, s
     for rank in range(8):
         shutil.copy(file(job, rank), job / f"rank_{rank}" / "checkpoint-3_1.ckpt")
     for rank in (1, 5):  # all that hold the same
-        flip(job / f"rank_{rank}" / "checkpoint-3_1.ckpt")
+        flip(job / f"rank_{rank}" / "checkpoint-3_1.ckpt", -40)
     code, out, _ = said = ttp("recover", job, "--strategy", strategy, "--json")
     assert code == 0 and answer(said)["checkpoint"] == "checkpoint-2_1875.ckpt"
     assert len(answer(said)["skipped"]) == 1 and "rank 1 cannot be rebuilt: " in answer(said)["skipped"][0]

@@ -1,17 +1,16 @@
 """A rank on a made-up device whose host runs ahead of the barrier before its updates.
 
-``python -m tests.adapters.torch.stream_rank DIRECTORY RANK COUNT`` meets the others until its standard input says that
-it is frozen. Prints "ready", then the version of its device; reads the wanted version, and prints its state as JSON:
-what it could report of the device, and the version that it has reached.
+The process of ``main`` says "ready", and meets the others until it is told that it is frozen. Then it says the version
+of its device, is told the wanted version, and says its state: what it could report of the device, and the version that
+it has reached.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +92,7 @@ class _Words:
         self._mapping.set_word(64 * place, value)
 
 
-def main(directory: Path, place: int, count: int) -> None:
+def main(directory: Path, place: int, count: int, test: Connection) -> None:
     from tests.processor.meeting_ranks import through_files
     from ttp.processor.gate.meeting import run
     from ttp.processor.gate.meeting_place import find_place
@@ -111,7 +110,7 @@ def main(directory: Path, place: int, count: int) -> None:
         run(meeting.warn())
 
     def freeze() -> None:
-        sys.stdin.readline()
+        test.recv()
         frozen.set()
 
     PeerWatcher(pages, place, 0, died).start()
@@ -128,37 +127,29 @@ def main(directory: Path, place: int, count: int) -> None:
 
     for _ in range(3):
         rank.step(meet)
-    sys.stdout.write("ready\n")
-    sys.stdout.flush()
+    test.send("ready")
     freezing = threading.Thread(target=freeze, daemon=True)
     freezing.start()
     while not frozen.is_set():
         rank.step()
-    at = _standing(rank)
+    test.send(at := _standing(rank))
     said = {"version": at, "held": rank.barrier.held(at + 1)}
-    newest = int(sys.stdin.readline())
+    newest = test.recv()
     if newest > at:
         said["admitted"] = rank.barrier.admit(newest)
         rank.wait_version(newest)
     time.sleep(0.05)
     rank.device.run()
-    sys.stdout.write(json.dumps(said | {"then": rank.version, "early": rank.early}) + "\n")
-    sys.stdout.flush()
+    test.send(said | {"then": rank.version, "early": rank.early})
     sentinel.close()
 
 
 def _standing(rank: Rank) -> int:
-    """Report where the device stands still."""
+    """Return where the device stands still."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         at = rank.finished.finished_version()
         time.sleep(0.1)
         if at == rank.finished.finished_version() and (rank.host == at or rank.barrier.held(at + 1)):
             break
-    sys.stdout.write(f"{at}\n")
-    sys.stdout.flush()
     return at
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

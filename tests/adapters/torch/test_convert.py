@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as stock_load
 
 from tests.adapters.torch.checkpoints import train, whole_checkpoint, write_checkpoint
 from tests.adapters.torch.conversions import Trained, converted, facts, fresh, restored, same, sharded
+from tests.damage import flip
 from ttp.adapters.torch.convert import from_checkpoint, safetensors_file, torch_file
 from ttp.adapters.torch.convert.conversion import convert
 from ttp.adapters.torch.restoring import reader
@@ -230,9 +231,7 @@ def test_what_json_would_change_is_not_written(tmp_path: Path, trained: Trained,
 
 
 def test_a_damaged_checkpoint_is_not_converted(tmp_path: Path, checkpoint: Path) -> None:
-    data = bytearray((checkpoint / "__0_0.distcp").read_bytes())
-    data[len(data) // 2] ^= 1
-    (checkpoint / "__0_0.distcp").write_bytes(data)
+    flip(checkpoint / "__0_0.distcp")
     with pytest.raises(CheckpointError, match="is damaged"):
         converted(checkpoint, tmp_path / "new", "torch")
     assert not (tmp_path / "new").exists()

@@ -16,6 +16,7 @@ import torch
 
 from tests.adapters.torch.checkpoints import Net
 from tests.adapters.torch.stub_processor import INCARNATION, Stateful, StubProcessor, join, registered, save
+from tests.damage import flip
 from ttp.adapters.torch.local_state.image import read_local_state
 from ttp.core.copy_messages import Keep
 from ttp.core.layout import Layout, Rank, Version
@@ -42,10 +43,7 @@ def torn(path: Path) -> None:
 
 
 def garbled(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    at = data.index(b"state of rank")
-    data[at] ^= 1
-    path.write_bytes(data)
+    flip(path, path.read_bytes().index(b"state of rank"))
 
 
 def stale(path: Path) -> None:

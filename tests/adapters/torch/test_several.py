@@ -84,7 +84,7 @@ def test_a_step_of_a_scheduler_that_was_due_is_made(job: Job, tmp_path: Path) ->
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_stock_torch_reads_it_into_both(job: Job, tmp_path: Path) -> None:
+def test_stock_torch_reads_it_into_both(job: Job) -> None:
     job.train(2)
     path = job.save(2)
     model = Net()

@@ -271,7 +271,7 @@ class TestLargeArrays:
         assert hashed.count(4 * LARGE) == 1, "by the page, when it was copied"
         assert max(size for size in hashed if size != 4 * LARGE) < 4 * LARGE, "the rest is small"
 
-    def test_what_never_changes_is_looked_at_and_not_copied(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_what_never_changes_is_looked_at_and_not_copied(self) -> None:
         memory, constant = ApartMemory(), torch.zeros(LARGE)
         kept = memory.look_at([constant])
         for _ in range(20):

@@ -4,10 +4,8 @@ order.
 
 from __future__ import annotations
 
-import json
 import logging
-import subprocess
-import sys
+import multiprocessing
 import threading
 import time
 from pathlib import Path
@@ -18,20 +16,19 @@ import pytest
 import torch
 from torch import nn
 
+from tests.adapters.torch import stream_rank
 from tests.adapters.torch.fake_device import SIDE, TRAINING
 from tests.adapters.torch.fake_runtime import FakeHold, FakeRuntime
 from tests.adapters.torch.stream_rank import PATIENCE_S, Rank
 from tests.adapters.torch.stub_processor import StubProcessor, registered
+from tests.forking import fork
 from tests.gpu.made_up import MadeUp
-from tests.processor.sentinel_owner import without_settings
 from tests.waiting import until
 from ttp.adapters.torch.loop import stream_barrier
 from ttp.adapters.torch.loop.barrier import UpdateBarrier
 from ttp.adapters.torch.loop.stream_barrier import LEAD_MAX
 from ttp.core.layout import Version
 from ttp.processor.gate.meeting import Meeting, OwnWords, run
-
-ROOT = Path(__file__).parents[3]
 
 
 async def nobody(_place: int) -> bool:
@@ -250,37 +247,30 @@ def test_processes_that_are_killed_while_their_devices_meet(tmp_path: Path, camp
         directory = tmp_path / f"{number}"
         (directory / "pages").mkdir(mode=0o700, parents=True)
         (directory / "held").write_bytes(bytes(4096))
-        command = [sys.executable, "-m", "tests.adapters.torch.stream_rank", str(directory)]
-        processes = [
-            subprocess.Popen(
-                [*command, str(rank), "3"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
-                env=without_settings(),
-            )
-            for rank in range(3)
-        ]  # fmt: skip
+        ends = [multiprocessing.Pipe() for _ in range(3)]
+        processes = [fork(stream_rank.main, (directory, rank, 3, theirs)) for rank, (_, theirs) in enumerate(ends)]
+        for _, theirs in ends:
+            theirs.close()  # so that the end of a rank is the end of its pipe
         try:
-            _check(processes, number)
+            _check(processes, [ours for ours, _ in ends], number)
         finally:
             for process in processes:
                 process.kill()
-                process.communicate()
+                process.join()
 
 
-def _check(processes: list[Any], number: int) -> None:
-    for process in processes:
-        assert process.stdout.readline() == "ready\n"
+def _check(processes: list[Any], ranks: list[Any], number: int) -> None:
+    assert [rank.recv() for rank in ranks] == ["ready"] * 3
     time.sleep(0.05 + 0.02 * number)
     processes[number % 3].kill()
-    living = [process for rank, process in enumerate(processes) if rank != number % 3]
-    for process in living:
-        process.stdin.write("frozen\n")
-        process.stdin.flush()
-    at = [int(process.stdout.readline()) for process in living]
+    living = [rank for place, rank in enumerate(ranks) if place != number % 3]
+    for rank in living:
+        rank.send("frozen")
+    at = [rank.recv() for rank in living]
     newest = max(at)
     assert newest - min(at) <= 1 and min(at) >= 3  # on a busy machine none may have gone on yet
-    for process in living:
-        process.stdin.write(f"{newest}\n")
-        process.stdin.flush()
-    said = [json.loads(process.stdout.readline()) for process in living]
+    for rank in living:
+        rank.send(newest)
+    said = [rank.recv() for rank in living]
     assert all(one["then"] == newest and not one["early"] for one in said), said
     assert all(one["held"] and one["admitted"] for one in said if one["version"] < newest), said

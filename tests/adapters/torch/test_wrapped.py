@@ -271,7 +271,7 @@ def test_accumulated_gradients_and_layers_that_write_what_is_there_already_move_
     assert job.gate.version == 3
 
 
-def test_a_schedule_of_groups_that_are_not_saved_is_refused(tmp_path: Path) -> None:
+def test_a_schedule_of_groups_that_are_not_saved_is_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     container = Container(model)
     with pytest.raises(UsageError, match="make a scheduler for each optimizer inside"):
