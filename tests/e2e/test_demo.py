@@ -15,9 +15,9 @@ from typing import IO, Any
 
 import pytest
 
-from tests.e2e.harness import PYTHON_BIN
 from tests.forking import ForkedPython
 from tests.ports import free_port
+from ttp.cli.main import main
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PATIENT = ["--limit-s", "500"]  # a run of four ranks on a busy machine is slow, not stuck
@@ -65,9 +65,8 @@ def test_the_demo_loses_no_step_and_no_bit(
         monkeypatch.setenv(name, value)
     assert program.main() == 0, capsys.readouterr()
     assert_nothing_lost(capsys.readouterr().out, "0")
-    incidents = [str(PYTHON_BIN / "ttp"), "incidents", str(tmp_path / "demo" / "broken" / "checkpoints"), "--json"]
-    listed = json.loads(subprocess.run(incidents, capture_output=True, text=True, timeout=60, check=True).stdout)
-    assert len(listed) == 1
+    assert main(["incidents", str(tmp_path / "demo" / "broken" / "checkpoints"), "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)) == 1
 
 
 @pytest.mark.slow
