@@ -8,7 +8,7 @@ import json
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,10 +18,9 @@ from typing import Any, NamedTuple
 import grpc
 import pytest
 
+from tests.controller.conftest import Controller as Alone
 from tests.core.talk import answers
-from tests.forking import ForkedPython
 from tests.making import making
-from tests.ports import free_port
 from ttp.cli.main import main
 from ttp.core import messages as m
 from ttp.core.layout import Layout, Rank, Shard, Version
@@ -30,7 +29,6 @@ from ttp.store import names
 from ttp.store.commit import commit
 from ttp.store.digest import digest_bytes
 from ttp.testing import toy
-from ttp.wire.channel import metadata, open_channel, stub
 from ttp.wire.convert import order_from_wire, report_to_wire
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -134,37 +132,26 @@ def save_dir(tmp_path: Path) -> SaveDir:
 # ------------------------------------------------------------------------------------------ a running job
 
 
-class Controller:
+class Controller(Alone):
     """A real controller process, and ranks that obey its orders without writing to disk."""
 
-    def __init__(self, run_dir: Path, token: str = "", **env: str) -> None:
-        self.port, self.token, self.save_dir = free_port(), token, "/save"
-        clean = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")}
-        arguments = ["--port", self.port, "--run-dir", run_dir]
-        environment = {**clean, "TTP_TOKEN": token, **env}
-        self._process = ForkedPython("ttp.controller", arguments, environment, Path(os.devnull))
-        self._channel = open_channel("127.0.0.1", self.port)
-        grpc.channel_ready_future(self._channel).result(timeout=60)
-        self._threads: list[threading.Thread] = []
+    save_dir = "/save"
+    threads: Sequence[threading.Thread] = ()
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def ranks(self, world_size: int, version: int = 7, *, saves: bool = True) -> None:
+    def form(self, world_size: int, version: int = 7, *, saves: bool = True) -> None:
         """Let all ranks of a job say hello, and wait until the controller has welcomed them."""
         welcomed = threading.Barrier(world_size + 1)
-        for rank in range(world_size):
-            work = (Rank(rank), world_size, Version(version), saves, welcomed)
-            self._threads.append(threading.Thread(target=self._rank, args=work, daemon=True))
-            self._threads[-1].start()
+        work = [(Rank(rank), world_size, Version(version), saves, welcomed) for rank in range(world_size)]
+        self.threads = [threading.Thread(target=self._rank, args=of_rank, daemon=True) for of_rank in work]
+        for thread in self.threads:
+            thread.start()
         welcomed.wait(60)
 
     def _rank(self, rank: Rank, world_size: int, version: Version, saves: bool, welcomed: threading.Barrier) -> None:
         outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         outbox.put(report_to_wire(hello(rank, world_size, version, self.save_dir)))
         with suppress(grpc.RpcError):
-            for wire in stub(self._channel).Attach(iter(outbox.get, None), metadata=metadata(self.token)):
+            for wire in self.stub.Attach(iter(outbox.get, None), metadata=self.metadata):
                 order = replace(order_from_wire(wire), rank=rank)  # what is said to several names none of them
                 if isinstance(order, m.Welcome):
                     welcomed.wait(60)
@@ -177,10 +164,8 @@ class Controller:
         outbox.put(None)
 
     def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._channel.close()
-        for thread in self._threads:
+        super().close()
+        for thread in self.threads:
             thread.join(30)
 
 

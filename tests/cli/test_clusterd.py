@@ -39,7 +39,7 @@ def agent(port: int, clusterd: int, **env: str) -> Iterator[subprocess.Popen[str
 
 def test_all_rounds_of_a_device_that_broke(start: Start) -> None:
     controller = start()
-    controller.ranks(2)
+    controller.form(2)
     with FakeClusterD() as clusterd, agent(controller.port, clusterd.port) as process:
         clusterd.hear("Subscribe")
         clusterd.send("keep-alive")
@@ -59,7 +59,7 @@ def test_all_rounds_of_a_device_that_broke(start: Start) -> None:
 def test_a_job_that_cannot_save_is_no_dump(start: Start) -> None:
     """ClusterD may start after the job, and be down for a while."""
     controller = start()
-    controller.ranks(2, saves=False)
+    controller.form(2, saves=False)
     port = free_port()
     with agent(controller.port, port) as process:
         assert process.stderr is not None and "cannot be reached" in process.stderr.readline()

@@ -43,7 +43,7 @@ def test_a_controller_without_a_job(ttp: Ttp, start: Start) -> None:
     seen = ttp("status", "--port", controller.port, "--json").json
     assert seen["ranks"] == []
     assert seen["last_incident"] is None
-    assert seen["controller"]["pid"] == controller.pid
+    assert seen["controller"]["pid"] == controller.process.pid
     for command, why in (
         ("save", "no job is training"),
         ("report-fault --rank 0", "no job has joined this controller yet"),
@@ -56,7 +56,7 @@ def test_a_controller_without_a_job(ttp: Ttp, start: Start) -> None:
 
 def test_status_of_a_job(ttp: Ttp, start: Start) -> None:
     controller = start()
-    controller.ranks(4, version=7)
+    controller.form(4, version=7)
     seen = ttp("status", "--port", controller.port, "--json").json
     assert (seen["stage"], seen["run_id"], seen["world_size"], seen["framework"]) == ("training", "digits", 4, "torch")
     assert seen["groups"] == {"model": [0, 1, 2, 3]}
@@ -149,7 +149,7 @@ def test_a_failed_request_is_followed_by_a_new_connection() -> None:
 
 def test_save(ttp: Ttp, start: Start) -> None:
     controller = start()
-    controller.ranks(2, version=7)
+    controller.form(2, version=7)
     said = ttp("save", "--reason", "before the holidays", "--port", controller.port)
     assert (said.code, said.out) == (0, "saved version 7: /made/up/step_7\n")
     now = ttp("status", "--port", controller.port, "--json").json
@@ -165,7 +165,7 @@ def test_save(ttp: Ttp, start: Start) -> None:
 
 def test_save_that_fails_says_why(ttp: Ttp, start: Start) -> None:
     controller = start()
-    controller.ranks(2, saves=False)
+    controller.form(2, saves=False)
     said = ttp("save", "--port", controller.port)
     assert said.code == 1
     assert "no space left" in said.err
@@ -176,7 +176,7 @@ def test_save_that_fails_says_why(ttp: Ttp, start: Start) -> None:
 
 def test_report_fault(ttp: Ttp, start: Start) -> None:
     controller = start()
-    controller.ranks(4, version=7)
+    controller.form(4, version=7)
     said = ttp("report-fault", "--rank", 2, "--reason", "its fan stands still", "--port", controller.port)
     assert said.code == 0
     seen = ttp("status", "--port", controller.port, "--json").json["last_incident"]
@@ -185,7 +185,7 @@ def test_report_fault(ttp: Ttp, start: Start) -> None:
 
 def test_report_fault_of_a_host(ttp: Ttp, start: Start) -> None:
     controller = start()
-    controller.ranks(4)
+    controller.form(4)
     seen = ttp("report-fault", "--host", "right", "--json", "--port", controller.port).json
     assert seen["accused"] == [2, 3]
     assert set(seen) <= keys_in_help(ttp, "report-fault")
@@ -193,7 +193,7 @@ def test_report_fault_of_a_host(ttp: Ttp, start: Start) -> None:
 
 def test_a_host_that_is_drained_is_told_to_its_launcher(ttp: Ttp, start: Start) -> None:
     controller = start()
-    controller.ranks(4)
+    controller.form(4)
     alone = ttp("report-fault", "--rank", 2, "--drain", "--port", controller.port)
     assert alone.code == 64 and "--drain takes a whole host: give --host NAME" in alone.err
     ask = [f"127.0.0.1:{controller.port}"], controller.token, "", 0
@@ -208,7 +208,7 @@ LATIN_1 = "caf\udce9"
 
 def test_a_text_that_is_not_utf_8_is_reported_all_the_same(ttp: Ttp, start: Start) -> None:
     controller = start()
-    controller.ranks(4)
+    controller.form(4)
     port = ["--port", controller.port]
     assert "no such rank" in ttp("report-fault", "--host", LATIN_1, "--drain", *port).err
     assert ttp("save", "--reason", LATIN_1, *port).code == 0
@@ -237,7 +237,7 @@ def test_words_and_numbers_that_make_no_sense_are_one_line(ttp: Ttp, arguments: 
 
 def test_report_fault_of_nobody_and_of_some_that_are_and_some_that_are_not(ttp: Ttp, start: Start) -> None:
     controller = start()
-    controller.ranks(4)
+    controller.form(4)
     for whom in (["--rank", "9"], ["--host", "nowhere"]):
         said = ttp("report-fault", *whom, "--port", controller.port)
         assert (said.code, said.out) == (1, "")
@@ -269,7 +269,7 @@ def test_a_controller_that_stands_by_does_not_speak_for_the_job(
         said = ttp(*command)
         assert (said.code, said.out) == (1, "")
         assert f"only a standby controller answers, at 127.0.0.1:{standby.port}" in said.err
-    standby.ranks(4, version=7)
+    standby.form(4, version=7)
     assert ttp("status", "--json").json["world_size"] == 4
 
 

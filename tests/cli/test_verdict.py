@@ -90,7 +90,7 @@ def test_a_job_that_runs_has_no_verdict_yet(
     controller = start()
     controller.save_dir = str(place)
     monkeypatch.setenv("TTP_PORT", str(controller.port))
-    controller.ranks(2, version=7)
+    controller.form(2, version=7)
     history = place / "incidents" / FILE
     until(lambda: history.exists() and "formed" in history.read_text())
     found = ttp("verdict", place)
@@ -112,7 +112,7 @@ def test_a_job_is_asked_with_the_secret_that_it_was_started_with(
     """The file was replaced since, for the next job; the secret of this one is in the run directory."""
     controller = start(token="the secret of the running job")
     controller.save_dir = str(place)
-    controller.ranks(2, version=7)
+    controller.form(2, version=7)
     until((place / "incidents" / FILE).exists)
     (tmp_path / "run").mkdir(mode=0o700)
     write_token(tmp_path / "run", "the secret of the running job")

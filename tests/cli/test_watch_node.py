@@ -111,7 +111,7 @@ def test_a_job_is_told_again_when_it_gets_worse() -> None:
 
 def test_a_faulty_host_is_reported_to_its_job(ttp: Ttp, start: Start) -> None:
     controller = start()
-    controller.ranks(4)
+    controller.form(4)
     where = ["--port", controller.port, "--once"]
     well = ttp("watch-node", *where, "--host", "left", "--", *shell("exit 0"))
     assert (well.code, well.err) == (0, "")
@@ -127,7 +127,7 @@ def test_a_drained_host_is_moved_where_that_costs_no_restart(
     ttp: Ttp, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     controller = start()
-    controller.ranks(4)
+    controller.form(4)
     monkeypatch.setattr("ttp.cli.connection.Client.move", lambda self, host: (host == "left", ""))
     flags = ["--port", controller.port, "--host", "left", "--drain", "--once"]
     bad = ttp("watch-node", *flags, "--", *shell("exit 2"))
@@ -138,7 +138,7 @@ def test_a_drained_host_is_moved_where_that_costs_no_restart(
 
 def test_a_check_that_cannot_run_has_an_exit_code_of_its_own(ttp: Ttp, start: Start, tmp_path: Path) -> None:
     controller = start()
-    controller.ranks(4)
+    controller.form(4)
     (tmp_path / "reset.json").write_text("{")
     once = ttp("watch-node", "--port", controller.port, "--once", "--reset-json", tmp_path / "reset.json")
     assert once.code == 3 and "is incomplete" in once.err
@@ -153,7 +153,7 @@ def test_a_host_of_unknown_health_stays_what_it_was(
     ttp: Ttp, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     controller = start()
-    controller.ranks(4)
+    controller.form(4)
     left = [2, 9, 9, 2, 9, 0]
     code = tmp_path / "code"
 
@@ -172,7 +172,7 @@ def test_a_host_of_unknown_health_stays_what_it_was(
 
 def test_ranks_of_reset_json_are_reported(ttp: Ttp, start: Start, tmp_path: Path) -> None:
     controller = start()
-    controller.ranks(4)
+    controller.form(4)
     (tmp_path / "reset.json").write_text(json.dumps({"RankList": [BROKEN]}))
     said = ttp("watch-node", "--port", controller.port, "--once", "--reset-json", tmp_path / "reset.json")
     assert said.code == 2 and "accused: rank 3" in said.err and "0x80C98000" in said.err

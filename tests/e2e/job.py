@@ -72,40 +72,28 @@ class Injector:
                 self.act(fault["action"])
 
     def act(self, action: str) -> None:
-        if action == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif action == "lose host":
-            lose_memory()
-            with contextlib.suppress(KeyError, ProcessLookupError):
-                os.kill(int(os.environ["JOB_LAUNCHER_PID"]), signal.SIGKILL)
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif action == "raise":
+        if action == "raise":
             raise ValueError("a wrong turn in the training loop")
-        elif action == "misuse":
-            ttp.wrap_optimizer(object())
-        elif action == "odd":
+        if action == "odd":
             assert self.optimizer is not None
             next(iter(self.optimizer.state.values()))["odd"] = object()  # no save could write that
         elif action == "collective":
             raise RuntimeError("gloo: Connection closed by peer")  # as a rank sees it whose neighbour has died
-        elif action == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        elif action == "hold-gil":
-            re.match("(a+)+b", "a" * 64)  # never ends, and keeps the interpreter lock
         elif action == "pause":
             with ttp.paused("evaluation"):
                 time.sleep(6)
-        elif action == "term-all":
-            os.kill(int(os.environ["JOB_LAUNCHER_PID"]), signal.SIGTERM)
         else:
             DEEDS[action]()
 
 
-def lose_memory() -> None:
-    """Remove the pages of this host, as when the host loses power."""
+def lose_host() -> None:
+    """Remove the pages of this host, and end its launcher and this rank, as when the host loses power."""
     processor = ttp.session.current().processor
     assert processor is not None and processor.host.pages is not None
     shutil.rmtree(processor.host.pages.path, ignore_errors=True)
+    with contextlib.suppress(KeyError, ProcessLookupError):
+        os.kill(int(os.environ["JOB_LAUNCHER_PID"]), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def flip_a_bit() -> None:
@@ -140,6 +128,12 @@ def interrupt() -> None:
 
 
 DEEDS: Any = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "term-all": lambda: os.kill(int(os.environ["JOB_LAUNCHER_PID"]), signal.SIGTERM),
+    "lose host": lose_host,
+    "misuse": lambda: ttp.wrap_optimizer(object()),
+    "hold-gil": lambda: re.match("(a+)+b", "a" * 64),  # never ends, and keeps the interpreter lock
     "leave": leave,
     "interrupt": interrupt,
     "flip": flip_a_bit,

@@ -273,11 +273,7 @@ def main() -> None:
         send_all()
     library: Any = barrier
     library.Meeting = watched_meeting(injector.at, Here.now)
-    store = os.environ.get("JOB_STORE")
-    if store:
-        dist.init_process_group("gloo", init_method=store, rank=RANK, world_size=WORLD)
-    else:
-        dist.init_process_group("gloo")
+    dist.init_process_group("gloo", init_method=os.environ.get("JOB_STORE"), rank=RANK, world_size=WORLD)
     train()
     dist.barrier()
     os._exit(0)

@@ -40,14 +40,11 @@ class Launcher(ForkedPython):
 
     @property
     def stdout(self) -> Iterator[str]:
-        line, over = "", False
         with self._output.open() as output:
-            while not over:
-                over = self.poll() is not None
-                while (line := line + output.readline()).endswith("\n"):
-                    yield line
-                    line = ""
+            while self.poll() is None:
+                yield from output
                 time.sleep(0.01)
+            yield from output
 
 
 @pytest.mark.timeout(300)

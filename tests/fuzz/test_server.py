@@ -7,8 +7,7 @@ import queue
 import random
 import socket
 import struct
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ import pytest
 
 from tests.controller.conftest import Controller, hello
 from tests.core.talk import answers
-from tests.making import making
 from tests.waiting import until
 from ttp.core import messages as m
 from ttp.core.layout import Layout, Rank, Version
@@ -205,20 +203,14 @@ def test_a_message_above_the_limit_is_refused(controller: Controller) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_never_reads_is_dropped(start_small: Callable[[], Controller]) -> None:
+def test_a_rank_that_never_reads_is_dropped(tmp_path: Path) -> None:
     """It repeats its hello without reading the answers, of which at most some thousands are queued."""
-    alone = start_small()
     greeting, layout = hello(0), Layout.data_parallel(2)
     told = answers(TellLayout(Rank(0), layout.digest), layout)
     said = [report_to_wire(report).SerializeToString() for report in (greeting, *told)]
-    with Peer(alone, token="") as peer:
-        for report in [*said, *said[:1] * 60_000]:
-            peer.outbox.put(report)
-        until(lambda: "does not read its orders" in alone.output(), timeout_s=120)
-    assert alone.status().stage in ("forming", "waiting")
-
-
-@pytest.fixture
-def start_small(tmp_path: Path) -> Iterator[Callable[[], Controller]]:
-    with making(partial(Controller, tmp_path), Controller.close) as start:
-        yield start
+    with contextlib.closing(Controller(tmp_path)) as alone:
+        with Peer(alone, token="") as peer:
+            for report in [*said, *said[:1] * 60_000]:
+                peer.outbox.put(report)
+            until(lambda: "does not read its orders" in alone.output(), timeout_s=120)
+        assert alone.status().stage in ("forming", "waiting")

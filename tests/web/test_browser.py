@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -31,13 +32,6 @@ pytest.importorskip("uvicorn", reason="pip install 'ttp-ft[web]'")
 def page(tmp_path: Path) -> Iterator[Any]:
     with b.browser(tmp_path / "profile") as driver:
         yield driver
-
-
-@pytest.fixture
-def controller(tmp_path: Path) -> Iterator[Controller]:
-    running = Controller(tmp_path)
-    yield running
-    running.close()
 
 
 @pytest.fixture
@@ -109,9 +103,9 @@ def test_keys_choose_ranks(job: Job, page: Any) -> None:
         assert page.execute_script("return document.documentElement.scrollWidth <= window.innerWidth"), "on a telephone"
 
 
-def test_four_thousand_ranks(page: Any, tmp_path: Path, controller: Controller) -> None:
+def test_four_thousand_ranks(page: Any, tmp_path: Path) -> None:
     world = 4096
-    with clients(controller.port, world, 64):
+    with contextlib.closing(Controller(tmp_path)) as controller, clients(controller.port, world, 64):
         form(controller.stub)
         env = {"TTP_PORT": str(controller.port), "TTP_RUN_DIR": str(tmp_path)}
         with b.served(env=env) as address:
