@@ -40,6 +40,8 @@ PRELOAD = [
     "torch.distributed.optim",
     "torch._dynamo",
     "ttp.api",
+    "ttp.controller.driver",
+    "ttp.controller.service",
     "ttp.launch.agent",
     "ttp.launch.warm.template",
     "ttp.processor.processor",
@@ -48,6 +50,8 @@ PRELOAD = [
     "sklearn.datasets",  # of the first example
     "tests.frozen",  # the last
 ]
+
+LAUNCHERS = ("ttp", "ttp.launch.run", "torch.distributed.run")
 
 _server = multiprocessing.get_context("forkserver")
 SERVER = "FORK_SERVER_ADDRESS"
@@ -138,7 +142,7 @@ def _main(
     sys.path[:0] = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", *sys.path)]
     sys.argv = [str(program), *arguments]
     forking: AbstractContextManager[None] = nullcontext()
-    if "TTP_CONTINUITY" not in env:
+    if program in LAUNCHERS and "TTP_CONTINUITY" not in env:
         place: Any = host
         place.WarmStarter = starter = _importing(imports) if imports else _forking_this()
         if program == "torch.distributed.run" and "TTP_PORT" not in env:  # its plug-in does not ask for a starter

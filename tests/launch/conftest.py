@@ -112,11 +112,8 @@ class Controller:
         run_dir.mkdir(mode=0o700, exist_ok=True)
         command = [sys.executable, str(HERE / "stub_controller.py"), "--port", str(port), "--run-dir", str(run_dir)]
         self.process = subprocess.Popen(command, env=env, start_new_session=True)
-        deadline_s = time.monotonic() + PATIENCE_S
-        while not (run_dir / "started").exists():
-            assert time.monotonic() < deadline_s
-            assert self.process.poll() is None
-            time.sleep(0.01)
+        until(lambda: (run_dir / "started").exists() or self.process.poll() is not None, PATIENCE_S)
+        assert self.process.poll() is None
 
     @property
     def faults(self) -> list[dict[str, Any]]:
