@@ -1,6 +1,9 @@
-"""Reads what a rank has written to its page."""
+"""Reads what a rank has written to its page, and counts what is hashed for it."""
 
 from __future__ import annotations
+
+import pytest
+import xxhash
 
 from ttp.adapters.torch.local_state.image import LocalState, decode
 from ttp.processor.local_state.pages import Page, PageWriter, read_page
@@ -14,3 +17,11 @@ def written(page: PageWriter, version: int) -> Page:
 
 def read(page: PageWriter, version: int) -> LocalState:
     return decode(written(page, version).data)
+
+
+def hashed_from_now_on(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list to which the sizes of what is hashed are added."""
+    sizes: list[int] = []
+    digest = xxhash.xxh3_64_intdigest
+    monkeypatch.setattr(xxhash, "xxh3_64_intdigest", lambda data: sizes.append(len(data)) or digest(data))
+    return sizes

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.adapters.torch.pages import read, written
+from tests.adapters.torch.pages import hashed_from_now_on, read, written
 from tests.adapters.torch.stub_processor import Stateful
 from ttp.adapters.torch.local_state import buffers as buffers_module
 from ttp.adapters.torch.local_state.capture import LocalCapture
@@ -158,14 +157,7 @@ class TestBuffersChange:
         capture = LocalCapture(model, page=page)
         for version in range(1, 9):
             capture.capture(version, final=True)
-        hashed: list[int] = []
-        digest = xxhash.xxh3_64_intdigest
-
-        def note(data: Any) -> int:
-            hashed.append(len(data))
-            return int(digest(data))
-
-        monkeypatch.setattr(xxhash, "xxh3_64_intdigest", note)
+        hashed = hashed_from_now_on(monkeypatch)
         for version in range(9, 20):
             capture.capture(version, final=True)
         assert max(hashed) < 4 * LARGE

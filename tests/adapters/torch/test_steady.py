@@ -6,17 +6,15 @@ import random
 import sys
 from collections import OrderedDict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy
 import pytest
 import torch
-import xxhash
 from torch import nn
 
 from tests.adapters.torch.hooked import Job, exponential
-from tests.adapters.torch.pages import read, written
+from tests.adapters.torch.pages import hashed_from_now_on, read, written
 from tests.adapters.torch.stub_processor import Stateful
 from ttp.adapters.torch.local_state.capture import LocalCapture
 from ttp.adapters.torch.local_state.extra_state import ApartMemory, ExtraState
@@ -257,16 +255,7 @@ class TestLargeArrays:
 
         for version in range(1, 8):
             step(version)
-        hashed: list[int] = []
-        digest = xxhash.xxh3_64_intdigest
-
-        def note(data: Any) -> int:
-            hashed.append(len(data))
-            return int(digest(data))
-
-        counted = SimpleNamespace(xxh3_64_intdigest=note)
-        monkeypatch.setattr("ttp.processor.local_state.pages.xxhash", counted)
-        monkeypatch.setattr("ttp.adapters.torch.local_state.extra_state.xxhash", counted)
+        hashed = hashed_from_now_on(monkeypatch)
         step(8)
         assert hashed.count(4 * LARGE) == 1, "by the page, when it was copied"
         assert max(size for size in hashed if size != 4 * LARGE) < 4 * LARGE, "the rest is small"
