@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import xxhash
 
@@ -23,5 +25,10 @@ def hashed_from_now_on(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list to which the sizes of what is hashed are added."""
     sizes: list[int] = []
     digest = xxhash.xxh3_64_intdigest
-    monkeypatch.setattr(xxhash, "xxh3_64_intdigest", lambda data: sizes.append(len(data)) or digest(data))
+
+    def counted(data: Any) -> int:
+        sizes.append(len(data))
+        return int(digest(data))
+
+    monkeypatch.setattr(xxhash, "xxh3_64_intdigest", counted)
     return sizes
