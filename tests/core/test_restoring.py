@@ -40,6 +40,40 @@ def test_where_no_checkpoint_is_whole_the_job_does_not_begin_again_at_step_0() -
     assert reason in decision.error and "newest is of step 9" in decision.error and "move" in decision.error
 
 
+@pytest.mark.parametrize("launch", [0, 1])
+def test_damage_that_one_rank_found_in_the_only_checkpoint_is_told_at_once_as_final(launch: int) -> None:
+    """The ranks share the reading. A restart would meet the damage again, and so would a second look."""
+    talk = Talk(grid(1, 2), formed=False)
+    for rank in range(2):
+        talk.hello(rank, launch=launch)
+    talk.report(0, view(0, (9, "a")))
+    reason = "step_9: piece x is damaged: its digest is b, the manifest says c"
+    found = RestoreView(Rank(1), (), (reason, none_whole_note(Version(9))))
+    assert talk.report(1, found) == "[restore] RestoreDecision:0,1"
+    decision = talk.orders(RestoreDecision)[0]
+    assert (decision.version, decision.name, decision.unread) == (9, "", False)
+    assert reason in decision.error and "newest is of step 9" in decision.error and "move" in decision.error
+
+
+def test_a_checkpoint_that_one_rank_cannot_read_or_lacks_is_not_damaged() -> None:
+    """Its storage may be away for a moment; another start may help."""
+    for problem in ("piece x is missing", "piece x cannot be read: Input/output error"):
+        talk = Talk(grid(1, 2))
+        talk.report(0, view(0, (9, "a")))
+        talk.report(1, RestoreView(Rank(1), (), (f"step_9: {problem}", none_whole_note(Version(9)))))
+        decision = talk.orders(RestoreDecision)[0]
+        assert decision.version == 0 and "do not see one common checkpoint" in decision.error
+
+
+def test_each_of_two_checkpoints_may_be_damaged_for_another_rank() -> None:
+    talk = Talk(grid(1, 2))
+    bad = "piece x is damaged: its digest is b, the manifest says c"
+    talk.report(0, replace(view(0, (9, "a")), skipped=(f"step_7: {bad}",)))
+    talk.report(1, replace(view(1, (7, "b")), skipped=(f"step_9: {bad}",)))
+    decision = talk.orders(RestoreDecision)[0]
+    assert decision.version == 9 and "step_7: piece" in decision.error and "step_9: piece" in decision.error
+
+
 def test_drafts_and_notes_of_a_newer_ttp_are_no_damaged_checkpoints() -> None:
     talk = Talk(grid(1, 2))
     talk.report(

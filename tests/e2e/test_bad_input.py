@@ -277,6 +277,17 @@ def test_a_job_whose_only_checkpoint_is_damaged_is_refused_and_does_not_begin_ag
     assert "start 0" in solo(checkpoint.parent, 8).stdout, "as the message says"
 
 
+@pytest.mark.parametrize("launch", [0, 1])
+def test_damage_of_the_only_checkpoint_that_one_rank_finds_in_its_share_is_refused_like_any_other(
+    checkpoint: Path, tmp_path: Path, launch: int
+) -> None:
+    flip(checkpoint / "__0_0.distcp")
+    for code, out, err in two_ranks(tmp_path, checkpoint.parent, checkpoint.parent, steps=8, launch=launch):
+        assert code == 64 and "start" not in out, err
+        assert "no checkpoint is whole, and the newest is of step 4" in err
+        assert f"{checkpoint.name}: piece __0_0.distcp is damaged" in err and "Looking again" not in err
+
+
 @pytest.mark.slow
 def test_a_launcher_that_says_one_local_rank_to_all_hides_no_damage(
     solo: Run, checkpoint: Path, tmp_path: Path

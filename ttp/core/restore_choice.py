@@ -11,6 +11,8 @@ from ttp.core.restore_messages import Candidate, Reading, RestoreView
 LOOK_AGAIN_S = (1.0, 2.0, 4.0, 8.0, 16.0)
 """Seconds that a restart waits, time after time, for storage that is away on a host."""
 _IN_FALLBACK = "in the fallback directory "
+_DAMAGED = " is damaged: "
+"""What the reason of a skipped checkpoint contains if bytes of a piece have changed."""
 _NONE_WHOLE = "every checkpoint: none is whole, and the newest is of step "
 
 
@@ -26,16 +28,22 @@ def none_whole_note(newest: Version) -> str:
 
 
 def none_whole(views: Iterable[RestoreView]) -> tuple[Version, str]:
-    """Return the newest damaged version, and an error in words, if ranks found only damaged checkpoints.
+    """Return the newest damaged version, and an error in words, if no checkpoint is whole for all ranks together.
 
-    Returns version 0 and no error if a rank found a whole checkpoint, or no rank found any checkpoint.
+    Ranks share the reading, so one rank may have found the damage of a checkpoint that the others offer. A rank that
+    lacks files, or cannot read them, has found no damage: its storage may be away for a moment.
+
+    Returns version 0 and no error if there is no checkpoint, or if one was offered in which no rank found damage.
     """
     listed = sorted(views, key=lambda view: view.rank)
-    notes = [text for view in listed for text in view.skipped if text.startswith(_NONE_WHOLE)]
-    newest = max((int(rest) for text in notes if (rest := text.removeprefix(_NONE_WHOLE)).isdecimal()), default=0)
-    if not newest or any(view.candidates for view in listed):
+    offered = {c.name: c.version for view in listed for c in view.candidates}
+    skipped = [text for view in listed for text in view.skipped]
+    bad = {text.partition(": ")[0] for text in skipped if _DAMAGED in text}
+    notes = [text.removeprefix(_NONE_WHOLE) for text in skipped if text.startswith(_NONE_WHOLE)]
+    newest = max([*offered.values(), *(int(note) for note in notes if note.isdecimal())], default=0)
+    if not newest or not bad.issuperset(offered):
         return Version(0), ""
-    reasons = dict.fromkeys(text for view in listed for text in view.skipped if not text.startswith(_NONE_WHOLE))
+    reasons = dict.fromkeys(text for text in skipped if not (text.startswith(_NONE_WHOLE) or is_fallback_note(text)))
     return Version(newest), (
         f"no checkpoint is whole, and the newest is of step {newest}: training would begin again at step 0 "
         f"({'; '.join([*reasons][:5])}). Repair a checkpoint or copy a whole one to save_dir. To begin at step 0, move "

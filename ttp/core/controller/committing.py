@@ -42,6 +42,14 @@ class Committing:
         """Return the newest version that is known to be durable."""
         return Version(max(self.base, self.last[0] if self.last else 0))
 
+    def lost(self, newest: Version) -> str:
+        """Return, as a clause to append, what an end without a checkpoint costs if ranks have finished ``newest``."""
+        on_disk = self.on_disk()
+        if newest <= on_disk:
+            return ""
+        lost = f"versions {on_disk + 1} to {newest} are" if newest > on_disk + 1 else f"version {newest} is"
+        return f"; {lost} lost, and {then(on_disk)}"
+
     def take_over(self, made: tuple[Version, str] | None) -> None:
         """Take over a checkpoint (version, path) that was made while the controller was silent."""
         if made is not None and (self.last is None or made[0] > self.last[0]):
@@ -146,3 +154,8 @@ class Committing:
 def _of_this_commit(incident: Incident, report: m.Committed | m.CommitFailed) -> bool:
     expected = (incident.id, incident.generation, Stage.COMMITTING)
     return (report.incident, report.generation, incident.stage) == expected
+
+
+def then(version: Version) -> str:
+    """Return what a restart does if ``version`` is on disk; 0: no update has been saved."""
+    return f"a restart goes on with step {version + 1}" if version else "a restart begins where this launch did"

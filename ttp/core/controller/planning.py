@@ -84,7 +84,7 @@ class Planner:
     def none_newer(self, incident: Incident, on_disk: Version) -> bool:
         """Return whether all connected ranks have answered, and no rank has finished an update after ``on_disk``."""
         heard = bool(incident.answers) and self._all_answered(incident)
-        return heard and self._newest_finished(incident) <= on_disk
+        return heard and self.newest_finished(incident) <= on_disk
 
     def _program_waits(self, incident: Incident, verdict: Plan | NoPlan, now: float) -> str:
         """Return why the program's recovery has to wait a moment; empty: it need not wait."""
@@ -163,7 +163,7 @@ class Planner:
         """Return the plan for the answers so far. It uses redo and undo only if that saves a newer version."""
         plain = self._decided(incident, with_offers=False)
         offers = any(a.has_gradient or a.has_preimage for a in incident.answers.values() if a.final)
-        if not offers or (isinstance(plain, Plan) and plain.version >= self._newest_finished(incident)):
+        if not offers or (isinstance(plain, Plan) and plain.version >= self.newest_finished(incident)):
             return plain
         full = self._decided(incident, with_offers=True)
         better = isinstance(full, Plan) and (isinstance(plain, NoPlan) or full.version > plain.version)
@@ -173,7 +173,7 @@ class Planner:
         answers = self._answers(incident, with_offers=with_offers)
         return decide(incident.layout, answers, incident.written(), incident.uncut)
 
-    def _newest_finished(self, incident: Incident) -> Version:
+    def newest_finished(self, incident: Incident) -> Version:
         """Return the newest version that any rank, dead or alive, is known to have finished."""
         answered = (a.version for a in incident.answers.values())
         return max((*answered, *(mb.version for mb in self._job.members.values())), default=Version(0))

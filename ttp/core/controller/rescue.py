@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 
 from ttp.core import messages as m
 from ttp.core.controller import continuing
-from ttp.core.controller.committing import Committing
+from ttp.core.controller.committing import Committing, then
 from ttp.core.controller.events import AnswerSave, ControllerTimeouts, SaveRequested
 from ttp.core.controller.evidence import OUTSIDER, Evidence, EvidenceBook
 from ttp.core.controller.freezing import Freezing
@@ -287,7 +287,7 @@ class Rescue:
         incident.saved, incident.outcome = version, text
         incident.path, self.committing.last = path, (version, path)
         if self.program.halted:
-            self._release(incident, EXIT_SAVED, f"{text}; a restart goes on with step {version + 1}", now)
+            self._release(incident, EXIT_SAVED, f"{text}; {then(version)}", now)
 
     def _check_savers(self, incident: Incident, now: float) -> None:
         self._shadow.failed(incident)
@@ -312,8 +312,7 @@ class Rescue:
             if self._shadow.is_durable(incident, now):
                 self._thaw(incident, "nothing is broken after all")
         elif self._shadow.may_end(incident, now) and not self.saving.pages.repeats(incident, now):
-            then = f"goes on with step {incident.saved + 1}" if incident.saved else "begins where this launch did"
-            self._release(incident, EXIT_SAVED, f"{incident.outcome}; a restart {then}", now)
+            self._release(incident, EXIT_SAVED, f"{incident.outcome}; {then(incident.saved)}", now)
 
     def _thaw(self, incident: Incident, reason: str, *, mended: bool = False) -> None:
         false_alarm = not (incident.snapshot or mended)
@@ -352,7 +351,8 @@ class Rescue:
         if (incident.snapshot or not broken) and not self.program.halted:
             self._thaw(incident, f"the checkpoint could not be written: {text}")
         else:
-            code, text = (EXIT_SAVED, incident.outcome) if saved else (EXIT_NOT_SAVED, text)
+            lost = "" if self.program.leads else self.committing.lost(self._planner.newest_finished(incident))
+            code, text = (EXIT_SAVED, incident.outcome) if saved else (EXIT_NOT_SAVED, text + lost)
             self._release(incident, code, text, now)
 
     def _release(self, incident: Incident, exit_code: int, text: str, now: float) -> None:

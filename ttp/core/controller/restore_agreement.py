@@ -71,15 +71,15 @@ class Restoring:
     def _decide(self) -> None:
         verdict, views = agree(self._views.values()), self._views.values()
         chosen, error = (Candidate(Version(0), "", ""), verdict) if isinstance(verdict, str) else (verdict, "")
-        away = error or self._not_everywhere(chosen)
+        version, damage = (Version(0), "") if chosen.name else none_whole(views)
+        away = (error if not damage else "") or self._not_everywhere(chosen)
         if away and self._looks < len(LOOK_AGAIN_S) and self._is_restart:
             self._look_again(away)
             return
-        if self._committed is not None and not error and vanished(self._committed, views):
+        if self._committed is not None and (damage or not error) and vanished(self._committed, views):
             chosen, error = Candidate(self._committed[0], "", ""), _gone(*self._committed, chosen.version)
-        elif not error and not chosen.name:
-            version, error = none_whole(self._views.values())
-            chosen = Candidate(version, "", "")
+        elif damage:
+            chosen, error = Candidate(version, "", ""), damage
         self.decision = RestoreDecision(
             m.SEVERAL,
             self._job.term,
@@ -87,7 +87,7 @@ class Restoring:
             chosen.name,
             chosen.manifest_digest,
             error,
-            unread=bool(chosen.name) and is_unread(chosen, self._views.values()),
+            unread=bool(chosen.name) and is_unread(chosen, views),
         )
         if not self.decision.unread:
             self._outbox.record("restore", version=chosen.version, name=chosen.name, error=error)
