@@ -106,6 +106,30 @@ def test_a_job_that_runs_has_no_verdict_yet(
     assert (found.code, found.out) == (70, "lost\n") and "its controller does not answer here" in found.err
 
 
+def test_a_job_whose_save_dir_was_moved_or_unmounted_under_it_runs_still(
+    place: Path, ttp: Ttp, start: Callable[..., Controller], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_dir, moved = place / "checkpoints", place / "moved"
+    save_dir.mkdir()
+    controller = start(TTP_SAVE_DIR=str(save_dir))
+    controller.save_dir = str(save_dir)
+    monkeypatch.setenv("TTP_PORT", str(controller.port))
+    controller.ranks(2, version=7)
+    history = save_dir / "incidents" / FILE
+    until(lambda: history.exists() and "formed" in history.read_text())
+    save_dir.rename(moved)
+    for given in (moved, save_dir):
+        found = ttp("verdict", given)
+        assert (found.code, found.out) == (1, "running\n") and f"It saves to {save_dir}, where the record" in found.err
+    assert ttp("verdict", save_dir, "--run-id", "another").code == 64
+    assert ttp("verdict", place / "never").code == 64, "as a mistyped path"
+    save_dir.mkdir()  # as the next save does, or below the mount point
+    for given in (moved, save_dir):
+        assert ttp("verdict", given).out == "running\n"
+    controller.close()
+    assert (ttp("verdict", moved).code, ttp("verdict", save_dir).code) == (70, 64)
+
+
 def test_a_job_is_asked_with_the_secret_that_it_was_started_with(
     place: Path, tmp_path: Path, ttp: Ttp, start: Callable[..., Controller], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,6 +43,10 @@ NO_END = (
     "the last launch has not recorded its end, and its controller does not answer here: it was killed, or it runs on "
     "other hosts, where `ttp status` shows it"
 )
+MOVED = (
+    ". It saves to {0}, where the record of this launch is missing: was that directory moved, removed or unmounted? "
+    "Move or mount it back; `ttp save` shows whether a checkpoint can be written"
+)
 INCIDENTS_READ = 50
 """Maximum number of incidents that are read to find the last one with a fault."""
 
@@ -91,8 +95,12 @@ def verdict(
     directory = save_dir_of(directory)
     try:
         found, launches = _found(directory, run_id, since, launcher_code)
-    except (CheckpointError, OSError) as problem:  # a script must not take this for a job that runs
-        found, launches = Verdict(EXIT_NOT_SAVED, f"what the job left cannot be read: {problem}"), []
+    except (CheckpointError, OSError, UsageError) as problem:  # a script must not take this for a job that runs
+        running = _running(directory, [], run_id)
+        if running is None and isinstance(problem, UsageError):
+            raise
+        text = f"what the job left cannot be read: {problem}"
+        found, launches = running or Verdict(EXIT_NOT_SAVED, text), []
     assert found.code is not None
     code, text = found.code, found.text
     if code in (EXIT_NOT_SAVED, EXIT_BAD_CONFIG):
@@ -125,7 +133,8 @@ def _found(
     if not (launches or incident or word or asked_to_leave or holds_ours(place)):  # a mistyped path is no lost job
         of_whom = f" of job {run_id!r}" if run_id is not None else ""
         raise UsageError(f"{place} holds nothing{of_whom} that ttp wrote: give the save_dir of the job")
-    return _running(directory, recent) or _judge(recent, incident, word, launcher_code), launches
+    running = _running(directory, recent, run_id) if recent or not launches else None
+    return running or _judge(recent, incident, word, launcher_code), launches
 
 
 def _history(place: Path, run_id: str | None, *, must_exist: bool) -> tuple[Path, list[Launch]]:
@@ -169,11 +178,14 @@ def _storage(place: Path) -> str:
     return f". The file system of {place} is {state}: {told}" if state else ""
 
 
-def _running(place: Path, launches: list[Launch]) -> Verdict | None:
-    """Ask the controllers about a launch that has recorded no end. None: none answers, or no rank lives."""
+def _running(place: Path, launches: list[Launch], run_id: str | None) -> Verdict | None:
+    """Ask the controllers about a launch that has recorded no end. None: none answers, or no rank lives.
+
+    Without a launch, ask about any job that saves to ``place``, as its records may have been moved away.
+    """
     from ttp.launch.other_jobs import LIVES, refuses_to_say
 
-    if not launches or launches[-1].code is not None:
+    if launches and launches[-1].code is not None:
         return None
     try:
         config = Config.from_env()
@@ -182,13 +194,15 @@ def _running(place: Path, launches: list[Launch]) -> Verdict | None:
         return None
     for port in (None,) if os.environ.get("TTP_PORT") else known_ports():
         now = _status(port)
-        if now is None:
+        if now is None or now.run_id != (launches[-1].run_id if launches else run_id or now.run_id):
             continue
         alive = [rank.version for rank in now.ranks if rank.state in LIVES]
-        if alive and now.run_id == launches[-1].run_id and _same(Path(now.save_dir), place):
+        here = _same(Path(now.save_dir), place)
+        if alive and (here or (launches and _moved_from(Path(now.save_dir), launches[-1]))):
             text = f"the job runs: {len(alive)} of {now.world_size} ranks live, the newest version is {max(alive)}"
-            return Verdict(EXIT_RUNNING, text)
-    if refuses_to_say(launches[-1], config):
+            moved = "" if here and launches else MOVED.format(now.save_dir)
+            return Verdict(EXIT_RUNNING, text + moved)
+    if launches and refuses_to_say(launches[-1], config):
         return Verdict(EXIT_RUNNING, NOT_ASKED.format(launches[-1].controller))
     return None
 
@@ -212,8 +226,15 @@ def _status(port: int | None) -> Any:
 def _same(one: Path, other: Path) -> bool:
     try:
         return one.samefile(other)
-    except OSError:
-        return False
+    except OSError:  # neither a link nor its target is there if the directory is away
+        return one == other.absolute()
+
+
+def _moved_from(save_dir: Path, launch: Launch) -> bool:
+    """Return whether the record of a running launch was moved: its ``save_dir`` has none. A copy leaves it there."""
+    with contextlib.suppress(CheckpointError):
+        return all(launch.began_unix_s != known.began_unix_s for known in read_launches(save_dir))
+    return False
 
 
 def _judge(
