@@ -36,6 +36,26 @@ def test_a_host_that_is_named_again_and_again(tmp_path: Path, ttp: Ttp) -> None:
     ]
 
 
+def test_checkpoints_on_request_and_what_a_host_that_was_cut_off_recorded_do_not_hide_the_last_failure(
+    tmp_path: Path, ttp: Ttp
+) -> None:
+    asked = {"snapshot": True}
+    write(tmp_path, "20260101-000000-1-a", [SAVED[0], against(0, "older")])
+    write(tmp_path, "20260102-000000-1-a", [SAVED[0], against(3, "n2")])
+    write(tmp_path, "20260102-000001-1-b", [SAVED[0], against(0, "", "lost"), against(1, "", "lost")])
+    write(tmp_path, "20260103-000000-1-a", [(0.0, "opened", asked), against(-1, "", "snapshot")])
+    assert [each["host"] for each in ttp("suspects", tmp_path, "--json").json] == ["n2"]
+    assert [each["host"] for each in ttp("suspects", tmp_path, "--last", 2, "--json").json] == ["n2", "older"]
+    write(tmp_path, "20260104-000000-1-a", [(0.0, "opened", asked), against(0, "n3")])  # a rank died during the save
+    assert [each["host"] for each in ttp("suspects", tmp_path, "--json").json] == ["n3"]
+
+
+def test_a_hang_of_all_ranks_names_nobody(tmp_path: Path, ttp: Ttp) -> None:
+    write(tmp_path, "20260101-000000-1-a", [SAVED[0], against(0, "n1")])
+    write(tmp_path, "20260102-000000-1-a", [SAVED[0], against(-1, "", "hung")])
+    assert (ttp("suspects", tmp_path).code, ttp("suspects", tmp_path, "--last", 2).code) == (1, 0)
+
+
 def test_nobody_is_named(tmp_path: Path, ttp: Ttp) -> None:
     write(tmp_path, "20260101-000000-1-a", [*SAVED[:3], against(0, None), against(1, 7)])  # as before hosts were noted
     assert (ttp("suspects", tmp_path, "--json").code, ttp("suspects", tmp_path, "--json").json) == (1, [])

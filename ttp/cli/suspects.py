@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Annotated
@@ -11,9 +12,10 @@ import typer
 from ttp.cli.directories import SaveDir, existing
 from ttp.cli.incident_reader import IncidentLog, incident_files, readable
 from ttp.cli.output import Json, complain, print_json, say, screen, table, when_text
+from ttp.core.controller.evidence import OUTSIDER
 from ttp.core.layout import compact_ranks
 
-Last = Annotated[int, typer.Option("--last", min=1, help="Number of incidents to read, the newest first.")]
+Last = Annotated[int, typer.Option("--last", min=1, help="Number of incidents to count, the newest first.")]
 Least = Annotated[int, typer.Option("--at-least", min=1, help="Show only hosts that are suspected in so many of them.")]
 
 
@@ -43,11 +45,13 @@ def suspects(directory: SaveDir, *, last: Last = 1, at_least: Least = 1, json: J
 
     Use it to decide which host to leave out when the job is started again, by hand or in a script of the scheduler. One
     killed process says little about its host, the same host in three incidents says more: --last 10 --at-least 3.
-    Drained hosts are listed too. Incidents after which training went on count as well, withdrawn evidence does not.
+    Drained hosts are listed too. Incidents after which training went on count as well, withdrawn evidence does not. Left
+    out are checkpoints on request, and what a host that was cut off recorded of ranks that it could not reach.
 
     Exits with 1 if no host is named. JSON: a list of hosts with host, incidents, ranks, kinds, text, unix_s.
     """
-    incidents = readable(incident_files(existing(directory))[:last], complain)
+    telling = filter(_tells, readable(incident_files(existing(directory)), complain))
+    incidents = itertools.islice(telling, last)
     found = [each for each in named(incidents) if each.incidents >= at_least]
     if json:
         print_json([asdict(each) for each in found])
@@ -61,6 +65,19 @@ def suspects(directory: SaveDir, *, last: Last = 1, at_least: Least = 1, json: J
         say("no incident names a host as the cause")
     if not found:
         raise typer.Exit(1)
+
+
+def _tells(incident: IncidentLog) -> bool:
+    """Return whether an incident can say something about hosts.
+
+    It cannot if a checkpoint was requested and nothing was wrong, or if its controller knew no host of the ranks that it
+    accuses: they were never connected to it, as it took over alone on a host that was cut off.
+    """
+    accusations = incident.accusations
+    if not accusations:
+        opened = incident.last("opened")
+        return opened is None or not opened.facts.get("snapshot")
+    return any(line.facts.get("host") or line.facts.get("rank") == OUTSIDER for line in accusations)
 
 
 def named(incidents: Iterable[IncidentLog]) -> list[Suspect]:
