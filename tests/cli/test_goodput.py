@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ttp.cli.goodput import PARTS
 from ttp.cli.main import main
 from ttp.store.history import FILE, line_of
 
@@ -58,8 +60,50 @@ def test_what_the_time_went_into(place: Path, capsys: pytest.CaptureFixture[str]
         "ratio": round(254.5 / 402.0, 4), "elapsed": 402.0, "joining": 6.0, "restoring": 5.5, "training": 254.5,
         "freezing": 5.25, "saving": 0.75, "down": 130.0, "launches": 3,
         "incidents": 2, "unrecorded": 0, "false_alarms": 1, "lost_steps": 2,
-        "mttr": (31.0 + 102.0) / 2, "unreadable": 0,
+        "mttr": (31.0 + 102.0) / 2, "unreadable": 0, "clock_went_back": 0,
     }  # fmt: skip
+
+
+WINDOWS = {
+    "the beginning": ((0, 0.5), {"training": 0.5, "launches": 1, "incidents": 0}),
+    "the first fault, saved": ((50, 115), {"training": 50.0, "freezing": 0.25, "saving": 0.75, "down": 14.0}),
+    "nothing runs": ((110, 120), {"elapsed": 10.0, "down": 10.0, "launches": 0, "incidents": 0}),
+    "a false alarm": ((133, 145), {"joining": 2.0, "training": 8.0, "freezing": 2.0, "false_alarms": 1}),
+    "from the middle of an incident": ((201, 306), {"freezing": 1.0, "down": 100.0, "incidents": 0, "launches": 2}),
+    "the second fault": ((190, 300), {"training": 10.0, "freezing": 2.0, "lost_steps": 2, "incidents": 1}),
+    "the end": ((352, 1e12), {"elapsed": 50.0, "training": 50.0, "launches": 1, "lost_steps": 0, "ratio": 1.0}),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_a_window_of_time(name: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (since, until), wanted = WINDOWS[name]
+    found = told(capsys, place, "--run-id", "job", "--since", since, "--until", until)
+    assert {name: found[name] for name in wanted} == pytest.approx(wanted)
+
+
+def test_windows_side_by_side_add_up(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = told(capsys, place, "--run-id", "job")
+    edges = [0, 100.5, 140.5, 200.1, 250, 304.5, 1e12]
+    parts = [told(capsys, place, "--run-id", "job", "--since", a, "--until", b) for a, b in pairwise(edges)]
+    for name in (*PARTS, "incidents", "false_alarms", "lost_steps", "unrecorded"):
+        assert sum(part[name] for part in parts) == pytest.approx(whole[name]), name
+
+
+def test_a_time_without_a_launch_is_said(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["goodput", str(place), "--since", "5000"]) == 1
+    assert "ran in that time" in capsys.readouterr().err
+
+
+def test_a_clock_that_was_set_back_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "incidents").mkdir()
+    during = launch(5000.0, ("formed", 5002.0, {}), ("released", 100.0, {"exit_code": 75}))
+    between = launch(101.0, ("released", 4101.0, {"exit_code": 75})) + launch(50.0, ("finished", 60.0, {}))
+    (tmp_path / "incidents" / FILE).write_text(during + between)
+    found = told(capsys, tmp_path)
+    assert (found["clock_went_back"], found["training"], found["down"]) == (1, 4000.0 + 10.0, 0.0)
+    assert main(["goodput", str(tmp_path)]) == 0
+    assert "the clock was set back during 1 launch: times are too short" in capsys.readouterr().err
 
 
 def test_steps_that_an_earlier_job_has_saved_are_not_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
