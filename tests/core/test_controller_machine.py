@@ -203,8 +203,8 @@ def test_ttp_ot_ends_a_save_that_takes_too_long() -> None:
     assert talk.after(359) == ""
     assert talk.after(1) == "[released] Release(70):0,1,2"
     assert talk.orders(m.Release)[0].text == (
-        "nothing was saved within 360 s (TTP_OT); versions 1 to 7 are lost, and a restart begins where this launch did. "
-        "Cause: exception of 0"
+        "nothing was saved within 360 s (TTP_OT); versions 1 to 7 are lost, and a restart begins where this launch did"
+        ". Cause: exception of 0"
     )
 
 

@@ -45,8 +45,8 @@ def suspects(directory: SaveDir, *, last: Last = 1, at_least: Least = 1, json: J
 
     Use it to decide which host to leave out when the job is started again, by hand or in a script of the scheduler. One
     killed process says little about its host, the same host in three incidents says more: --last 10 --at-least 3.
-    Drained hosts are listed too. Incidents after which training went on count as well, withdrawn evidence does not. Left
-    out are checkpoints on request, and what a host that was cut off recorded of ranks that it could not reach.
+    Drained hosts are listed too. Incidents after which training went on count as well, withdrawn evidence does not.
+    Checkpoints on request, and what a host that was cut off recorded of ranks that it could not reach, are left out.
 
     Exits with 1 if no host is named. JSON: a list of hosts with host, incidents, ranks, kinds, text, unix_s.
     """
@@ -70,8 +70,8 @@ def suspects(directory: SaveDir, *, last: Last = 1, at_least: Least = 1, json: J
 def _tells(incident: IncidentLog) -> bool:
     """Return whether an incident can say something about hosts.
 
-    It cannot if a checkpoint was requested and nothing was wrong, or if its controller knew no host of the ranks that it
-    accuses: they were never connected to it, as it took over alone on a host that was cut off.
+    It cannot if a checkpoint was requested and nothing was wrong, or if its controller knew no host of the ranks that
+    it accuses: they were never connected to it, as it took over alone on a host that was cut off.
     """
     accusations = incident.accusations
     if not accusations:
