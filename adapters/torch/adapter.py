@@ -265,8 +265,9 @@ class TorchAdapter(Restoring):
         trial.problems = lambda: buckets.look_again(self._model, resumed=self._resumed)
         trial.scheduled = bool(self._schedulers or self._extra.objects)
         trial.fresh = lambda: processor.gate.version == 0
+        mine = processor.layout.shards_of(Rank(processor.env.rank))
+        trial.shards = max(1, len(mine))
         if not is_sharded(self._optimizer):  # a sharding optimizer assigns new parameters to ranks itself
-            mine = processor.layout.shards_of(Rank(processor.env.rank))
             trial.saved = lambda: {name for shard in mine for name in sharding.parameters_of(shard)}
         return trial
 

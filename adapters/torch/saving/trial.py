@@ -9,6 +9,7 @@ are raised where the second update would begin, so at the same place on every ra
 from __future__ import annotations
 
 import logging
+import resource
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -44,6 +45,10 @@ _EARLIER = (
 _MADE_LATE = (
     "%s were added to the model after wrap_optimizer(). ttp.restore() refuses a restarted program until its model has "
     "them: make all layers before wrap_optimizer(), and add only their param groups later"
+)
+_LIMITED = (
+    "no file of this process may be larger than %s bytes (RLIMIT_FSIZE, `ulimit -f`), and this rank may have to write "
+    "%s bytes of training state to one file: such a save fails with errno 27. Raise the limit where the job is launched"
 )
 _SETTINGS = ("optim", "param_groups")
 
@@ -111,6 +116,8 @@ class Trial:
         """Returns whether no update has been made or restored."""
         self.saved: Callable[[], Collection[str]] = self._all
         """Returns the names of the parameters in this rank's shards."""
+        self.shards = 1
+        """Number of shards that this rank holds; each of them is saved to a file of its own."""
         self._devices = _devices(model)
         fixed = names.buffers.keys() - names.of_any_shape
         self._shapes = {name: tuple(buffer.shape) for name, buffer in names.buffers.items() if name in fixed}
@@ -179,7 +186,11 @@ class Trial:
     def _try(self) -> str:
         state = self._make_state()
         self._say(left_out(state))
-        return refusal(state, self._model) or "; ".join([*self._grown(), *self._made_late()])
+        found = refusal(state, self._model) or "; ".join([*self._grown(), *self._made_late()])
+        limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if not found and resource.RLIM_INFINITY != limit < (size := _bytes(state) // self.shards):
+            _log.warning(_LIMITED, limit, size)
+        return found
 
     def _run(self, check: Callable[[], str]) -> None:
         try:
@@ -317,6 +328,12 @@ def _wrong_names(state: State) -> Iterator[str]:
 
 def _tensors(state: State) -> Iterator[tuple[str, Tensor]]:
     return ((leaf.key, leaf.value) for leaf in leaves(state) if isinstance(leaf.value, Tensor))
+
+
+def _bytes(state: State) -> int:
+    """Return the bytes of all tensors, each once; they are the least that a save of this state writes."""
+    parts = (local(tensor) for _, tensor in _tensors(state))
+    return sum({(part.device, part.data_ptr(), part.nbytes): part.nbytes for part in parts}.values())
 
 
 def _values(state: State) -> Iterator[StateValue]:
