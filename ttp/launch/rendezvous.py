@@ -21,9 +21,8 @@ MISSING = (
 )
 
 
-@contextlib.contextmanager
-def told_if_late(what: Callable[[], str] = lambda: MISSING) -> Iterator[None]:
-    """Say once that the block waits for the launchers of other hosts, if it does so for ``SAY_S``; torch says nothing.
+def tell_later(what: Callable[[], str]) -> threading.Timer:
+    """Say in ``SAY_S`` that this launcher waits for those of other hosts, unless the timer is cancelled before.
 
     Args:
         what: returns what to say beside that; nothing is said if that is empty.
@@ -36,6 +35,17 @@ def told_if_late(what: Callable[[], str] = lambda: MISSING) -> Iterator[None]:
     late = threading.Timer(SAY_S, say)
     late.daemon = True
     late.start()
+    return late
+
+
+@contextlib.contextmanager
+def told_if_late(what: Callable[[], str] = lambda: MISSING) -> Iterator[None]:
+    """Say once that the block waits for the launchers of other hosts, if it does so for ``SAY_S``; torch says nothing.
+
+    Args:
+        what: as for ``tell_later``.
+    """
+    late = tell_later(what)
     try:
         yield
     finally:
@@ -70,7 +80,13 @@ class WrappedRendezvous:
 # hangs or fails. So from the second attempt on the first node's agent serves a new store on a free port, and announces
 # the port in the old store. The new store outlives rank 0, as torch's own does. The first attempt uses torch's store.
 
+#
+# Torch's agents do not wait for one another there either, as they find what all of them wrote in the first attempt. If
+# the launcher of another host has left, the ranks of this host wait for its ranks until torch's time-out. So each
+# launcher notes every restart in the store, and says which hosts have not come to it.
+
 KEY = "ttp/workers_store_port"
+CAME = "ttp/came"
 
 
 class FreshStoreRendezvous(WrappedRendezvous):
@@ -85,6 +101,7 @@ class FreshStoreRendezvous(WrappedRendezvous):
         super().__init__(inner)
         self._master_addr = master_addr
         self._attempt = 0
+        self._late = threading.Timer(0.0, lambda: None)  # never started
         self._store: Any = None  # keeps the store's server running: it ends with the last reference
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -93,6 +110,9 @@ class FreshStoreRendezvous(WrappedRendezvous):
         attempt, self._attempt = self._attempt, self._attempt + 1
         if attempt == 0:
             return info
+        info.store.set(f"{CAME}/{attempt}/{info.rank}", "")
+        self._late.cancel()
+        self._late = tell_later(lambda: missing_nodes(info.store, attempt, info.world_size))
         port = self._agree_on_port(info, f"{KEY}/{attempt}")
         where = RendezvousStoreInfo(self._master_addr, port)
         return RendezvousInfo(info.store, info.rank, info.world_size, where)
@@ -103,6 +123,15 @@ class FreshStoreRendezvous(WrappedRendezvous):
             self._store = serve_store(self._master_addr)
             info.store.set(key, str(self._store.port))
         return int(info.store.get(key))
+
+
+def missing_nodes(store: Any, attempt: int, nodes: int) -> str:
+    """Return which nodes of a static rendezvous have not come to a restart, and what to do; empty: all have come."""
+    try:
+        missing = [str(node) for node in range(nodes) if not store.check([f"{CAME}/{attempt}/{node}"])]
+    except RuntimeError:  # the first node's store is gone, which torch reports
+        return ""
+    return f"node {', '.join(missing)} (--node-rank) has not started its ranks again: {MISSING}" if missing else ""
 
 
 def give_fresh_stores(spec: Any) -> None:
