@@ -48,7 +48,7 @@ class Committing:
         if newest <= on_disk:
             return ""
         lost = f"versions {on_disk + 1} to {newest} are" if newest > on_disk + 1 else f"version {newest} is"
-        return f"; {lost} lost, and {then(on_disk)}"
+        return f"; {lost} lost: {then(on_disk)}, or with a newer checkpoint of the program's own"
 
     def take_over(self, made: tuple[Version, str] | None) -> None:
         """Take over a checkpoint (version, path) that was made while the controller was silent."""
