@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import resource
 import threading
 import warnings
 from collections.abc import Callable
@@ -399,17 +398,3 @@ class TestWhatChangesAfterWrapping:
         caplog.set_level(logging.WARNING)
         fresh.adapter.load(save(job.adapter, job.processor, 2 * steps_between + 2), 0, 1, protected=False)
         assert "requires_grad" not in caplog.text
-
-
-@pytest.mark.parametrize(("limit", "told"), [(-1, False), (328, False), (327, True)])
-def test_a_limit_of_file_sizes_below_the_state_is_told_at_the_start(
-    limit: int, told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """26 weights, two moments of each, and the count of steps of each of four parameters: 4 bytes each."""
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, -1))
-    job = Job(tmp_path).wrap()
-    job.step()
-    with caplog.at_level(logging.WARNING):
-        job.step()
-    warned = [record.getMessage() for record in caplog.records if "RLIMIT_FSIZE" in record.getMessage()]
-    assert bool(warned) is told and all("larger than 327 bytes" in text and "Raise" in text for text in warned), warned
