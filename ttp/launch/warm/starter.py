@@ -40,8 +40,9 @@ STALL_S = 3.0
 """Seconds that a restart waits for a process that makes no progress. Then workers are started as always."""
 IMPORT_S = 30.0
 """Seconds that a restart waits for one that does: it imports what each worker would otherwise import for itself."""
-FORK_S = 2.0
-"""Seconds that a worker may take to be forked."""
+FORK_S = 10.0
+"""Seconds that a worker may take to be forked. It takes a tenth of one, but cores may be busy; a start takes longer."""
+NO_FURTHER = "the process to fork from gets no further"
 STATUS_FILE = "warm.json"
 
 
@@ -234,7 +235,7 @@ class WarmStarter:
             if spent > used:
                 used, moved_s = spent, now_s
             if self._process is not None and (now_s > until_s or now_s - moved_s > STALL_S):
-                self._give_up("the process to fork from gets no further")
+                self._give_up(NO_FURTHER)
         return self._ready is not None
 
     def _hear(self, within_s: float) -> None:
@@ -260,7 +261,9 @@ class WarmStarter:
             self._socket.settimeout(FORK_S)
             socket.send_fds(self._socket, [b"{}"], [said_of_it.fileno(), *outputs, theirs.fileno()])
             theirs.close()
-            ours.settimeout(FORK_S)
+            if not self._answers(ours):
+                self._give_up(NO_FURTHER)
+                return None
             said = ours.recv(64)
             if not said:
                 self._give_up("a worker could not be forked; see warm.log in the run directory")
@@ -268,6 +271,15 @@ class WarmStarter:
             worker = ForkedWorker(int(said), command)
             ours.send(b"go")
             return worker
+
+    def _answers(self, worker: socket.socket) -> bool:
+        """Wait for a worker that is being forked; False: ``FORK_S`` is over, or the process to fork from is stopped."""
+        assert self._process is not None
+        until_s = time.monotonic() + FORK_S
+        while not readable(worker.fileno(), 0.1):
+            if time.monotonic() > until_s or stat_of(self._process.pid)[0] in ("T", "t"):
+                return False
+        return True
 
     def _send(self, data: bytes) -> None:
         assert self._socket is not None

@@ -1,0 +1,55 @@
+"""A launcher waits for a worker that is being forked, but not for a process that cannot fork now."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ttp.config import Config
+from ttp.launch.warm import starter as module
+from ttp.launch.warm.starter import Ready, WarmStarter
+
+COMMAND = [sys.executable, "-u", __file__]
+
+
+@pytest.fixture
+def silent(tmp_path: Path) -> Iterator[WarmStarter]:
+    """Return a starter whose process to fork from takes orders and never answers."""
+    starter = WarmStarter(Config(), tmp_path)
+    starter._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    starter._process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    starter._ready, starter._started_with = Ready(1, 0, 0.0, frozenset(), ""), dict(os.environ)
+    with theirs:
+        yield starter
+    starter.close()
+
+
+def state(directory: Path) -> str:
+    return str(json.loads((directory / "warm.json").read_text())["state"])
+
+
+def test_no_launcher_waits_for_a_stopped_process(
+    silent: WarmStarter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "FORK_S", 1e6)
+    assert silent._process is not None
+    silent._process.send_signal(signal.SIGSTOP)
+    assert silent.worker(COMMAND, os.environ, None, None) is None
+    assert state(tmp_path) == "the process to fork from gets no further"
+    assert not silent.ready, "the next worker is started at once"
+
+
+def test_a_launcher_waits_no_longer_than_a_while(
+    silent: WarmStarter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "FORK_S", 0.0)
+    assert silent.worker(COMMAND, os.environ, None, None) is None
+    assert state(tmp_path) == "the process to fork from gets no further"
