@@ -27,8 +27,12 @@ PARTS = ("training", "joining", "restoring", "freezing", "saving", "down")
 
 RunId = Annotated[str | None, typer.Option("--run-id", help="Only launches of this job (TORCHELASTIC_RUN_ID).")]
 _UNIX = "(seconds since 1970, as `date +%s -d '7 days ago'`)."
-Since = Annotated[float, seconds("--since", least=0, most=1e12, about=f"Only what came at this time or later {_UNIX}")]
-Until = Annotated[float, seconds("--until", least=0, most=1e12, about=f"Only what came before this time {_UNIX}")]
+Since = Annotated[
+    float | None, seconds("--since", least=0, most=1e12, about=f"Only what came at this time or later {_UNIX}")
+]
+Until = Annotated[
+    float | None, seconds("--until", least=0, most=1e12, about=f"Only what came before this time {_UNIX}")
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +105,7 @@ class Goodput:
 
 
 def goodput(
-    directory: SaveDir, *, run_id: RunId = None, since: Since = 0.0, until: Until = 1e12, json: Json = False
+    directory: SaveDir, *, run_id: RunId = None, since: Since = None, until: Until = None, json: Json = False
 ) -> None:
     """Show how the time of a job was spent, over all its launches: from launches.log and the incidents of a save_dir.
 
@@ -121,7 +125,7 @@ def goodput(
     if not launches:
         raise CheckpointError(f"no launch {'of ' + run_id + ' ' if run_id else ''}is recorded in {place}")
     stories, unreadable = _stories(place, run_id)
-    found = add_up(launches, stories, time.time(), Window(since, until))
+    found = add_up(launches, stories, time.time(), Window(since or 0.0, 1e12 if until is None else until))
     if not (found.launches or found.elapsed):
         raise CheckpointError(f"no launch that is recorded in {place} ran in that time")
     found.unreadable = unreadable = unreadable + torn
