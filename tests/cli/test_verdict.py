@@ -106,6 +106,20 @@ def test_a_job_that_runs_has_no_verdict_yet(
     assert (found.code, found.out) == (70, "lost\n") and "its controller does not answer here" in found.err
 
 
+def test_a_job_whose_run_directory_does_not_tell_its_port_is_found_by_its_history(
+    place: Path, tmp_path: Path, ttp: Ttp, start: Callable[..., Controller], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as a job with TTP_RUN_DIR and without TTP_PORT, or from another host."""
+    controller = start(token="of the job")
+    controller.save_dir = str(place)
+    controller.ranks(2, version=7)
+    until((place / "incidents" / FILE).exists)
+    monkeypatch.setenv("TTP_RUN_DIR", str(tmp_path / "elsewhere"))
+    monkeypatch.setenv("TTP_TOKEN", "of the job")
+    found = ttp("verdict", place)
+    assert (found.code, found.out) == (1, "running\n") and "2 of 2 ranks live" in found.err
+
+
 def test_a_job_whose_save_dir_was_moved_or_unmounted_under_it_runs_still(
     place: Path, ttp: Ttp, start: Callable[..., Controller], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ import pytest
 from tests.launch.conftest import FRESH
 from tests.ports import free_port
 from tests.waiting import until
+from ttp.cli.connection import find
 from ttp.config import Config
 from ttp.errors import ConfigError
 from ttp.launch.preparation import settled
@@ -245,6 +246,8 @@ def test_a_port_that_was_drawn_is_nobody_elses_until_the_job_is_over(
         monkeypatch.setenv(name, "")  # what is left there goes with the test
     with settled(Config(run_dir=str(tmp_path)), several_nodes=False) as job:
         assert job.port is not None
+        monkeypatch.setenv("TTP_PORT", "")
+        assert find(None, None, None).port == job.port, "`ttp status` with the TTP_RUN_DIR of the job alone"
         for _ in range(2):
             with socket.socket() as server:
                 server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -133,10 +133,13 @@ def _on_this_host(config: Config, address: str, port: int) -> str:
 def _port_of(config: Config) -> int | None:
     """Return the port of the job whose run directory the environment names; None: it names none."""
     from ttp.launch.ring import read_ring
+    from ttp.launch.run_dir import noted_port
     from ttp.wire.address import split
 
-    ring = read_ring(Path(config.run_dir)) if config.run_dir else None
-    return None if ring is None else split(ring.home)[1]
+    if not config.run_dir:
+        return None
+    ring = read_ring(Path(config.run_dir))
+    return noted_port(Path(config.run_dir)) if ring is None else split(ring.home)[1]
 
 
 def _only_local_job(address: str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -192,8 +193,7 @@ def _running(place: Path, launches: list[Launch], run_id: str | None) -> Verdict
     except ConfigError as problem:  # bad usage would exit with 64, which is a verdict
         complain(f"the controller of the last launch was not asked: {problem}")
         return None
-    for port in (None,) if os.environ.get("TTP_PORT") else known_ports():
-        now = _status(port)
+    for now in _statuses(launches, config):
         if now is None or now.run_id != (launches[-1].run_id if launches else run_id or now.run_id):
             continue
         alive = [rank.version for rank in now.ranks if rank.state in LIVES]
@@ -205,6 +205,16 @@ def _running(place: Path, launches: list[Launch], run_id: str | None) -> Verdict
     if launches and refuses_to_say(launches[-1], config):
         return Verdict(EXIT_RUNNING, NOT_ASKED.format(launches[-1].controller))
     return None
+
+
+def _statuses(launches: list[Launch], config: Config) -> Iterator[Any]:
+    """Yield what controllers answer: those of this host's jobs, and the one that led the last launch."""
+    for port in (None,) if os.environ.get("TTP_PORT") else known_ports():
+        yield _status(port)
+    from ttp.launch.other_jobs import status_of
+
+    with contextlib.suppress(TtpError, ValueError):  # in a run directory that the user has chosen its port is not known
+        yield status_of(launches[-1], config) if launches else None
 
 
 def _status(port: int | None) -> Any:

@@ -18,7 +18,7 @@ from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED, ConfigError
 from ttp.launch.log_format import formatter
 from ttp.launch.other_jobs import is_of_another_job
 from ttp.launch.ports import hold_port
-from ttp.launch.run_dir import prepare_run_dir
+from ttp.launch.run_dir import note_port, prepare_run_dir
 from ttp.launch.shared_token import new_token
 from ttp.launch.token_file import forget_token, write_token
 
@@ -137,6 +137,8 @@ def _settle(config: Config, several_nodes: bool) -> Config:
     run_dir = prepare_run_dir(config.resolved_run_dir())
     if config.token and not is_of_another_job(run_dir, config.token, config.port or 0):
         write_token(run_dir, config.token)
+    if config.run_dir and config.port:
+        note_port(run_dir, config.port)
     os.environ.update(TTP_PORT=str(config.port), TTP_TOKEN=config.token, TTP_RUN_DIR=str(run_dir))
     return dataclasses.replace(config, run_dir=str(run_dir))
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from pathlib import Path
 
 from ttp.errors import ConfigError
+from ttp.store.durable import replace_file
 
 JOURNALS_FILE = "journals"
+PORT_FILE = "port"
 
 
 def make_private(path: Path) -> None:
@@ -90,3 +93,16 @@ def journals_allowed(run_dir: Path) -> frozenset[str]:
     except (OSError, UnicodeDecodeError):
         return frozenset()
     return frozenset(filter(None, text.split("\0")))
+
+
+def note_port(run_dir: Path, port: int) -> None:
+    """Note the port of a job for commands: the name of a run directory that the user has chosen does not tell it."""
+    with contextlib.suppress(OSError):  # they can be told it by --port
+        replace_file(run_dir / PORT_FILE, str(port).encode())
+
+
+def noted_port(run_dir: Path) -> int | None:
+    """Return the port that ``note_port`` has noted last; None: there is none, or it cannot be read."""
+    with contextlib.suppress(OSError, ValueError):
+        return int((run_dir / PORT_FILE).read_bytes()[:8])
+    return None
