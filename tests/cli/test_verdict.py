@@ -14,6 +14,7 @@ from tests.cli.conftest import Controller, Ttp
 from tests.store.storage import fill, small_disk
 from tests.waiting import until
 from ttp.launch import other_jobs
+from ttp.launch.run_dir import note_port
 from ttp.launch.token_file import write_token
 from ttp.store.history import FILE, WORD, leave_word, line_of, read_word
 
@@ -118,6 +119,11 @@ def test_a_job_whose_run_directory_does_not_tell_its_port_is_found_by_its_histor
     monkeypatch.setenv("TTP_TOKEN", "of the job")
     found = ttp("verdict", place)
     assert (found.code, found.out) == (1, "running\n") and "2 of 2 ranks live" in found.err
+    (place / "incidents" / FILE).unlink()
+    assert ttp("verdict", place).code != 1
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    note_port(tmp_path / "elsewhere", controller.port)
+    assert ttp("verdict", place).code == 1, "the run directory tells it, as that of `ttp run` does"
 
 
 def test_a_job_whose_save_dir_was_moved_or_unmounted_under_it_runs_still(

@@ -209,12 +209,13 @@ def _running(place: Path, launches: list[Launch], run_id: str | None) -> Verdict
 
 def _statuses(launches: list[Launch], config: Config) -> Iterator[Any]:
     """Yield what controllers answer: those of this host's jobs, and the one that led the last launch."""
-    for port in (None,) if os.environ.get("TTP_PORT") else known_ports():
-        yield _status(port)
     from ttp.launch.other_jobs import status_of
 
-    with contextlib.suppress(TtpError, ValueError):  # in a run directory that the user has chosen its port is not known
-        yield status_of(launches[-1], config) if launches else None
+    named = (None,) if os.environ.get("TTP_PORT") or os.environ.get("TTP_RUN_DIR") else ()
+    for port in named or known_ports():
+        yield _status(port)
+    with contextlib.suppress(TtpError, ValueError):
+        yield status_of(launches[-1], config)[0] if launches else None
 
 
 def _status(port: int | None) -> Any:

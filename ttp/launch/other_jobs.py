@@ -82,17 +82,18 @@ def _await_end(launch: Launch, save_dir: Path, config: Config) -> Any:
 def _status(launch: Launch, save_dir: Path, config: Config) -> Any:
     """Ask the controller that led a launch for its status; return None if its job does not run, or cannot be asked."""
     try:
-        if (status := status_of(launch, config)) is not None:
+        status, listening = status_of(launch, config)
+        if status is not None:
             return status if _runs(status, launch, save_dir) else None
-        if refuses_to_say(launch, config):
+        if listening and refuses_to_say(launch, config):
             log.warning(NOT_ASKED, launch.controller, launch.run_id, save_dir)
     except Exception as problem:  # a failing check must not keep a job from starting
         log.debug("cannot ask the controller of an earlier launch at %s: %s", launch.controller, problem)
     return None
 
 
-def status_of(launch: Launch, config: Config) -> Any:
-    """Return the status that a controller gives where that of ``launch`` was; None: none listens, or none may be asked.
+def status_of(launch: Launch, config: Config) -> tuple[Any, bool]:
+    """Ask for the status where the controller of ``launch`` was; return it, or None, and whether something listens.
 
     Raises:
         ValueError: ``launch`` has no such address.
@@ -101,7 +102,7 @@ def status_of(launch: Launch, config: Config) -> Any:
     addresses = dict.fromkeys((LOOPBACK, host) if is_local(host) else (host,))
     served = [address for address in addresses if listens(address, port, CONNECT_S)]
     asked = (ask_status(address, port, token) for address in served for token in _tokens(config, port))
-    return next((status for status in asked if status is not None), None)
+    return next((status for status in asked if status is not None), None), bool(served)
 
 
 def refuses_to_say(launch: Launch, config: Config) -> bool:
