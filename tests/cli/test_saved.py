@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.cli.conftest import SaveDir, Ttp
 from tests.damage import flip
+from ttp.cli import verify
+from ttp.store import catalog, manifest
+from ttp.store.digest import digest_bytes
 
 
 def keys_in_help(ttp: Ttp, command: str) -> set[str]:
@@ -239,6 +243,42 @@ def test_verify_notes_what_nobody_vouches_for(ttp: Ttp, save_dir: SaveDir) -> No
     assert said.code == 0
     assert "stranger is not in the manifest" in said.out
     assert ttp("verify", path, "--json").json["checkpoints"][0]["notes"] == ["stranger is not in the manifest"]
+
+
+def test_verify_parses_each_manifest_once(ttp: Ttp, save_dir: SaveDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of ten thousand pieces takes seconds."""
+    parsed: list[str] = []
+    parse = manifest._parse
+
+    def counted(data: bytes, path: Path) -> manifest.Manifest:
+        parsed.append(path.parent.name)
+        return parse(data, path)
+
+    monkeypatch.setattr(manifest, "_parse", counted)
+    names = [save_dir.checkpoint(version).name for version in (9, 12)]
+    parsed.clear()
+    assert ttp("verify", save_dir.path, "--all").code == 0
+    assert sorted(parsed) == sorted(names)
+
+
+def test_verify_reads_what_has_replaced_a_checkpoint(
+    ttp: Ttp, save_dir: SaveDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job may save a version again while its checkpoints are being read."""
+    path = save_dir.checkpoint(12)
+
+    def scanned(directory: Path) -> list[catalog.CatalogEntry]:
+        found = catalog.scan(directory)
+        before = manifest.Manifest.load(path)
+        first, *others = before.pieces
+        (path / first.file).write_bytes(data := b"saved again")
+        first = replace(first, size=len(data), digest=digest_bytes(data))
+        (path / manifest.MANIFEST).write_text(replace(before, pieces=(first, *others)).to_json())
+        return found
+
+    monkeypatch.setattr(verify, "scan", scanned)
+    said = ttp("verify", save_dir.path)
+    assert said.code == 0, said.out
 
 
 def test_verify_nothing(ttp: Ttp, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,10 +13,10 @@ from ttp.cli.directories import CheckpointOrDir, bears_name, existing, fallback_
 from ttp.cli.output import Json, bars, complain, fields_of, print_json, say, size_text
 from ttp.core.layout import Version
 from ttp.errors import CheckpointError
-from ttp.store import names
 from ttp.store.catalog import CatalogEntry, look, restorable, scan
-from ttp.store.manifest import Manifest
-from ttp.store.verify import unlisted_files, verify_checkpoint
+from ttp.store.digest import Watch
+from ttp.store.manifest import Manifest, manifest_digest
+from ttp.store.verify import name_problems, piece_problems, unlisted_files
 from ttp.store.walk import ATTEMPTS
 
 NOTES_SHOWN_MAX = 20
@@ -100,7 +99,7 @@ def _read(entries: list[CatalogEntry], *, everything: bool) -> list[Finding]:
     attempts = ATTEMPTS
     with bars() as watch:
         for entry in entries:
-            findings.append(examine(entry.path, watch(entry.path.name, _size(entry.path))))
+            findings.append(examine(entry, watch))
             attempts -= entry.manifest is not None
             if not everything and (findings[-1].whole or attempts == 0):
                 break
@@ -123,23 +122,30 @@ def _elsewhere(given: Path) -> list[CatalogEntry]:
         return []
 
 
-def _size(path: Path) -> int:
-    manifest = Manifest.load_or_none(path)
-    return manifest.size if manifest is not None else 0
+def examine(entry: CatalogEntry, watch: Watch) -> Finding:
+    """Read one checkpoint to its last byte.
 
-
-def examine(path: Path, progress: Callable[[int], None] | None = None) -> Finding:
-    """Read one checkpoint to its last byte. ``progress`` is called with the number of bytes just read."""
-    draft = names.parse_draft_name(path.name)
-    if draft is not None:
-        return Finding(path, draft[0], 0, ("it is a draft: it was never committed, and is never restored",), ())
-    version = names.parse_checkpoint_name(path.name)
-    problems = tuple(verify_checkpoint(path, progress))
+    Args:
+        entry: the checkpoint, as ``scan`` or ``look`` has found it.
+        watch: takes a name and a number of bytes, and returns what is called with the number of bytes just read.
+    """
+    path = entry.path
+    if entry.kind == "draft":
+        return Finding(path, entry.version, 0, ("it is a draft: it was never committed, and is never restored",), ())
     try:
-        manifest = Manifest.load(path)
+        manifest = _manifest_of(entry)
     except CheckpointError as problem:
-        return Finding(path, version, 0, problems or (str(problem),), ())
+        return Finding(path, entry.version, 0, (str(problem),), ())
+    pieces = piece_problems(path, manifest, watch(path.name, manifest.size))
+    problems = (*name_problems(path, manifest), *pieces)
     return Finding(path, manifest.version, manifest.size, problems, tuple(unlisted_files(path, manifest)))
+
+
+def _manifest_of(entry: CatalogEntry) -> Manifest:
+    """Return the present manifest. It is parsed again only if it has changed: one of 10,000 pieces takes seconds."""
+    if entry.manifest is not None and manifest_digest(entry.path) == entry.manifest_digest:
+        return entry.manifest
+    return Manifest.load(entry.path)
 
 
 def describe(finding: Finding) -> dict[str, Any]:
