@@ -30,6 +30,7 @@ from ttp.core.controller.incident import Incident
 from ttp.core.controller.machine import ControllerMachine
 from ttp.core.layout import Rank, ranks_text
 from ttp.errors import EXIT_BAD_CONFIG
+from ttp.launch.presence import LIVES
 from ttp.mindio.manager_service import SERVICE as MANAGER_SERVICE
 from ttp.mindio.manager_service import ManagerService
 from ttp.wire import limits, tls
@@ -121,7 +122,7 @@ class ControllerService(rpc.ControllerServicer):
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
         """See the proto."""
-        return status_of(self._driver)
+        return status_of(self._driver, brief=request.brief)
 
     async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.Event]:
         """See the proto."""
@@ -214,8 +215,8 @@ class ControllerService(rpc.ControllerServicer):
         )
 
 
-def status_of(driver: Driver) -> pb.GetStatusResponse:
-    """Return the present status of the job, its ranks and the last incident."""
+def status_of(driver: Driver, *, brief: bool = False) -> pb.GetStatusResponse:
+    """Return the present status of the job, its ranks and the last incident; ``brief``: without groups and ranks."""
     machine, now = driver.machine, time.monotonic()
     job = machine.job
     response = pb.GetStatusResponse(
@@ -233,8 +234,9 @@ def status_of(driver: Driver) -> pb.GetStatusResponse:
         stage=machine.stage,
         pid=os.getpid(),
         uptime_s=now - driver.started_at,
+        attached=any(rank_state(machine, rank) in LIVES for rank in job.live),
     )
-    if job.layout is not None:
+    if job.layout is not None and not brief:
         response.groups.extend(pb.ShardGroup(name=s, ranks=ranks) for s, ranks in job.layout.groups.items())
         response.ranks.extend(_rank_status(driver, Rank(r), now) for r in range(job.layout.world_size))
     incident = machine.incident or machine.rescue.last

@@ -83,6 +83,21 @@ def test_status_names_ranks_groups_and_stage(controller: Controller) -> None:
     assert [(g.name, list(g.ranks)) for g in status.groups] == [("model", [0, 1])]
 
 
+def test_a_brief_status_says_of_all_ranks_together_whether_one_trains(controller: Controller) -> None:
+    def brief() -> pb.GetStatusResponse:
+        request = pb.GetStatusRequest(brief=True)
+        answer: pb.GetStatusResponse = controller.stub.GetStatus(request, metadata=controller.metadata, timeout=10)
+        return answer
+
+    assert not brief().attached
+    rank = controller.rank(0)
+    rank.expect(m.Welcome)
+    now = brief()
+    assert (now.attached, now.world_size, len(now.ranks), len(now.groups)) == (True, 2, 0, 0)
+    rank.drop()
+    until(lambda: not brief().attached)
+
+
 @pytest.mark.parametrize(
     "report",
     [

@@ -184,7 +184,8 @@ def _running(place: Path, launches: list[Launch], run_id: str | None) -> Verdict
 
     Without a launch, ask about any job that saves to ``place``, as its records may have been moved away.
     """
-    from ttp.launch.other_jobs import LIVES, refuses_to_say
+    from ttp.launch.other_jobs import refuses_to_say
+    from ttp.launch.presence import LIVES
 
     if launches and launches[-1].code is not None:
         return None

@@ -16,7 +16,7 @@ from typing import Any
 
 from ttp.config import Config
 from ttp.errors import ConfigError, DirectoryInUseError
-from ttp.launch.presence import ask_status, is_local, listens, probe
+from ttp.launch.presence import LIVES, ask_status, is_local, listens, probe
 from ttp.launch.token_file import read_token
 from ttp.store.history import Launch, read_launches
 from ttp.wire.access import LOOPBACK
@@ -37,8 +37,6 @@ NOT_ASKED = (
     "a controller listens at %s, where that of run %s was, which has recorded no end and saves to %s; it requires a "
     "token that this job does not have. If that job runs, stop it, or give this one a save_dir of its own"
 )
-LIVES = frozenset({"live", "frozen"})
-"""States of a rank, as `ttp status` names them, whose process is part of the job."""
 
 
 def refuse_shared(save_dir: Path, config: Config, run_id: str) -> None:
@@ -101,7 +99,7 @@ def status_of(launch: Launch, config: Config) -> tuple[Any, bool]:
     host, port = split(launch.controller)
     addresses = dict.fromkeys((LOOPBACK, host) if is_local(host) else (host,))
     served = [address for address in addresses if listens(address, port, CONNECT_S)]
-    asked = (ask_status(address, port, token) for address in served for token in _tokens(config, port))
+    asked = (ask_status(host, port, token, brief=False) for host in served for token in _tokens(config, port))
     return next((status for status in asked if status is not None), None), bool(served)
 
 

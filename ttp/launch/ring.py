@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ttp.inbox import Inbox
-from ttp.launch.presence import PROBE_S, ask_status
+from ttp.launch.presence import PROBE_S, ask_status, attached
 from ttp.launch.run_dir import make_private
 from ttp.store.durable import replace_file
 from ttp.wire.address import split
@@ -127,7 +127,7 @@ def reigning(around: Iterable[str], token: str, timeout_s: float = PROBE_S) -> t
         timeout_s: seconds that a controller may take to answer.
 
     Returns:
-        Address and status (``GetStatusResponse``); None if no controller answers.
+        Address and status (``GetStatusResponse``, without ranks); None if no controller answers.
     """
     found: list[tuple[str, Any]] = []
     ends = [time.monotonic() + timeout_s]
@@ -167,7 +167,7 @@ def ask_everybody(
 def job_is_busy(around: Iterable[str], token: str) -> bool:
     """Return whether a rank is still connected and trains or saves. False if no controller answers."""
     found = reigning(around, token)
-    return found is not None and _attached(found[1])
+    return found is not None and attached(found[1])
 
 
 def rescue_goes_on(around: Iterable[str], token: str) -> bool:
@@ -176,13 +176,9 @@ def rescue_goes_on(around: Iterable[str], token: str) -> bool:
     return found is not None and found[1].last_incident.stage not in ("", "released", "closed")
 
 
-def _attached(status: Any) -> bool:
-    return any(rank.state in ("live", "frozen") for rank in status.ranks)
-
-
 def _standing(status: Any) -> tuple[bool, bool, int, int]:
     """Return a key that sorts the statuses of controllers; the highest is that of the one that leads."""
-    return _attached(status), status.world_size > 0, status.incarnation, status.term
+    return attached(status), status.world_size > 0, status.incarnation, status.term
 
 
 def _ask(place: str, ask: Callable[[str, int], Any]) -> Any:

@@ -1849,9 +1849,15 @@ class GetStatusRequest(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    BRIEF_FIELD_NUMBER: builtins.int
+    brief: builtins.bool
+    """without groups and ranks, of which a large job has very many"""
     def __init__(
         self,
+        *,
+        brief: builtins.bool = ...,
     ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["brief", b"brief"]) -> None: ...
 
 global___GetStatusRequest = GetStatusRequest
 
@@ -1962,6 +1968,7 @@ class GetStatusResponse(google.protobuf.message.Message):
     STAGE_FIELD_NUMBER: builtins.int
     PID_FIELD_NUMBER: builtins.int
     UPTIME_S_FIELD_NUMBER: builtins.int
+    ATTACHED_FIELD_NUMBER: builtins.int
     ttp_version: builtins.str
     term: builtins.int
     run_id: builtins.str
@@ -1977,6 +1984,8 @@ class GetStatusResponse(google.protobuf.message.Message):
     """waiting, forming, training, or the stage of the open incident"""
     pid: builtins.int
     uptime_s: builtins.float
+    attached: builtins.bool
+    """whether a rank is connected that trains or saves"""
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ShardGroup]: ...
     @property
@@ -2005,9 +2014,10 @@ class GetStatusResponse(google.protobuf.message.Message):
         stage: builtins.str = ...,
         pid: builtins.int = ...,
         uptime_s: builtins.float = ...,
+        attached: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_copied_version", b"_copied_version", "copied_version", b"copied_version", "last_incident", b"last_incident"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_copied_version", b"_copied_version", "copied_version", b"copied_version", "false_alarms", b"false_alarms", "framework", b"framework", "groups", b"groups", "incarnation", b"incarnation", "incidents_total", b"incidents_total", "last_incident", b"last_incident", "pid", b"pid", "ranks", b"ranks", "run_id", b"run_id", "save_dir", b"save_dir", "stage", b"stage", "standbys", b"standbys", "term", b"term", "ttp_version", b"ttp_version", "uptime_s", b"uptime_s", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_copied_version", b"_copied_version", "attached", b"attached", "copied_version", b"copied_version", "false_alarms", b"false_alarms", "framework", b"framework", "groups", b"groups", "incarnation", b"incarnation", "incidents_total", b"incidents_total", "last_incident", b"last_incident", "pid", b"pid", "ranks", b"ranks", "run_id", b"run_id", "save_dir", b"save_dir", "stage", b"stage", "standbys", b"standbys", "term", b"term", "ttp_version", b"ttp_version", "uptime_s", b"uptime_s", "world_size", b"world_size"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_copied_version", b"_copied_version"]) -> typing.Literal["copied_version"] | None: ...
 
 global___GetStatusResponse = GetStatusResponse
