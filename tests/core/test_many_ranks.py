@@ -15,7 +15,7 @@ from ttp.core.controller import planning
 from ttp.core.controller.events import LauncherSaid
 from ttp.core.controller.membership import Member
 from ttp.core.decide import NoPlan, Plan, decide
-from ttp.core.layout import Layout, Rank
+from ttp.core.layout import Layout, Rank, Shard, Version
 from ttp.testing.scenario import grid
 
 
@@ -60,6 +60,28 @@ def test_no_plan_is_made_again_for_each_of_a_thousand_streams_that_end(decided: 
         talk.frozen(rank, 7)
     assert "[plan]" in talk.after(0.05)
     assert len(decided) <= 4
+
+
+def test_no_plan_is_made_again_for_each_of_a_thousand_newer_versions(decided: list[int]) -> None:
+    """The ranks that were one update ahead were cut off, and come back while the older version is being saved."""
+    talk = Talk(grid(500, 2))
+    talk.fault(999)
+    for rank in range(1000):
+        talk.frozen(rank, 8 if rank < 500 else 7, together=True, has_preimage=True)
+    talk.all_said()
+    assert talk.incident.plan and talk.incident.plan.version == 8
+    for rank in range(1, 500):
+        talk.lost(rank)
+    talk.after(0.05)
+    assert talk.incident.plan.version == 7
+    for rank in range(1, 500):
+        talk.back(rank, incident=talk.id, version=8)
+    before = len(decided)
+    for rank in range(1, 500):
+        talk.frozen(rank, 8, together=True, has_preimage=True)
+    talk.all_said()
+    assert talk.incident.plan.version == 8
+    assert len(decided) - before <= 4
 
 
 def test_savers_that_the_storage_refuses_at_once_are_replaced_together(decided: list[int]) -> None:
@@ -117,6 +139,24 @@ def calls_of_a_burst(ranks: int) -> int:
 def test_a_burst_of_returning_ranks_costs_each_of_them_the_same() -> None:
     """What runs after every event may not iterate over all lost, accused or writing ranks."""
     assert calls_of_a_burst(400) < 2.2 * calls_of_a_burst(200)
+
+
+def calls_of_a_decision(shards: int) -> int:
+    """Return the number of calls in a decision about shards of which the third copies differ and hold NaN."""
+    layout = grid(shards, 3)
+    answers = [
+        Answer(Rank(r), Version(7), digests={Shard(f"s{r % shards}"): f"{r // (2 * shards)}"}, bad=r >= 2 * shards)
+        for r in range(3 * shards)
+    ]
+    plans: list[Plan | NoPlan] = []
+    calls = calls_in(lambda: plans.append(decide(layout, answers)))
+    (plan,) = plans
+    assert isinstance(plan, Plan) and len(plan.odd) == len(plan.assignments) == shards and "NaN" in plan.reason
+    return calls
+
+
+def test_a_decision_costs_each_shard_the_same() -> None:
+    assert calls_of_a_decision(200) < 2.2 * calls_of_a_decision(100)
 
 
 def calls_of_lost_savers(shards: int) -> int:

@@ -221,7 +221,7 @@ class _Known:
         """Return the plan of a version that is complete in every shard."""
         wanted = {s: ranks for s, ranks in copies.items() if self.written.get(s) != version}
         assignments, verdict = self._assign(wanted, version, kept), self.verdict
-        distrusted = {s for s, odd in verdict.odd.items() if any(a.shard == s and a.rank in odd for a in assignments)}
+        distrusted = {a.shard for a in assignments if a.rank in verdict.odd.get(a.shard, ())}
         disputed = tuple(sorted({*verdict.disputed, *distrusted}))
         brought = any(a.how is How.KEPT for a in assignments)
         lost = max(0, max(a.version for a in self.by_rank.values()) - version) if brought else 0
@@ -282,7 +282,7 @@ class _Known:
             )
         bad = [r for r, answer in self.by_rank.items() if answer.bad]
         if bad:
-            used = [a.rank for a in assignments if a.rank in bad]
+            used = any(self.by_rank[a.rank].bad for a in assignments)
             extra.append(f"NaN or Inf on {ranks_text(bad)}" + (", saved as it is" if used else ", not used"))
         return f"version {version} is the newest that is whole in every shard ({'; '.join([states, *extra])})"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ttp.core import messages as m
@@ -52,6 +52,8 @@ class Planner:
         self.program = ProgramRecovery()
         """Leads jobs that save and repair themselves."""
         self._job, self._timeouts = job, timeouts
+        self._newer: set[Rank] = set()
+        """Ranks whose answers have come since ``improved_by`` was called, with a newer version than the planned one."""
 
     # ------------------------------------------------------------------------------------------------------------- time
 
@@ -147,15 +149,22 @@ class Planner:
             return False
         return incident.waits("hope", self._timeouts.hope_s, now)
 
-    def improves(self, incident: Incident, answer: m.Frozen) -> bool:
-        """Return whether with this late answer a newer version than the planned one can be saved."""
-        plan, clean = incident.plan, answer.final and answer.phase is not m.Phase.TORN
-        if plan is None or not clean or answer.version <= plan.version:
-            return False
-        if incident.stage in (Stage.FREEZING, Stage.PROGRAM):
-            return False
+    def heard(self, incident: Incident, ranks: Iterable[Rank], answer: m.Frozen) -> None:
+        """Note a new answer of these ranks, for ``improved_by``."""
+        clean = answer.final and answer.phase is not m.Phase.TORN
+        if clean and incident.plan is not None and answer.version > incident.plan.version:
+            self._newer.update(ranks)
+
+    def improved_by(self, incident: Incident) -> set[Rank]:
+        """Return the ranks with whose late answers a newer version than the planned one can be saved; else no rank.
+
+        Called once for all answers that came together: a plan for each of thousands would take minutes.
+        """
+        newer, self._newer = self._newer, set()
+        if not newer or incident.plan is None or incident.stage not in (Stage.SAVING, Stage.COMMITTING, Stage.SAVED):
+            return set()
         verdict = self.decide(incident)
-        return isinstance(verdict, Plan) and verdict.version > plan.version
+        return newer if isinstance(verdict, Plan) and verdict.version > incident.plan.version else set()
 
     # ------------------------------------------------------------------------------------------------------------- plan
 

@@ -181,11 +181,7 @@ class Rescue:
             self._outbox.send_alike(ranks, order)
         if incident is None or answer.incident != incident.id or incident.stage is Stage.RELEASED:
             return
-        news = self._freezing.take(incident, ranks, answer, now)
-        if news and self._planner.improves(incident, answer):
-            self._shadow.leave(incident)
-            incident.enter(Stage.FREEZING, f"a newer version has come from {ranks_text(news)}")
-            incident.committer, incident.again_until = None, NEVER
+        self._planner.heard(incident, self._freezing.take(incident, ranks, answer, now), answer)
 
     # ----------------------------------------------------------------------------------------------------------- time
 
@@ -233,6 +229,10 @@ class Rescue:
             Stage.SAVED: self._maybe_end,
             Stage.RELEASED: self._maybe_close,
         }
+        if (incident := self.incident) is not None and (newer := self._planner.improved_by(incident)):
+            self._shadow.leave(incident)
+            incident.enter(Stage.FREEZING, f"a newer version has come from {ranks_text(newer)}")
+            incident.committer, incident.again_until = None, NEVER
         before = None
         while self.incident is not None and self.incident.stage is not before:
             before = self.incident.stage
