@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.core.talk import Talk, Wide
+from tests.core.talk import PATIENCE, Talk, Wide
 from ttp.core import messages as m
 from ttp.core.answer import Answer
 from ttp.core.controller import planning
@@ -82,6 +82,33 @@ def test_no_plan_is_made_again_for_each_of_a_thousand_newer_versions(decided: li
     talk.all_said()
     assert talk.incident.plan.version == 8
     assert len(decided) - before <= 4
+
+
+def test_no_rank_is_given_up_while_others_that_were_lost_with_it_come_back() -> None:
+    """A controller on a busy host needs longer for their hellos than the grace lasts. Rank 0 has died."""
+    talk = Talk(grid(1, 300))
+    for rank in range(250):
+        talk.lost(rank)
+    for rank in range(1, 250):
+        talk.now += 0.01
+        talk.back(rank)
+    assert not talk.machine.job.broken
+    due = talk.machine.deadline()
+    assert due == talk.now + PATIENCE.grace_s
+    assert "[evidence]" not in talk.after(0.9) and not talk.machine.job.broken
+    talk.after(0.2)
+    assert talk.machine.job.broken == {0}
+
+
+def test_ranks_that_come_and_go_keep_no_dead_rank_alive() -> None:
+    talk = Talk(grid(1, 300))
+    for rank in range(250):
+        talk.lost(rank)
+    while not talk.machine.job.broken:
+        talk.now += 0.5
+        assert talk.now < 2 * PATIENCE.partition_s
+        talk.back(1)
+        talk.lost(1)
 
 
 def test_savers_that_the_storage_refuses_at_once_are_replaced_together(decided: list[int]) -> None:

@@ -87,6 +87,7 @@ class ControllerMachine:
         self.stand_in = StandIn(timeouts, new_id, parts.rescue.meanwhile)
         """Saves for ranks whose own controller is silent, independently of the job that this controller leads."""
         self._suspected = 0  # the most suspects at one time since there last were none
+        self._suspects_left, self._back_at = 0, now  # number of suspects, and when one of very many has come back
         self._unsettled = False
 
     # ----------------------------------------------------------------------------------------------------------- events
@@ -170,7 +171,7 @@ class ControllerMachine:
         yield from self._end.deadlines()
         yield from self._admission.gathering.deadlines()
         if self.job.suspects:
-            yield next(iter(self.job.suspects.values())) + self._grace_s
+            yield self._grace_ends
         quiet = self._parts.silence.deadline()
         if quiet is not None:
             yield quiet
@@ -340,11 +341,25 @@ class ControllerMachine:
             grace_s = max(grace_s, self.timeouts.partition_s)
         return ev.in_queue(grace_s, self._suspected)
 
+    @property
+    def _grace_ends(self) -> float:
+        """Return when the rank that was lost first counts as dead.
+
+        If very many were lost at once, not while others come back: their hellos may wait unread, behind one another.
+        """
+        since, most_s = next(iter(self.job.suspects.values())), ev.in_queue(self.timeouts.partition_s, self._suspected)
+        many = self._suspected > ev.QUEUE_FROM
+        longer = min(self._back_at + self.timeouts.grace_s, since + most_s) if many else since
+        return max(since + self._grace_s, longer)
+
     def _expire(self, now: float) -> None:
         self._parts.layouts.expire(now)
         self._suspected = max(self._suspected, len(self.job.suspects)) if self.job.suspects else 0
-        while self.job.suspects and now >= next(iter(self.job.suspects.values())) + self._grace_s:
+        if len(self.job.suspects) < self._suspects_left and self._suspected > ev.QUEUE_FROM:
+            self._back_at = now
+        while self.job.suspects and now >= self._grace_ends:
             self.job.fence(next(iter(self.job.suspects)), f"its stream did not come back within {self._grace_s:g} s")
+        self._suspects_left = len(self.job.suspects)
         self._admission.gathering.expire(now)
         self._parts.silence.check(now)
         self.rescue.expire(now)
