@@ -22,14 +22,13 @@ from tests.ports import taken
 from tests.waiting import until
 from ttp.config import Config
 from ttp.errors import EXIT_PORT_TAKEN, ConfigError
-from ttp.launch import controller_keeper, presence
+from ttp.launch import controller_keeper
 from ttp.launch import controller_process as subject
 from ttp.launch.controller_keeper import ControllerKeeper
 from ttp.launch.host import Host
 from ttp.launch.presence import Presence, is_local, listeners, listens, may_be_bound, port_owner, probe
 from ttp.launch.ring import Ring, job_is_busy, write_ring
 from ttp.wire.address import target
-from ttp.wire.v1.controller_pb2 import GetStatusResponse
 
 HERE = Path(__file__).parent
 TOKEN = "sesame"
@@ -81,20 +80,6 @@ def test_nobody(unused_port: int) -> None:
 def test_a_stranger_is_named(stranger: int) -> None:
     assert probe("127.0.0.1", stranger, TOKEN, timeout_s=0.3) == "other"
     assert port_owner(stranger) == f"pid {os.getpid()} ({psutil.Process().name()})"
-
-
-def test_a_launcher_does_not_ask_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thousand launchers ask at once when a job ends, and a list of ten thousand ranks takes the controller 30 ms."""
-    asked: list[Any] = []
-
-    def ask(_address: str, _port: int, _token: str, _method: str, request: Any, _timeout_s: float) -> Any:
-        asked.append(request)
-        return GetStatusResponse(world_size=10_000, attached=True)
-
-    monkeypatch.setattr(presence, "ask", ask)
-    assert job_is_busy(["127.0.0.1:5"], TOKEN)
-    assert presence.controller_pid("127.0.0.1", 5, TOKEN) == 0
-    assert [request.brief for request in asked] == [True, True]
 
 
 def test_addresses() -> None:

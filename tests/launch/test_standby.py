@@ -14,10 +14,12 @@ import pytest
 from tests.ports import free_port
 from ttp.config import Config
 from ttp.errors import ConfigError
-from ttp.launch import standby
+from ttp.launch import presence, standby
 from ttp.launch.controller_process import start_controller
 from ttp.launch.presence import controller_pid
+from ttp.launch.ring import job_is_busy
 from ttp.wire.address import split
+from ttp.wire.v1.controller_pb2 import GetStatusResponse
 
 
 def test_one_that_cannot_be_asked_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,3 +85,17 @@ def test_one_whose_rank_has_ended_makes_way(
     assert first == f"127.0.0.1:{config.port}"
     assert standby.start_standby(config, tmp_path, "127.0.0.1", "") == first
     assert started[0].wait(60) == 0 and controller_pid(*split(first), "secret") == started[1].pid
+
+
+def test_who_looks_for_a_controller_does_not_ask_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand launchers look at once when a job restarts, and a list of ten thousand ranks takes 30 ms."""
+    asked: list[Any] = []
+
+    def ask(_address: str, _port: int, _token: str, _method: str, request: Any, _timeout_s: float) -> Any:
+        asked.append(request)
+        return GetStatusResponse(world_size=10_000, attached=True)
+
+    monkeypatch.setattr(presence, "ask", ask)
+    assert job_is_busy(["127.0.0.1:5"], "secret")
+    assert controller_pid("127.0.0.1", 5, "secret") == 0
+    assert [request.brief for request in asked] == [True, True]
