@@ -113,7 +113,7 @@ def test_a_job_whose_run_directory_does_not_tell_its_port_is_found_by_its_histor
     """Such as a job with TTP_RUN_DIR and without TTP_PORT, or from another host."""
     controller = start(token="of the job")
     controller.save_dir = str(place)
-    controller.ranks(2, version=7)
+    controller.form(2, version=7)
     until((place / "incidents" / FILE).exists)
     monkeypatch.setenv("TTP_RUN_DIR", str(tmp_path / "elsewhere"))
     monkeypatch.setenv("TTP_TOKEN", "of the job")
@@ -134,7 +134,7 @@ def test_a_job_whose_save_dir_was_moved_or_unmounted_under_it_runs_still(
     controller = start(TTP_SAVE_DIR=str(save_dir))
     controller.save_dir = str(save_dir)
     monkeypatch.setenv("TTP_PORT", str(controller.port))
-    controller.ranks(2, version=7)
+    controller.form(2, version=7)
     history = save_dir / "incidents" / FILE
     until(lambda: history.exists() and "formed" in history.read_text())
     save_dir.rename(moved)
