@@ -254,7 +254,7 @@ def rank_state(machine: ControllerMachine, rank: Rank) -> str:
         return "done" if member.done else "released"
     if rank not in machine.job.live:
         return "lost"
-    if machine.incident is not None and machine.incident.answered(rank):
+    if machine.incident is not None and machine.incident.ranks.answered(rank):
         return "frozen"
     return "broken" if member.broken else "live"
 
@@ -278,13 +278,14 @@ def _rank_status(driver: Driver, rank: Rank, now: float) -> pb.RankStatus:
 
 
 def _incident_status(incident: Incident, *, open_now: bool, now: float) -> pb.IncidentStatus:
+    plan, released = incident.draft.plan, incident.released
     return pb.IncidentStatus(
         id=incident.id,
         stage=incident.stage.value if open_now else "closed",
         cause=incident.cause,
-        version=incident.plan.version if incident.plan else 0,
+        version=plan.version if plan else 0,
         outcome=incident.outcome,
-        reason=incident.plan.reason if incident.plan else incident.release_text,
+        reason=plan.reason if plan else released.text if released else "",
         path=incident.path,
         opened_unix_s=time.time() - (now - incident.opened_at),
     )

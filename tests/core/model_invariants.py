@@ -67,7 +67,7 @@ class Invariants:
 
     @staticmethod
     def _offered(incident: Incident, copy: Answer) -> Answer:
-        said = incident.answers.get(copy.rank)
+        said = incident.ranks.answers.get(copy.rank)
         if said is None or not said.final or said.version != copy.version:
             return copy
         return replace(copy, has_gradient=said.has_gradient, has_preimage=said.has_preimage)

@@ -124,7 +124,7 @@ def test_a_stream_that_was_replaced_says_nothing() -> None:
     talk.back(1)
     answer = m.Frozen(m.SEVERAL, talk.id, Version(7), m.Phase.IDLE, final=True)
     talk.event(ReceivedAlike(((ConnectionId(talk.streams[0]), Rank(0)), (old, Rank(1))), answer))
-    assert talk.incident.waiting == {1} and list(talk.incident.answers) == [0]
+    assert talk.incident.ranks.waiting == {1} and list(talk.incident.ranks.answers) == [0]
 
 
 def test_all_who_write_are_seen_to_write() -> None:
@@ -135,7 +135,7 @@ def test_all_who_write_are_seen_to_write() -> None:
         talk.frozen(rank, 7)
     talk.now = 2.0
     say(talk, (0, 1), m.Heartbeat(m.SEVERAL, Version(7), m.Phase.IDLE, written=5))
-    assert talk.incident.progress == {0: (5, 2.0), 1: (5, 2.0)}
+    assert talk.incident.draft.progress == {0: (5, 2.0), 1: (5, 2.0)}
 
 
 def test_who_is_asked_again_puts_off_nobody() -> None:
@@ -143,4 +143,4 @@ def test_who_is_asked_again_puts_off_nobody() -> None:
     talk.accuse(2, m.FaultKind.EXITED)
     talk.now = 3.0
     talk.back(1)
-    assert talk.incident.expire_check_at == PATIENCE.answer_s
+    assert talk.incident.ranks.expire_check_at == PATIENCE.answer_s

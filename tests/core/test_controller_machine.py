@@ -69,7 +69,7 @@ def test_answers_that_come_together_are_all_taken_before_anything_follows_from_t
     assert [alone.frozen(rank, version) for rank, version in ((1, 7), (2, 8))] == ["[answer]", "[answer] [plan] Save:2"]
 
     assert [talk.frozen(r, v, together=True) for r, v in ((1, 7), (2, 8), (3, 9))] == ["[answer]"] * 3
-    assert talk.incident.plan is None
+    assert talk.incident.draft.plan is None
     assert talk.all_said() == "[plan] Save:3"  # alone, 9 would have come too late
     assert talk.all_said() == ""
 

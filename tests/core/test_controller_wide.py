@@ -232,7 +232,7 @@ def test_savers_that_die_one_after_the_other_are_replaced_together() -> None:
     for rank in range(ranks):
         talk.frozen(rank, 7)
     incident = talk.machine.incident
-    assert incident is not None and incident.plan is not None
+    assert incident is not None and incident.draft.plan is not None
     plans = 0
     for rank in range(ranks // 2 - 1):
         plans += "[plan]" in talk.accuse(rank, m.FaultKind.EXITED)
@@ -241,8 +241,8 @@ def test_savers_that_die_one_after_the_other_are_replaced_together() -> None:
     due = talk.machine.deadline()
     assert due is not None and due <= talk.now + REPLAN_MAX_S
     talk.after(due - talk.now)
-    assert not incident.dropped and incident.stage.value == "saving"
-    assert all(rank >= ranks // 2 - 1 for rank in incident.pending), "whoever is dead is asked for nothing"
+    assert not incident.draft.dropped and incident.stage.value == "saving"
+    assert all(rank >= ranks // 2 - 1 for rank in incident.draft.pending), "whoever is dead is asked for nothing"
 
 
 def test_ten_thousand_answers_are_given_the_time_to_be_read() -> None:

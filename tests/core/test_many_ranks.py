@@ -69,18 +69,18 @@ def test_no_plan_is_made_again_for_each_of_a_thousand_newer_versions(decided: li
     for rank in range(1000):
         talk.frozen(rank, 8 if rank < 500 else 7, together=True, has_preimage=True)
     talk.all_said()
-    assert talk.incident.plan and talk.incident.plan.version == 8
+    assert talk.incident.draft.plan and talk.incident.draft.plan.version == 8
     for rank in range(1, 500):
         talk.lost(rank)
     talk.after(0.05)
-    assert talk.incident.plan.version == 7
+    assert talk.incident.draft.plan.version == 7
     for rank in range(1, 500):
         talk.back(rank, incident=talk.id, version=8)
     before = len(decided)
     for rank in range(1, 500):
         talk.frozen(rank, 8, together=True, has_preimage=True)
     talk.all_said()
-    assert talk.incident.plan.version == 8
+    assert talk.incident.draft.plan.version == 8
     assert len(decided) - before <= 4
 
 
@@ -122,7 +122,8 @@ def test_savers_that_the_storage_refuses_at_once_are_replaced_together(decided: 
         talk.save_failed(rank)
     talk.after(0.02)
     assert len(decided) <= 4
-    assert len(talk.incident.pending) == len(refused) == 500 and talk.incident.pending.keys().isdisjoint(refused)
+    pending = talk.incident.draft.pending
+    assert len(pending) == len(refused) == 500 and pending.keys().isdisjoint(refused)
 
 
 def calls_in(what: Callable[[], object]) -> int:
@@ -192,7 +193,7 @@ def calls_of_lost_savers(shards: int) -> int:
     talk.fault(0)
     for rank in range(2 * shards):
         talk.frozen(rank, 7)
-    savers = sorted(talk.incident.pending, reverse=True)
+    savers = sorted(talk.incident.draft.pending, reverse=True)
     assert len(savers) == shards
 
     def lose() -> None:

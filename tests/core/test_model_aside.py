@@ -47,8 +47,8 @@ def test_the_model_sees_a_checkpoint_that_is_believed_and_not_there(monkeypatch:
     made = Meanwhile.note
 
     def too_early(self: Meanwhile, job: Any, incident: Any, last: Any) -> None:
-        if incident is not None and incident.plan is not None:
-            incident.saved, incident.path = incident.plan.version, "planned"
+        if incident is not None and incident.draft.plan is not None:
+            incident.saved, incident.path = incident.draft.plan.version, "planned"
             last = incident
         made(self, job, incident, last)
 

@@ -26,7 +26,7 @@ def nobody_can_write(talk: Wide) -> tuple[list[m.Save], str]:
     """Let every save fail. Returns the orders before the last answer, and the actions after it."""
     ordered: list[m.Save] = []
     for _ in range(6):
-        pending = talk.incident.pending
+        pending = talk.incident.draft.pending
         rank = min(pending)
         said = talk.save_failed(rank, pending[rank].generation)
         if "fallback" in said or "Release" in said:
@@ -67,9 +67,9 @@ def test_without_a_fallback_it_is_said() -> None:
 def everybody_fails(talk: Talk) -> str:
     """Let saves fail until no rank is asked any more."""
     said = ""
-    while (incident := talk.machine.incident) is not None and incident.pending:
-        rank = min(incident.pending)
-        said = talk.save_failed(rank, incident.pending[rank].generation, may_pass=True)
+    while (incident := talk.machine.incident) is not None and incident.draft.pending:
+        rank = min(incident.draft.pending)
+        said = talk.save_failed(rank, incident.draft.pending[rank].generation, may_pass=True)
     return said
 
 
@@ -87,7 +87,7 @@ def test_storage_that_refuses_everybody_is_asked_again_later() -> None:
 
 def test_who_failed_of_something_else_is_not_asked_again() -> None:
     talk = saving(rescue_s=60.0)
-    first = min(talk.incident.pending)
+    first = min(talk.incident.draft.pending)
     talk.save_failed(first, may_pass=False)
     assert everybody_fails(talk).endswith("[retry]")
     while (incident := talk.machine.incident) is not None and incident.retries < 3:
@@ -113,18 +113,18 @@ def test_both_places_are_asked_again_and_what_is_durable_there_counts() -> None:
     for _ in range(40):
         incident = talk.machine.incident
         assert incident is not None
-        if incident.pending:
-            refused.append(incident.directory)
+        if incident.draft.pending:
+            refused.append(incident.draft.directory)
             everybody_fails(talk)
-        elif incident.committer is not None and not incident.retries:
-            talk.commit_failed(incident.committer, incident.generation, may_pass=True)
-        elif incident.committer is not None:
+        elif incident.draft.committer is not None and not incident.retries:
+            talk.commit_failed(incident.draft.committer, incident.draft.generation, may_pass=True)
+        elif incident.draft.committer is not None:
             break
         else:
             talk.after(0.05)
     assert refused == ["/spare"], "the pieces in save_dir were not written a second time"
-    assert incident is not None and incident.committer is not None and incident.directory == ""
-    assert "Release(75)" in talk.committed(incident.committer, incident.generation)
+    assert incident is not None and incident.draft.committer is not None and incident.draft.directory == ""
+    assert "Release(75)" in talk.committed(incident.draft.committer, incident.draft.generation)
 
 
 def test_a_checkpoint_on_request_is_not_tried_again() -> None:
@@ -147,7 +147,7 @@ def test_storage_that_takes_nothing_has_failed() -> None:
     assert "[save_failed]" in said
     assert "[replan] [plan] Save" in said
     assert "took no byte for 60 s (TTP_STALL_S)" in talk.facts("save_failed")["text"]
-    assert first in talk.incident.failures
+    assert first in talk.incident.ranks.failures
 
 
 @pytest.mark.parametrize("stage", ["saving", "committing"])

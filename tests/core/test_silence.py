@@ -272,7 +272,7 @@ def test_a_saver_that_falls_silent_is_replaced() -> None:
     talk.cut(talk.host(silent))
     talk.passes(DOUBT_S + LOOK_S)
     assert talk.machine.incident is not None
-    assert talk.host(silent) not in {talk.host(rank) for rank in talk.machine.incident.pending}
+    assert talk.host(silent) not in {talk.host(rank) for rank in talk.machine.incident.draft.pending}
 
 
 def test_ranks_that_say_nothing_on_a_host_that_answers_are_no_evidence() -> None:

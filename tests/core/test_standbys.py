@@ -193,7 +193,7 @@ def test_two_controllers_with_one_incident_have_drafts_of_their_own() -> None:
         talk.fault(0)
         talk.comes(5, incident="i1")
         talk.frozen_all()
-        drafts.append(talk.incident.draft)
+        drafts.append(talk.incident.draft.name)
     assert drafts == [".draft-step_7-i1-j1", ".draft-step_7-i1-k1"]
 
 

@@ -131,18 +131,18 @@ class Judge:
                     raise InvariantBroken(f"I6: thawed while ranks {job.broken} cannot train on")
 
     def _released(self, machine: ControllerMachine, incident: Incident, exit_code: int, text: str) -> None:
-        assert incident.plan is not None or exit_code in (64, 70)
+        assert incident.draft.plan is not None or exit_code in (64, 70)
         if machine.job.silent and "TTP_OT" not in text:
             raise InvariantBroken(f"I6: released while silent ranks {sorted(machine.job.silent)} are only in doubt")
         if exit_code == 75 or (exit_code == 64 and incident.saved):
-            version = incident.saved
-            if self._in_memory(version) and machine.job.live and not incident.again:
+            version, again = incident.saved, incident.released is not None and incident.released.again
+            if self._in_memory(version) and machine.job.live and not again:
                 raise InvariantBroken(f"I4: released with 75, version {version} is held in memory only")
             if version not in self._world.storage.checkpoints and version > 0:
                 raise InvariantBroken(f"I4: released with 75, version {version} does not exist")
             return
         best = self._best(machine, machine.job, incident)
-        able = machine.job.live - incident.failures.keys() - _silent(incident)
+        able = machine.job.live - incident.ranks.failures.keys() - _silent(incident)
         if best is not None and best > self.base.version and able and "TTP_OT" not in text:
             raise InvariantBroken(f"I6: given up ({text}) although version {best} was possible")
 
@@ -178,7 +178,7 @@ class Judge:
         plain: dict[Rank, set[Version]] = {}
         offered: dict[Rank, set[Version]] = {}
         kept: set[tuple[Shard, Version]] = set()
-        for rank in job.live - incident.failures.keys() - _silent(incident):
+        for rank in job.live - incident.ranks.failures.keys() - _silent(incident):
             process = self._world.ranks[rank]
             stream = process.aside.stream if aside else process.stream
             thawed = stream is None and process.machine.incident != incident.id  # perhaps by another controller
@@ -187,14 +187,14 @@ class Judge:
                 continue
             version, phase = process.truth
             whole = phase in (m.Phase.IDLE, m.Phase.DONE)
-            answer = incident.answers.get(rank)
-            if rank in incident.redoing and answer is not None and answer.version == version:
+            answer = incident.ranks.answers.get(rank)
+            if rank in incident.ranks.redoing and answer is not None and answer.version == version:
                 continue  # the rank has the order to redo, so it will no longer hold this version
             if whole:
                 plain[rank] = {version}
             offered[rank] = plain.get(rank, set()) | _offers(answer, version, whole)
             kept |= _kept(self._world.keepers, answer, self._world.copies(process.host))
-        layout, written = self._world.layout, incident.written()
+        layout, written = self._world.layout, incident.draft.written()
         best = largest_version(layout, plain, written, kept)
         newest = max((v for versions in plain.values() for v in versions), default=None)
         if best is not None and newest is not None and best >= newest:

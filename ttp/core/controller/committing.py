@@ -59,7 +59,7 @@ class Committing:
         """End the save, because no rank has a newer version, or none that can be saved, than the one on disk."""
         on_disk = self.on_disk()
         plan = verdict if isinstance(verdict, Plan) else Plan(on_disk, (), verdict.reason)
-        incident.plan, incident.saved, incident.committer = plan, on_disk, None
+        incident.draft.plan, incident.saved, incident.draft.committer = plan, on_disk, None
         incident.path = self.last[1] if self.last else ""
         nothing = "no update had finished in this launch: there is nothing to lose"  # restore() may have failed
         incident.outcome = f"version {on_disk} is on disk already" if on_disk else nothing
@@ -68,75 +68,75 @@ class Committing:
 
     def begin(self, incident: Incident, why: str, now: float) -> None:
         """Order a rank to commit: a writer, else a frozen rank, else one that may hang. None left: ``stranded``."""
-        able = [r for r in incident.answers if incident.can_commit(r)]
+        draft, ranks = incident.draft, incident.ranks
+        able = [*filter(ranks.can_commit, ranks.answers)]
         if not able:
             return
-        writers = {task.order.rank for task in incident.tasks}
+        writers = {task.order.rank for task in draft.tasks}
         incident.enter(Stage.COMMITTING, why)
-        incident.committer = min(able, key=lambda r: (r not in writers, not incident.answered(r), r))
-        incident.wrote(incident.committer, -1, now)
+        draft.committer = min(able, key=lambda r: (r not in writers, not ranks.answered(r), r))
+        draft.wrote(draft.committer, -1, now)
         self._send_commit(incident)
 
     def stranded(self, incident: Incident) -> bool:
         """Return whether all pieces are durable and no rank can commit them, now or later."""
-        return (
-            incident.stage is Stage.SAVING
-            and not (incident.pending or incident.dropped or incident.waiting or self._job.in_doubt)
-            and not any(incident.can_commit(r) for r in incident.answers)
-        )
+        draft, ranks = incident.draft, incident.ranks
+        if incident.stage is not Stage.SAVING or draft.pending or draft.dropped or ranks.waiting or self._job.in_doubt:
+            return False
+        return not any(map(ranks.can_commit, ranks.answers))
 
     def _send_commit(self, incident: Incident) -> None:
-        assert incident.plan is not None and incident.committer is not None and self._job.layout is not None
-        collected = incident.collected
-        tasks = sorted(incident.tasks, key=lambda t: (t.order.rank, t.generation))
-        self._outbox.record("commit", rank=incident.committer, generation=incident.generation)
+        draft, plan, committer = incident.draft, incident.draft.plan, incident.draft.committer
+        assert plan is not None and committer is not None and self._job.layout is not None
+        collected = draft.collected
+        tasks = sorted(draft.tasks, key=lambda t: (t.order.rank, t.generation))
+        self._outbox.record("commit", rank=committer, generation=draft.generation)
         self._outbox.send_to(
-            incident.committer,
+            committer,
             m.Commit(
-                rank=incident.committer,
+                rank=committer,
                 term=self._job.term,
                 incident=incident.id,
-                generation=incident.generation,
-                version=incident.plan.version,
+                generation=draft.generation,
+                version=plan.version,
                 incarnation=self._job.incarnation,
-                draft=incident.draft,
+                draft=draft.name,
                 cause=incident.cause,
-                reason=incident.plan.reason,
-                keep=self._job.members[incident.committer].hello.keep,
+                reason=plan.reason,
+                keep=self._job.members[committer].hello.keep,
                 pieces=tuple(p for t in tasks for p in t.pieces or ()),
                 missing_pages=tuple(Rank(r) for r in range(self._job.layout.world_size) if r not in collected),
-                directory=incident.directory,
-                disputed=incident.plan.disputed,
+                directory=draft.directory,
+                disputed=plan.disputed,
             ),
         )
 
     def check(self, incident: Incident) -> None:
         """Have a committer that was lost or failed replaced; the commit is idempotent."""
-        assert incident.committer is not None
-        if not incident.can_commit(incident.committer):
-            incident.committer = None
+        assert incident.draft.committer is not None
+        if not incident.ranks.can_commit(incident.draft.committer):
+            incident.draft.committer = None
             incident.enter(Stage.SAVING, "the committer was lost or failed: another one commits")
 
     def committed(self, incident: Incident, report: m.Committed, now: float) -> None:
         """Note that the checkpoint exists."""
         if not _of_this_commit(incident, report):
             return
-        assert incident.plan is not None
-        version = incident.plan.version
+        plan, holds = incident.draft.plan, incident.draft.holds
+        assert plan is not None
+        version = plan.version
         incident.enter(Stage.SAVED, "the checkpoint exists")
         incident.path, incident.size = report.path, report.size
         incident.saved = version
-        lost = incident.plan.lost
-        incident.outcome = f"saved version {version}" + (
-            f" from kept copies; {lost} finished steps are lost" if lost else ""
-        )
-        if incident.holds:
+        kept = f" from kept copies; {plan.lost} finished steps are lost" if plan.lost else ""
+        incident.outcome = f"saved version {version}{kept}"
+        if holds:
             incident.outcome = f"version {version} is held in the memory of the host and is being copied to the storage"
             self.held = (version, report.path)
         else:
             self.last, self.held = (version, report.path), None
         self._outbox.record(
-            "held" if incident.holds else "committed",
+            "held" if holds else "committed",
             rank=report.rank,
             version=version,
             path=report.path,
@@ -146,13 +146,13 @@ class Committing:
 
     def failed(self, incident: Incident, report: m.CommitFailed) -> None:
         """Note that the committer failed, so that another rank commits."""
-        if _of_this_commit(incident, report) and incident.committer == report.rank:
-            incident.fail(report.rank, report.text, report.may_pass)
+        if _of_this_commit(incident, report) and incident.draft.committer == report.rank:
+            incident.ranks.fail(report.rank, report.text, report.may_pass)
             self._outbox.record("commit_failed", rank=report.rank, text=report.text)
 
 
 def _of_this_commit(incident: Incident, report: m.Committed | m.CommitFailed) -> bool:
-    expected = (incident.id, incident.generation, Stage.COMMITTING)
+    expected = (incident.id, incident.draft.generation, Stage.COMMITTING)
     return (report.incident, report.generation, incident.stage) == expected
 
 

@@ -109,12 +109,12 @@ def _why_not_the_evidence(incident: Incident, dead: set[Rank]) -> str:
 
 
 def _why_not_the_state(incident: Incident, version: Version, base: Version, plan: Plan | None = None) -> str:
-    plan = plan or incident.plan
+    plan = plan or incident.draft.plan
     if version <= base:
         return f"no step was finished since the last start, at step {base}"
     if plan is None or plan.version != version or plan.disputed or not plan.assignments:
         return "replicas differ, or the checkpoint existed before"
-    if any(answer.bad for answer in incident.answers.values()):
+    if any(answer.bad for answer in incident.ranks.answers.values()):
         return "the state holds NaN or Inf"
     return ""
 
@@ -122,7 +122,7 @@ def _why_not_the_state(incident: Incident, version: Version, base: Version, plan
 def _why_not_the_job(job: Membership, incident: Incident, dead: set[Rank]) -> str:
     if incident.overtaken:
         return "the whole job was started again already"
-    if not (dead or incident.snapshot) or not job.complete or incident.waiting or job.in_doubt or job.done:
+    if not (dead or incident.snapshot) or not job.complete or incident.ranks.waiting or job.in_doubt or job.done:
         return "some rank is neither known to train nor known to be dead"
     return why_no_seat(job, dead)
 

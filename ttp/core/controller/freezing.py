@@ -31,14 +31,7 @@ class Freezing:
         """Order these ranks to close their gates, because of ``cause``, and to report (again) the state they hold."""
         if incident.deferred:
             return
-        incident.waiting.difference_update(ranks)
-        waited = bool(incident.waiting)
-        for rank in ranks:
-            incident.forget(rank)
-        incident.waiting.update(ranks)
-        incident.frozen_at.update(dict.fromkeys(ranks, now))
-        due = now + self._answer_s
-        incident.expire_check_at = min(incident.expire_check_at, due) if waited else due
+        incident.ranks.ask(ranks, now, now + self._answer_s)
         self.send(incident, ranks, cause)
 
     @property
@@ -57,19 +50,18 @@ class Freezing:
         """Take the answer of these ranks. Return the ranks for which it is new."""
         if not answer.main_thread_blocked:
             incident.evidence.withdraw_from(ranks, m.FaultKind.HUNG)  # they came to the gate after all
+        known = incident.ranks
         news = [
-            rank
-            for rank in ranks
-            if not incident.answered(rank) or (answer.final and not incident.is_stale(rank, answer))
-        ]  # a rank that has given its final answer may only repeat it
-        if not news:
+            rank for rank in ranks if not known.answered(rank) or (answer.final and not known.is_stale(rank, answer))
+        ]
+        if not news:  # a rank that has given its final answer may only repeat it
             return []
-        incident.accept(news, answer)
-        asked_at = incident.frozen_at
+        known.accept(news, answer)
+        asked_at = known.asked_at
         for rank in incident.evidence.withdraw_from(news, m.FaultKind.SILENT):
             if not answer.final and now < asked_at.get(rank, now) + self._timeouts.freeze_s:
-                incident.waiting.add(rank)  # it is in an update: its answer was late, or this controller was
-                incident.expire_check_at = now
+                known.waiting.add(rank)  # it is in an update: its answer was late, or this controller was
+                known.expire_check_at = now
         self._outbox.record(
             "answer" if answer.final else "acknowledged",
             ranks=news,
@@ -90,28 +82,30 @@ class Freezing:
         if incident.deferred and not self._meanwhile.saves(self._job):
             incident.deferred = False
             self.ask(incident, sorted(self._job.live), incident.cause, now)
-        if not incident.waiting or now < incident.expire_check_at:
+        ranks = incident.ranks
+        if not ranks.waiting or now < ranks.expire_check_at:
             return
         dues: list[float] = []
-        for rank in sorted(incident.waiting):
-            acknowledged = rank in incident.answers
+        for rank in sorted(ranks.waiting):
+            acknowledged = rank in ranks.answers
             patience_s = max(self._timeouts.freeze_s, self._answer_s) if acknowledged else self._answer_s
-            due = incident.frozen_at[rank] + patience_s
+            due = ranks.asked_at[rank] + patience_s
             if now < due:
                 dues.append(due)
                 continue
-            incident.waiting.discard(rank)
+            ranks.waiting.discard(rank)
             what = "is still in an update" if acknowledged else "did not answer the freeze"
             text = f"rank {rank} {what} after {patience_s:g} s"
             host = self._job.members[rank].hello.host
             incident.evidence.add(Evidence(rank, m.FaultKind.SILENT, text, now, host))
-        incident.expire_check_at = min(dues, default=now)
+        ranks.expire_check_at = min(dues, default=now)
 
     def looks_again(self, incident: Incident, now: float) -> bool:
         """Return whether to wait for a second look: the only evidence is a hang, and slow ranks may reach the gate."""
         if self._job.broken or incident.evidence.kinds != {m.FaultKind.HUNG}:
             return False
-        if not incident.waiting and all(not a.main_thread_blocked for a in incident.answers.values()):
+        ranks = incident.ranks
+        if not ranks.waiting and all(not a.main_thread_blocked for a in ranks.answers.values()):
             incident.evidence.withdraw_all(m.FaultKind.HUNG)  # all came to the gate
             return False
         return incident.waits("second look", self._timeouts.second_look_s, now)

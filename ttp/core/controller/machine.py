@@ -28,12 +28,13 @@ Cost: constant time per event, O(world size) per stage of an incident. Equal rep
 event, and the consequences of the answers that came in one message are worked out once (``settle``).
 
 Files: this one takes events, and passes each on. ``admission`` admits ranks (by ``hello_rules``), ``fault_reports``
-decides what is evidence of a fault, ``rescue`` moves an incident through its stages (with ``evidence``, ``freezing``,
-``planning``, ``saving``, ``retries``), ``job_end`` ends the job. ``parts`` makes the rest: ``membership`` keeps the
-ranks of the job, ``restore_agreement`` makes all ranks restore the same checkpoint, ``hangs`` detects that no rank
-makes progress, ``silence`` watches for silent hosts, ``indirect_probe`` asks a rank of a third host about a silent one,
-``standby`` has standby controllers started, ``layout_exchange`` gets the layout behind a digest, ``mirrors`` and
-``ttp.core.replication`` choose which other hosts keep copies of pages and shards.
+decides what is evidence of a fault, ``rescue`` moves an ``incident`` (its ``evidence``, ``frozen_ranks`` and ``draft``)
+through its stages (with ``freezing``, ``planning``, ``saving``, ``committing``, ``retries``), ``job_end`` ends the job.
+``parts`` makes the rest: ``membership`` keeps the ranks of the job, ``restore_agreement`` makes all ranks restore the
+same checkpoint, ``hangs`` detects that no rank makes progress, ``silence`` watches for silent hosts, ``indirect_probe``
+asks a rank of a third host about a silent one, ``standby`` has standby controllers started, ``layout_exchange`` gets
+the layout behind a digest, ``mirrors`` and ``ttp.core.replication`` choose which other hosts keep copies of pages and
+shards.
 """
 
 from __future__ import annotations

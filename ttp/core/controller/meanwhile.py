@@ -36,11 +36,11 @@ class Meanwhile:
             incident: the open incident of the stand-in, if any.
             last: the incident that the stand-in closed last, if any.
         """
-        going = incident is not None and incident.plan is not None and not (incident.failures or incident.forgiven)
+        going = incident is not None and incident.draft.plan is not None and not incident.ranks.reasons
         self._saves_for = job if going else None
         if last is not None and last.path and self._made != (last.saved, last.path):
             self._made_for, self._made = _of(job), (last.saved, last.path)
-            self._whose = {job.members[rank].hello.nonce for rank in last.collected if rank in job.members}
+            self._whose = {job.members[rank].hello.nonce for rank in last.draft.collected if rank in job.members}
 
     def saves(self, job: Membership) -> bool:
         """Return whether all connected ranks of this job are frozen for a checkpoint that the stand-in is making."""

@@ -45,23 +45,23 @@ class PageCollectors:
         Returns:
             For each collector the ranks whose pages it adds.
         """
-        collected = incident.collected
+        collected, pending = incident.draft.collected, incident.draft.pending
         by_host: defaultdict[str, list[Rank]] = defaultdict(list)
         for rank, member in sorted(self._job.members.items()):
             by_host[member.hello.host].append(rank)
         unknown = self._unknown()
         copies: dict[Rank, Rank] | None = None
         pages: dict[Rank, tuple[Rank, ...]] = {}
-        writing = {*savers, *incident.pending}
+        writing = {*savers, *pending}
         for ranks in by_host.values():
             missing = tuple(r for r in ranks if r not in collected) if collected else tuple(ranks)
             if not missing:
                 continue
-            able = (r for r in ranks if incident.able(r))
+            able = filter(incident.ranks.able, ranks)
             if writing.isdisjoint(ranks):
                 collector = next(able, None)
             else:
-                collector = min(able, key=lambda r: (r not in savers, r in incident.pending, r), default=None)
+                collector = min(able, key=lambda r: (r not in savers, r in pending, r), default=None)
             if collector is not None:
                 pages[collector] = (*pages.get(collector, ()), *missing, *unknown)
             else:
@@ -74,12 +74,12 @@ class PageCollectors:
 
         No rank of it has answered yet; or it is unknown whether its last rank lives, whose launcher may hand them over.
         """
-        awaited = incident.waiting | (self._job.suspects.keys() - incident.collected)
+        members, known = self._job.members, incident.ranks
+        awaited = known.waiting | (self._job.suspects.keys() - incident.draft.collected)
         if not 0 < len(awaited) <= STRAGGLERS_MAX:
             return False
-        hosts = {self._job.members[rank].hello.host for rank in awaited}
-        able = {self._job.members[rank].hello.host for rank in incident.answers if incident.able(rank)}
-        return not hosts <= able
+        able = {members[rank].hello.host for rank in known.answers if known.able(rank)}
+        return not {members[rank].hello.host for rank in awaited} <= able
 
     def repeats(self, incident: Incident, now: float) -> bool:
         """Begin the save of the committed version anew if ranks whose pages it lacks have come back.
@@ -87,18 +87,19 @@ class PageCollectors:
         Their host was cut off, and the checkpoint was made without it. Also True for a moment while such a rank is
         being asked. All ranks wait for the save, so it may take no longer than all before it.
         """
-        collected = incident.collected
-        wanted = self._job.live - collected if collected and not incident.hold else set()
-        if not wanted or incident.committer is None or not incident.size:  # 0: the program has saved, without pages
+        draft, known = incident.draft, incident.ranks
+        collected = draft.collected
+        wanted = self._job.live - collected if collected and not draft.hold else set()
+        if not wanted or draft.committer is None or not incident.size:  # 0: the program has saved, without pages
             return False  # nothing is missing, it was made from one in memory, or that was tried before
-        asked = max((incident.frozen_at[rank] for rank in wanted & incident.waiting), default=None)
+        asked = max((known.asked_at[rank] for rank in wanted & known.waiting), default=None)
         if asked is not None and incident.waits(f"pages of ranks asked at {asked}", PAGES_S, now):
             return True
-        if not any(incident.able(rank) and incident.answers[rank].version == incident.saved for rank in wanted):
+        if not any(known.able(rank) and known.answers[rank].version == incident.saved for rank in wanted):
             return False
-        incident.plan = incident.committer = None
+        draft.plan = draft.committer = None
         incident.again_until = now + max(AGAIN_MIN_S, now - incident.patient_since)
-        incident.set_aside()
+        draft.set_aside()
         incident.enter(Stage.FREEZING, f"the checkpoint lacks the pages of ranks that came back: {ranks_text(wanted)}")
         return True
 
@@ -109,13 +110,13 @@ class PageCollectors:
 
     def _copied_pages(self, incident: Incident) -> dict[Rank, Rank]:
         """Return, for each rank whose page is in a kept copy of the planned version, a rank that has this copy."""
-        assert incident.plan is not None
-        version = incident.plan.version
+        assert incident.draft.plan is not None
+        version = incident.draft.plan.version
         return {
             copy.of: rank
-            for rank, answer in incident.answers.items()
+            for rank, answer in incident.ranks.answers.items()
             for copy in answer.kept
-            if copy.version == version and incident.able(rank)
+            if copy.version == version and incident.ranks.able(rank)
         }
 
     def _ask_buddies(
@@ -128,6 +129,6 @@ class PageCollectors:
         """Assign the pages of ranks of a lost host to the ranks that keep copies elsewhere."""
         for rank in ranks:
             buddy = self._mirrors.keeper(rank)
-            holder = buddy if buddy is not None and incident.able(buddy) else copies.get(rank)
+            holder = buddy if buddy is not None and incident.ranks.able(buddy) else copies.get(rank)
             if holder is not None:
                 pages[holder] = (*pages.get(holder, ()), rank)

@@ -67,16 +67,16 @@ class Planner:
             return Wait("a checkpoint that was begun while the controller was silent is still being written")
         if self._job.gather_until is not None:
             return Wait("a controller was lost: ranks with a newer version may still come")
-        if incident.waiting and (leads or not incident.newest_is_known()):
+        if incident.ranks.waiting and (leads or not incident.newest_is_known()):
             return Wait(ANSWERS)
         if now < incident.look_again_at and not leads:
             return Wait(incident.waits_for)
-        if now < incident.next_plan_at:
-            incident.look_again_at = incident.next_plan_at
+        if now < incident.draft.next_plan_at:
+            incident.look_again_at = incident.draft.next_plan_at
             return Wait("savers are being lost one after the other and will be replaced together")
         layout = self.program.layout
-        if leads and layout is not None and layout is not incident.layout:
-            incident.use(layout)
+        if leads and layout is not None and layout is not incident.ranks.layout:
+            incident.ranks.use(layout)
         verdict = self.decide(incident)
         why = self._program_waits(incident, verdict, now) if leads else self._falls_short(incident, verdict, now)
         if why and not leads and (pause_s := rest_s(self._job)):
@@ -85,7 +85,7 @@ class Planner:
 
     def none_newer(self, incident: Incident, on_disk: Version) -> bool:
         """Return whether all connected ranks have answered, and no rank has finished an update after ``on_disk``."""
-        heard = bool(incident.answers) and self._all_answered(incident)
+        heard = bool(incident.ranks.answers) and self._all_answered(incident)
         return heard and self.newest_finished(incident) <= on_disk
 
     def _program_waits(self, incident: Incident, verdict: Plan | NoPlan, now: float) -> str:
@@ -108,14 +108,15 @@ class Planner:
             return "a lost or silent rank may come back and complete a version"
         if self._late(incident, now):
             return "a connected rank that has not answered yet may complete a version"
-        torn = (r for r, a in incident.answers.items() if a.phase is m.Phase.TORN and a.main_thread_blocked)
-        if any(map(incident.able, torn)) and incident.waits("whole copies", self._timeouts.whole_s, now):
+        ranks = incident.ranks
+        torn = (r for r, a in ranks.answers.items() if a.phase is m.Phase.TORN and a.main_thread_blocked)
+        if any(map(ranks.able, torn)) and incident.waits("whole copies", self._timeouts.whole_s, now):
             return "a rank that still runs, such as in an evaluation of other weights, may have a whole copy again"
         return "a rank that still runs may complete a version" if self._hopes(incident, now) else ""
 
     def _all_answered(self, incident: Incident) -> bool:
         """Return whether all connected ranks have given their final answers."""
-        return all(map(incident.answered, self._job.live))
+        return all(map(incident.ranks.answered, self._job.live))
 
     def _late(self, incident: Incident, now: float) -> bool:
         """Return whether a final answer may still come: the rank's host may be overloaded, or ours was, or stood still.
@@ -129,21 +130,21 @@ class Planner:
 
         A rank in the barrier before the update answers the freeze at once, and again when it reaches the gate.
         """
-        idle = [a for a in incident.answers.values() if a.phase is m.Phase.IDLE]
+        idle = [a for a in incident.ranks.answers.values() if a.phase is m.Phase.IDLE]
         newest = max((a.version for a in idle), default=plan.version)
         if incident.snapshot or plan.version >= newest:
             return False
         late = any(a.main_thread_blocked and not a.has_gradient and a.version < newest for a in idle)
-        return (late or bool(incident.redoing)) and self._hopes(incident, now)
+        return (late or bool(incident.ranks.redoing)) and self._hopes(incident, now)
 
     def _hopes(self, incident: Incident, now: float) -> bool:
         """Return whether a rank that still runs may soon reach the gate with the gradient that a redo needs.
 
         Also True while a rank with an order to redo an update has not reported yet.
         """
-        if any(incident.able(rank) for rank in incident.redoing):
+        if any(map(incident.ranks.able, incident.ranks.redoing)):
             return True
-        idle = [a for a in incident.answers.values() if a.phase is m.Phase.IDLE]
+        idle = [a for a in incident.ranks.answers.values() if a.phase is m.Phase.IDLE]
         newest = max((a.version for a in idle), default=Version(0))
         if all(a.version == newest or a.has_gradient for a in idle):
             return False
@@ -152,7 +153,7 @@ class Planner:
     def heard(self, incident: Incident, ranks: Iterable[Rank], answer: m.Frozen) -> None:
         """Note a new answer of these ranks, for ``improved_by``."""
         clean = answer.final and answer.phase is not m.Phase.TORN
-        if clean and incident.plan is not None and answer.version > incident.plan.version:
+        if clean and incident.draft.plan is not None and answer.version > incident.draft.plan.version:
             self._newer.update(ranks)
 
     def improved_by(self, incident: Incident) -> set[Rank]:
@@ -161,17 +162,17 @@ class Planner:
         Called once for all answers that came together: a plan for each of thousands would take minutes.
         """
         newer, self._newer = self._newer, set()
-        if not newer or incident.plan is None or incident.stage not in (Stage.SAVING, Stage.COMMITTING, Stage.SAVED):
+        if not newer or incident.draft.plan is None or incident.stage not in (Stage.SAVING, Stage.COMMITTING, Stage.SAVED):
             return set()
         verdict = self.decide(incident)
-        return newer if isinstance(verdict, Plan) and verdict.version > incident.plan.version else set()
+        return newer if isinstance(verdict, Plan) and verdict.version > incident.draft.plan.version else set()
 
     # ------------------------------------------------------------------------------------------------------------- plan
 
     def decide(self, incident: Incident) -> Plan | NoPlan:
         """Return the plan for the answers so far. It uses redo and undo only if that saves a newer version."""
         plain = self._decided(incident, with_offers=False)
-        offers = any(a.has_gradient or a.has_preimage for a in incident.answers.values() if a.final)
+        offers = any(a.has_gradient or a.has_preimage for a in incident.ranks.answers.values() if a.final)
         if not offers or (isinstance(plain, Plan) and plain.version >= self.newest_finished(incident)):
             return plain
         full = self._decided(incident, with_offers=True)
@@ -180,18 +181,18 @@ class Planner:
 
     def _decided(self, incident: Incident, *, with_offers: bool) -> Plan | NoPlan:
         answers = self._answers(incident, with_offers=with_offers)
-        return decide(incident.layout, answers, incident.written(), incident.uncut)
+        return decide(incident.ranks.layout, answers, incident.draft.written(), incident.draft.uncut)
 
     def newest_finished(self, incident: Incident) -> Version:
         """Return the newest version that any rank, dead or alive, is known to have finished."""
-        answered = (a.version for a in incident.answers.values())
+        answered = (a.version for a in incident.ranks.answers.values())
         return max((*answered, *(mb.version for mb in self._job.members.values())), default=Version(0))
 
     def _answers(self, incident: Incident, *, with_offers: bool) -> Iterator[Answer]:
         members, incarnation, invalid = self._job.members, self._job.incarnation, self.program.invalid
-        redoing, failures, pending = incident.redoing, incident.failures, incident.pending
+        redoing, failures, pending = incident.ranks.redoing, incident.ranks.failures, incident.draft.pending
         copies: dict[int, tuple[Mapping[Shard, str], Mapping[Shard, int]]] = {}
-        for rank, frozen in incident.answers.items():
+        for rank, frozen in incident.ranks.answers.items():
             if not frozen.final:
                 continue
             if id(frozen) not in copies:  # often one object for many ranks
@@ -224,17 +225,18 @@ class Planner:
             )
 
     def _kept(self, incident: Incident, rank: Rank, frozen: m.Frozen) -> tuple[tuple[Shard, Version], ...]:
-        if not incident.keepers:
-            incident.keepers = keepers(incident.layout)
+        known = incident.ranks
+        if not known.keepers:
+            known.keepers = keepers(known.layout)
         copies = [copy for copy in frozen.kept if self._still_there(incident, rank, copy)]
-        return tuple((shard, copy.version) for copy in copies for shard in incident.keepers.get(copy.of, ()))
+        return tuple((shard, copy.version) for copy in copies for shard in known.keepers.get(copy.of, ()))
 
     def _still_there(self, incident: Incident, witness: Rank, copy: m.KeptCopy) -> bool:
         """Return whether the kept copy that ``witness`` reported still exists.
 
         Until the owner of a copy is frozen it may drop old copies that another rank of its host has reported already.
         """
-        owner = incident.answers.get(copy.of)
+        owner = incident.ranks.answers.get(copy.of)
         if owner is None or not owner.final or copy in owner.kept:
             return True
         members = self._job.members

@@ -12,10 +12,12 @@ from collections.abc import Callable, Collection, Iterator
 from ttp.core import messages as m
 from ttp.core.controller import continuing
 from ttp.core.controller.committing import Committing, then
+from ttp.core.controller.draft import Draft
 from ttp.core.controller.events import AnswerSave, ControllerTimeouts, SaveRequested
 from ttp.core.controller.evidence import OUTSIDER, Evidence, EvidenceBook
 from ttp.core.controller.freezing import Freezing
-from ttp.core.controller.incident import NEVER, OVER, Incident, Stage
+from ttp.core.controller.frozen_ranks import FrozenRanks
+from ttp.core.controller.incident import NEVER, OVER, Incident, Released, Stage
 from ttp.core.controller.job_verdict import JobVerdict
 from ttp.core.controller.meanwhile import Meanwhile
 from ttp.core.controller.membership import Membership
@@ -89,7 +91,7 @@ class Rescue:
                 incident.evidence.add(evidence, detail, witness)
             return
         if incident.snapshot:
-            incident.snapshot, incident.rescue_since = False, now
+            incident.snapshot, incident.patient_since = False, now
             self._freezing.send(incident, sorted(self._job.live), text)  # no rank may thaw on its own now
         incident.evidence.add(evidence, detail, witness)
 
@@ -112,9 +114,9 @@ class Rescue:
         assert self._job.layout is not None
         self.total += 1
         fresh_id = self._new_id(self.total)
-        book = EvidenceBook(recovered_id or fresh_id, self._outbox.record_of)
-        incident = Incident(recovered_id or fresh_id, now, snapshot, self._job.layout, book, bool(recovered_id))
-        incident.reign = f"-{fresh_id}" if recovered_id else ""
+        name, owner = (recovered_id, f"{recovered_id}-{fresh_id}") if recovered_id else (fresh_id, fresh_id)
+        book, ranks = EvidenceBook(name, self._outbox.record_of), FrozenRanks(self._job.layout)
+        incident = Incident(name, now, now, snapshot, book, ranks, Draft(owner), recovered=bool(recovered_id))
         incident.deferred = self.meanwhile.saves(self._job)
         self.incident, self._outbox.incident = incident, incident.id
         self._outbox.record("opened", **self._job.facts(), snapshot=snapshot, recovered=incident.recovered)
@@ -135,7 +137,7 @@ class Rescue:
             return
         incident.evidence.withdraw(hello.rank, m.FaultKind.LOST)
         if hello.incident != incident.id:
-            self.saving.drop(incident, hello.rank)  # its gate was open meanwhile
+            incident.draft.drop(hello.rank)  # its gate was open meanwhile
         self._freezing.ask(incident, (hello.rank,), incident.cause, now)
         self.saving.resend(incident, hello.rank)
         self.program.came_back(hello.rank, frozen=hello.incident == incident.id)
@@ -143,7 +145,7 @@ class Rescue:
     def _after_incident(self, hello: m.Hello, now: float) -> None:
         """Answer a frozen rank while no incident is open: it missed the end, or another controller froze it."""
         last = self.last
-        if last is not None and last.exit_code is not None and self._job.ended:
+        if last is not None and last.released is not None and self._job.ended:
             self._send_release(last, (hello.rank,))
         elif last is not None and last.id == hello.incident:
             self._outbox.send_to(hello.rank, m.Thaw(hello.rank, self._job.term, last.id, last.outcome))
@@ -163,9 +165,9 @@ class Rescue:
             self._do_without(incident, rank)
 
     def _do_without(self, incident: Incident, rank: Rank) -> None:
-        incident.forget(rank)
-        incident.waiting.discard(rank)
-        self.saving.drop(incident, rank)
+        incident.ranks.forget(rank)
+        incident.ranks.waiting.discard(rank)
+        incident.draft.drop(rank)
 
     def heard_again(self, rank: Rank, now: float) -> None:
         """Ask a rank for its answer again, because its host is no longer silent."""
@@ -190,8 +192,8 @@ class Rescue:
         incident, p = self.incident, self._timeouts
         if incident is None:
             return
-        if incident.stage is Stage.RELEASED:
-            yield (incident.released_at or 0.0) + p.exit_s
+        if incident.released is not None:
+            yield incident.released.until
             return
         if incident.stage is not Stage.SAVED:
             yield incident.ends_at(p.rescue_s)
@@ -202,8 +204,8 @@ class Rescue:
         yield from (until for until in incident.pauses.values() if until != OVER)
         if incident.stage is Stage.PROGRAM:
             yield from self.program.deadlines()
-        if incident.waiting:
-            yield incident.expire_check_at
+        if incident.ranks.waiting:
+            yield incident.ranks.expire_check_at
 
     def expire(self, now: float) -> None:
         """Give up saves, commits, answers and incidents that take too long."""
@@ -232,7 +234,7 @@ class Rescue:
         if (incident := self.incident) is not None and (newer := self._planner.improved_by(incident)):
             self._shadow.leave(incident)
             incident.enter(Stage.FREEZING, f"a newer version has come from {ranks_text(newer)}")
-            incident.committer, incident.again_until = None, NEVER
+            incident.draft.committer, incident.again_until = None, NEVER
         before = None
         while self.incident is not None and self.incident.stage is not before:
             before = self.incident.stage
@@ -343,7 +345,7 @@ class Rescue:
             text = f"saved version {incident.saved}; then: {reason}"
             self._saved_by_program(incident, incident.saved, text, incident.path, now)
             return
-        text = "; ".join([*incident.failures_shown(), reason])
+        text = "; ".join([*incident.ranks.failures_shown(), reason])
         saved = incident.saved if incident.size else 0  # in this incident, before ranks with a newer version came
         what = f"saved version {saved}, but none of the newer ones" if saved else "not saved"
         incident.outcome = f"{what}: {text}"
@@ -363,22 +365,22 @@ class Rescue:
         again, facts = continuing.judge(self._job, incident, end, self.committing.base)
         exit_code, text = end.code, end.text
         incident.enter(Stage.RELEASED, text)
-        incident.exit_code, incident.again, incident.released_at = exit_code, again, now
-        incident.release_text = continuing.explained(text, incident.cause, facts)
+        explained = continuing.explained(text, incident.cause, facts)
+        incident.released = Released(exit_code, explained, again, now + self._timeouts.exit_s)
         self._job.ended = True
         self._outbox.record("released", exit_code=exit_code, text=text, progress=self.verdict.progress, **facts)
         self._answer_requests(incident)
         self._send_release(incident, sorted(self._job.live))
 
     def _send_release(self, incident: Incident, ranks: Collection[Rank]) -> None:
-        assert incident.exit_code is not None
-        code, text = incident.exit_code, incident.release_text
-        order = m.Release(m.SEVERAL, self._job.term, incident.id, code, text, incident.again)
+        told = incident.released
+        assert told is not None
+        order = m.Release(m.SEVERAL, self._job.term, incident.id, told.exit_code, told.text, told.again)
         self._outbox.send_alike(ranks, order)
 
     def _maybe_close(self, incident: Incident, now: float) -> None:
-        assert incident.released_at is not None
-        if not self._job.live or now >= incident.released_at + self._timeouts.exit_s:
+        assert incident.released is not None
+        if not self._job.live or now >= incident.released.until:
             self._outbox.record("closed", left_behind=sorted(self._job.live))
             self.close()
 

@@ -26,7 +26,7 @@ class Retries:
 
     def refused(self, incident: Incident) -> bool:
         """Return whether the storage has refused so many ranks that the others need not try."""
-        return incident.stage is not Stage.SAVED and len(incident.passing) >= REFUSALS_MAX
+        return incident.stage is not Stage.SAVED and len(incident.ranks.passing) >= REFUSALS_MAX
 
     def elsewhere(self, incident: Incident) -> bool:
         """Begin the save again in the fallback directory. Return False if there is none or it was tried already.
@@ -34,11 +34,11 @@ class Retries:
         Also False if only the saved version is being saved once more: the checkpoint that exists will do.
         """
         fallback = next((mb.hello.fallback_dir for mb in self._job.members.values()), "")
-        if not (fallback and incident.failures) or incident.directory or incident.again_until < NEVER:
+        failures = incident.ranks.failures
+        if not (fallback and failures) or incident.draft.directory or incident.again_until < NEVER:
             return False
-        self._outbox.record("fallback", directory=fallback, failures=dict(sorted(incident.failures.items())))
-        incident.enter(Stage.FREEZING, f"the save is tried again in {fallback}")
-        incident.forgive(fallback, incident.failures)
+        self._outbox.record("fallback", directory=fallback, failures=dict(sorted(failures.items())))
+        incident.begin_again(f"the save is tried again in {fallback}", fallback, failures)
         return True
 
     def later(self, incident: Incident, reason: str, now: float) -> bool:
@@ -49,13 +49,13 @@ class Retries:
         Returns:
             False if no rank failed for such a reason, or if training can go on without a checkpoint.
         """
-        broken = incident.faulty or self._job.broken or self._job.in_doubt
-        if incident.snapshot or incident.again_until < NEVER or not (incident.passing and broken):
+        broken, ranks = incident.faulty or self._job.broken or self._job.in_doubt, incident.ranks
+        if incident.snapshot or incident.again_until < NEVER or not (ranks.passing and broken):
             return False
         pause_s = min(RETRY_MAX_S, RETRY_S * 2**incident.retries)
         incident.retries += 1
-        self._outbox.record("retry", after_s=pause_s, failures=dict(sorted(incident.failures.items())), reason=reason)
-        incident.enter(Stage.FREEZING, f"the storage refused: the save is tried again after {pause_s:g} s")
+        self._outbox.record("retry", after_s=pause_s, failures=dict(sorted(ranks.failures.items())), reason=reason)
         incident.look_again_at = now + pause_s
-        incident.forgive("", incident.passing)
+        why = f"the storage refused: the save is tried again after {pause_s:g} s"
+        incident.begin_again(why, "", ranks.passing)
         return True

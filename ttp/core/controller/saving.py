@@ -14,7 +14,8 @@ from dataclasses import replace
 from ttp.core import messages as m
 from ttp.core import stripes
 from ttp.core.controller.committing import Committing
-from ttp.core.controller.incident import NEVER, Incident, Stage, Task
+from ttp.core.controller.draft import Task
+from ttp.core.controller.incident import NEVER, Incident, Stage
 from ttp.core.controller.membership import Membership
 from ttp.core.controller.mirrors import Mirrors
 from ttp.core.controller.outbox import Outbox
@@ -54,41 +55,34 @@ class Saving:
 
     def begin(self, incident: Incident, plan: Plan, now: float) -> None:
         """Send the orders for everything in the plan that is not written or ordered already."""
-        if incident.plan is not None and incident.plan.version != plan.version:
-            incident.set_aside()
+        draft = incident.draft
         incident.again_until = incident.again_until if plan.version == incident.saved else NEVER
-        parts = (stripes.parse(assignment.shard) for assignment in plan.assignments)
-        incident.forget_parts({part.shard: part.count for part in parts})
         incident.enter(Stage.SAVING, plan.reason)
-        lost = incident.plan.lost if incident.plan is not None and incident.plan.version == plan.version else 0
-        incident.plan, incident.dropped = plan, []
-        incident.planned_at = now
-        incident.generation = self.next_generation(incident)
-        incident.awaiting &= not plan.assignments and bool(incident.tasks)
-        orders = [] if incident.awaiting else self._orders(incident, plan)
+        lost = draft.follow(plan, self.next_generation(incident), now)
+        orders = [] if draft.awaiting else self._orders(incident, plan)
         for order in orders:
-            incident.expect(order)
-        incident.plan = plan = incident.with_all_orders(plan, lost)
+            draft.expect(order)
+        draft.plan = plan = draft.with_all_orders(plan, lost)
         self._outbox.record(
             "plan",
             version=plan.version,
-            generation=incident.generation,
+            generation=draft.generation,
             reason=plan.reason,
             savers={a.shard: a.rank for a in plan.assignments},
             how={a.shard: a.how.value for a in plan.assignments if a.how is not How.AS_IS},
-            draft=incident.draft,
-            directory=incident.directory,
+            draft=draft.name,
+            directory=draft.directory,
             disputed=list(plan.disputed),
             odd=list(plan.odd),
             after_ms=incident.after_ms(now),
         )
         for order in orders:
-            incident.wrote(order.rank, -1, now)
+            draft.wrote(order.rank, -1, now)
             self._send_save(incident, order.rank)
 
     def next_generation(self, incident: Incident) -> int:
         """Return a generation larger than all that were used for this incident, by other controllers too."""
-        return max(incident.generation + 1, (self._job.term - 1) * GENERATIONS_PER_TERM)
+        return max(incident.draft.generation + 1, (self._job.term - 1) * GENERATIONS_PER_TERM)
 
     def _orders(self, incident: Incident, plan: Plan) -> list[m.SaverOrder]:
         """Return the savers' orders; on every host one able rank collects the pages of all ranks of the host."""
@@ -103,8 +97,8 @@ class Saving:
                 hows[assignment.rank] = assignment.how
         savers = {*shards, *kept}
         pages = self.pages.collectors(incident, savers)
-        whole = {r for r in savers if incident.answers[r].post_step_done or not self._job.members[r].broken}
-        first = None if any(t.order.job_state for t in incident.tasks) else min(whole or savers, default=None)
+        whole = {r for r in savers if incident.ranks.answers[r].post_step_done or not self._job.members[r].broken}
+        first = None if any(t.order.job_state for t in incident.draft.tasks) else min(whole or savers, default=None)
         orders = []
         for rank in sorted({*savers, *pages}):
             order = m.SaverOrder(
@@ -115,43 +109,35 @@ class Saving:
                 job_state=rank == first,
                 kept=tuple(kept.get(rank, ())),
             )
-            unfinished = incident.pending.get(rank)
+            unfinished = incident.draft.pending.get(rank)
             orders.append(order if unfinished is None else _merge(unfinished.order, order))
         return orders
 
     def _collects_late(self, incident: Incident, now: float) -> bool:
         """Order pages that only ranks which answered after the plan have. Return whether to wait for pages."""
-        pages = self.pages.collectors(incident, ())
-        incident.generation += bool(pages)
+        pages, draft = self.pages.collectors(incident, ()), incident.draft
+        draft.generation += bool(pages)
         for rank, wanted in sorted(pages.items()):
-            incident.expect(m.SaverOrder(rank, (), How.AS_IS, wanted, False))
-            incident.wrote(rank, -1, now)
+            draft.expect(m.SaverOrder(rank, (), How.AS_IS, wanted, False))
+            draft.wrote(rank, -1, now)
             self._send_save(incident, rank)
         return bool(pages) or (self.pages.lack_a_host(incident) and incident.waits("pages", PAGES_S, now))
 
     def _send_save(self, incident: Incident, rank: Rank) -> None:
-        task, plan = incident.pending[rank], incident.plan
+        draft, plan = incident.draft, incident.draft.plan
         assert plan is not None
-        answer = incident.answers.get(rank)  # None: the rank has come back, and is asked again
+        task = draft.pending[rank]
+        answer = incident.ranks.answers.get(rank)  # None: the rank has come back, and is asked again
         if task.order.how is How.REDO and (answer is None or answer.version < plan.version):
-            incident.redoing[rank] = plan.version
-        self._outbox.send_to(
-            rank,
-            m.Save(
-                rank,
-                self._job.term,
-                incident.id,
-                task.generation,
-                plan.version,
-                incident.draft,
-                task.order,
-                incident.directory,
-            ),
+            incident.ranks.redoing[rank] = plan.version
+        save = m.Save(
+            rank, self._job.term, incident.id, task.generation, plan.version, draft.name, task.order, draft.directory
         )
+        self._outbox.send_to(rank, save)
 
     def resend(self, incident: Incident, rank: Rank) -> None:
         """Repeat the order to ``rank``, because its stream was replaced and the order may be lost."""
-        if rank in incident.pending:
+        if rank in incident.draft.pending:
             self._send_save(incident, rank)
 
     # --------------------------------------------------------------------------------------------------------- pieces
@@ -175,7 +161,7 @@ class Saving:
             return
         task.pieces = report.pieces
         task.keep_ordered()
-        del incident.pending[report.rank]
+        del incident.draft.pending[report.rank]
         pieces = [{"file": p.file, "size": p.size, "digest": p.digest, "shard": p.shard} for p in task.pieces]
         self._outbox.record("saved", rank=report.rank, generation=report.generation, pieces=pieces)
         self._compare_cuts(incident, task.pieces)
@@ -183,43 +169,45 @@ class Saving:
     def _compare_cuts(self, incident: Incident, pieces: Iterable[m.Piece]) -> None:
         """Have shards written whole if replicas cut them differently, e.g. because only rank 0 holds an average."""
         parts = [(stripes.parse(Shard(piece.shard)), piece.cut) for piece in pieces]
-        odd = {part.shard for part, cut in parts if part.count > 1 and incident.cuts.setdefault(part.shard, cut) != cut}
+        draft = incident.draft
+        odd = {part.shard for part, cut in parts if part.count > 1 and draft.cuts.setdefault(part.shard, cut) != cut}
         if not odd:
             return
         self._outbox.record("misfit", shards=sorted(odd))
-        incident.uncut |= odd
-        incident.forget_parts(dict.fromkeys(odd, 1))
+        draft.uncut |= odd
+        draft.forget_parts(dict.fromkeys(odd, 1))
         incident.enter(Stage.FREEZING, "replicas cut a shard differently")
 
     def save_failed(self, incident: Incident, report: m.SaveFailed) -> None:
-        """Drop a failed task; the rank gets no order again, except by ``Incident.forgive``."""
+        """Drop a failed task; the rank gets no order again, except by ``FrozenRanks.forgive``."""
         if _task_of(incident, report) is None:
             return
-        incident.fail(report.rank, report.text, report.may_pass)
+        incident.ranks.fail(report.rank, report.text, report.may_pass)
         self._outbox.record("save_failed", rank=report.rank, generation=report.generation, text=report.text)
-        self.drop(incident, report.rank)
+        incident.draft.drop(report.rank)
 
     def written(self, incident: Incident, rank: Rank, size: int, now: float) -> None:
         """Note the number of bytes that a rank has written so far."""
-        known = incident.progress.get(rank)
+        known = incident.draft.progress.get(rank)
         if known is not None and known[0] != size:
-            incident.wrote(rank, size, now)
+            incident.draft.wrote(rank, size, now)
 
     def stalled(self, incident: Incident, patience_s: float, now: float) -> bool:
         """Fail the saves whose storage has taken no byte for too long. Return whether there was such a save."""
         text = f"the storage took no byte for {patience_s:g} s (TTP_STALL_S)"
-        failed = len(incident.failures)
+        draft, failures = incident.draft, incident.ranks.failures
+        failed = len(failures)
         while True:
             rank, since = self._slowest(incident)
             if rank is None or now < since + patience_s:
                 break
-            generation = incident.generation
             if incident.stage is Stage.COMMITTING:
-                self._committing.failed(incident, m.CommitFailed(rank, incident.id, generation, text, may_pass=True))
+                report = m.CommitFailed(rank, incident.id, draft.generation, text, may_pass=True)
+                self._committing.failed(incident, report)
             else:
-                generation = incident.pending[rank].generation
+                generation = draft.pending[rank].generation
                 self.save_failed(incident, m.SaveFailed(rank, incident.id, generation, text, may_pass=True))
-        return len(incident.failures) > failed
+        return len(failures) > failed
 
     def stall_since(self, incident: Incident) -> float | None:
         """Return the time since which the slowest writer has written nothing; None if no rank writes."""
@@ -229,44 +217,39 @@ class Saving:
     @staticmethod
     def _slowest(incident: Incident) -> tuple[Rank | None, float]:
         """Return the writing rank without progress for longest, and since when. Cheap, as it runs after every event."""
+        draft = incident.draft
         if incident.stage is Stage.COMMITTING:
-            writing: Container[Rank | None] = (incident.committer,)
+            writing: Container[Rank | None] = (draft.committer,)
         elif incident.stage is Stage.SAVING:
-            writing = incident.pending
+            writing = draft.pending
         else:
             return None, 0.0
-        while incident.progress:
-            rank, (_, since) = next(iter(incident.progress.items()))
-            if rank in writing and rank not in incident.failures:
+        while draft.progress:
+            rank, (_, since) = next(iter(draft.progress.items()))
+            if rank in writing and rank not in incident.ranks.failures:
                 return rank, since
-            del incident.progress[rank]
+            del draft.progress[rank]
         return None, 0.0
-
-    def drop(self, incident: Incident, rank: Rank) -> None:
-        """Drop the unfinished task of ``rank``: its pieces will not come, or cannot be trusted."""
-        task = incident.pending.pop(rank, None)
-        if task is not None:
-            incident.tasks.remove(task)
-            incident.dropped.append(rank)
 
     def check(self, incident: Incident, now: float) -> None:
         """Begin the commit when all pieces are durable; have the plan made again when savers were lost or failed."""
-        if incident.dropped:
-            self._outbox.record("replan", generation=incident.generation, lost_savers=sorted(incident.dropped))
+        draft = incident.draft
+        if draft.dropped:
+            self._outbox.record("replan", generation=draft.generation, lost_savers=sorted(draft.dropped))
             incident.enter(Stage.FREEZING, "savers were lost or failed")
-            incident.losses += any(rank not in incident.failures for rank in incident.dropped)
-            pause_s = rest_s(self._job) if incident.pending else 0.0  # whoever still writes may be refused as well
-            if incident.losses > LOSSES_MAX:
-                pause_s += min(REPLAN_MAX_S, REPLAN_S * 2 ** min(incident.losses - LOSSES_MAX - 1, 10))
-            incident.next_plan_at = incident.planned_at + pause_s
-            incident.dropped = []
-        elif incident.awaiting or not (incident.pending or self._collects_late(incident, now)):
+            draft.losses += any(rank not in incident.ranks.failures for rank in draft.dropped)
+            pause_s = rest_s(self._job) if draft.pending else 0.0  # whoever still writes may be refused as well
+            if draft.losses > LOSSES_MAX:
+                pause_s += min(REPLAN_MAX_S, REPLAN_S * 2 ** min(draft.losses - LOSSES_MAX - 1, 10))
+            draft.next_plan_at = draft.planned_at + pause_s
+            draft.dropped = []
+        elif draft.awaiting or not (draft.pending or self._collects_late(incident, now)):
             self._committing.begin(incident, "all pieces are durable", now)
 
 
 def _task_of(incident: Incident, report: m.Saved | m.SaveFailed) -> Task | None:
     """Return the unfinished task that was reported on; None: the report is of an order that was dropped or replaced."""
-    task = incident.pending.get(report.rank)
+    task = incident.draft.pending.get(report.rank)
     return task if task is not None and (report.incident, report.generation) == (incident.id, task.generation) else None
 
 

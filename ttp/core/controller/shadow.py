@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from ttp.core.controller import continuing
 from ttp.core.controller.committing import Committing
-from ttp.core.controller.incident import Incident, Stage
+from ttp.core.controller.incident import Incident
 from ttp.core.controller.job_verdict import JobVerdict, Verdict
 from ttp.core.controller.membership import Membership
 from ttp.core.controller.outbox import Outbox
@@ -39,11 +39,12 @@ class Shadow:
 
     def choose(self, incident: Incident, plan: Plan) -> None:
         """Choose memory or storage for the first plan of an incident. Its later plans go to the same place."""
-        if not (incident.plan or incident.directory or incident.forgiven or incident.recovered or incident.requests):
-            incident.directory = incident.hold = self._place(incident, plan)
+        draft, forgiven = incident.draft, incident.ranks.forgiven
+        if not (draft.plan or draft.directory or forgiven or incident.recovered or incident.requests):
+            draft.directory = draft.hold = self._place(incident, plan)
 
     def _place(self, incident: Incident, plan: Plan) -> str:
-        job, answers = self._job, incident.answers
+        job, answers = self._job, incident.ranks.answers
         places = {answers[rank].hold_dir if rank in answers else "" for rank in job.live}
         hosts = {member.hello.host for member in job.members.values()}
         plain = plan.lost == 0 and all(a.how is not How.KEPT for a in plan.assignments)
@@ -59,35 +60,37 @@ class Shadow:
         Returns:
             True if a version is held and ``verdict`` is not a plan for a newer version.
         """
-        held = max((answer.held for answer in incident.answers.values()), default=Version(0))
+        draft, ranks = incident.draft, incident.ranks
+        held = max((answer.held for answer in ranks.answers.values()), default=Version(0))
         if not held or (isinstance(verdict, Plan) and verdict.version > held):
             return False
-        if any(incident.can_commit(rank) for rank in incident.answers):
+        if any(map(ranks.can_commit, ranks.answers)):
             reason = f"version {held} is held in memory, and no rank has a newer one"
-            incident.plan, incident.tasks, incident.pending = Plan(held, (), reason), [], {}
+            draft.plan, draft.tasks, draft.pending = Plan(held, (), reason), [], {}
             self._await(incident, held, now)
         return True
 
     def _await(self, incident: Incident, version: Version, now: float) -> None:
         self._outbox.record("awaited", version=version)
-        incident.generation, incident.awaiting = self._saving.next_generation(incident), True
+        incident.draft.generation, incident.draft.awaiting = self._saving.next_generation(incident), True
         self._committing.begin(incident, "the held version has to become durable", now)
 
     def failed(self, incident: Incident) -> None:
         """Begin the save again, on the storage, if a rank could not write or commit the checkpoint in memory."""
-        if incident.holds and incident.failures:
-            self._outbox.record("not_held", failures=dict(sorted(incident.failures.items())))
-            incident.enter(Stage.FREEZING, "the checkpoint cannot be held in memory, so it is saved to the storage")
-            incident.forgive("", incident.failures)
+        failures = incident.ranks.failures
+        if incident.draft.holds and failures:
+            self._outbox.record("not_held", failures=dict(sorted(failures.items())))
+            why = "the checkpoint cannot be held in memory, so it is saved to the storage"
+            incident.begin_again(why, "", failures)
 
     def leave(self, incident: Incident) -> None:
         """Save to the storage from now on: ranks have a newer version than the held one, or cannot go on from it."""
-        if incident.holds and incident.saved:
-            incident.directory, incident.saved, incident.path = "", Version(0), ""
+        if incident.draft.holds and incident.saved:
+            incident.draft.directory, incident.saved, incident.path = "", Version(0), ""
 
     def may_end(self, incident: Incident, now: float) -> bool:
         """Return whether ranks may be released now: they go on from the checkpoint, or the checkpoint is durable."""
-        if incident.waiting and not incident.newest_is_known():
+        if incident.ranks.waiting and not incident.newest_is_known():
             return False
         if continuing.waits(self._job, incident, now):
             return False
@@ -97,9 +100,9 @@ class Shadow:
 
     def is_durable(self, incident: Incident, now: float) -> bool:
         """Return whether the checkpoint is durable. If not, order one rank to wait until it is, as a commit."""
-        if not (incident.holds and self._job.live):
+        if not (incident.draft.holds and self._job.live):
             return True  # without living ranks the launcher waits for the writer
-        if not any(incident.can_commit(rank) for rank in incident.answers):
+        if not any(map(incident.ranks.can_commit, incident.ranks.answers)):
             return False
         version = incident.saved
         self.leave(incident)

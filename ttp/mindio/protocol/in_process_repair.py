@@ -137,7 +137,7 @@ def _load(state: RepairState, incident: Incident) -> Script:
     loaded = sorted({acted.result for acted in result.done.values()})
     if not result.ok or len(loaded) != 1:
         return not_saved(result.words or f"ranks have loaded different steps: {loaded[:10]}")
-    newest = max(answer.version for answer in incident.answers.values())
+    newest = max(answer.version for answer in incident.ranks.answers.values())
     if loaded[0] > newest:
         return not_saved(f"step {loaded[0]} cannot have been loaded: no rank was beyond step {newest}")
     version = Version(loaded[0])

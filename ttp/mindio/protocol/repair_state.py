@@ -155,11 +155,12 @@ class RepairState:
 
     def standing(self, incident: Incident, version: Version) -> set[Rank]:
         """Return the ranks that hold a whole copy of exactly this version."""
+        known = incident.ranks
         return {
             rank
-            for rank, a in incident.answers.items()
+            for rank, a in known.answers.items()
             if a.final and a.version == version and a.phase is not m.Phase.TORN
-            and rank not in self.invalid and rank not in incident.failures and rank not in incident.redoing
+            and rank not in self.invalid and rank not in known.failures and rank not in known.redoing
         }  # fmt: skip
 
     def suspect(self, incident: Incident) -> set[Rank]:
@@ -229,9 +230,9 @@ class RepairState:
                 continue
             at = acted.version if version is None else version
             phase = m.Phase.TORN if acted.torn and version is None else m.Phase.IDLE
-            known = incident.answers.get(rank)
+            known = incident.ranks.answers.get(rank)
             plain = known or m.Frozen(rank, incident.id, at, phase, True)
-            incident.accept(
+            incident.ranks.accept(
                 (rank,),
                 replace(plain, version=at, phase=phase, final=True, has_gradient=False, main_thread_blocked=False),
             )

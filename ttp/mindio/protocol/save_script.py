@@ -63,9 +63,9 @@ def dump(state: RepairState, incident: Incident, *, halts: bool = True) -> Scrip
             return (yield from _name(state, incident, plan.version, lists))
         if not result.lost:
             first, text = next(iter(result.failed.items()))
-            incident.fail(first, text)  # the failures of the others follow from it
+            incident.ranks.fail(first, text)  # the failures of the others follow from it
             failures += 1
-    return not_saved("; ".join(f"rank {rank}: {text}" for rank, text in incident.failures.items()))
+    return not_saved("; ".join(f"rank {rank}: {text}" for rank, text in incident.ranks.failures.items()))
 
 
 def _saved_before(incident: Incident, reason: str) -> Ending:
@@ -78,11 +78,11 @@ def _saved_before(incident: Incident, reason: str) -> Ending:
 def _catch_up(state: RepairState, incident: Incident, version: Version, ranks: list[Rank]) -> Part:
     """Let ranks make the update for which they wait at the gate. A rank that cannot counts as failed."""
     for rank in ranks:
-        incident.redoing[rank] = version
+        incident.ranks.redoing[rank] = version
     result = yield state.everyone(RoundKind.CATCH_UP, version, "dump", ranks=ranks)
     state.note(incident, result)
     for rank, text in result.failed.items():
-        incident.fail(rank, text)
+        incident.ranks.fail(rank, text)
     return result.words
 
 
@@ -92,7 +92,7 @@ def _chosen(state: RepairState, incident: Incident, plan: Plan) -> Lists | None:
     lists = choose(state.replicas, state.standing(incident, plan.version), state.suspect(incident))
     if lists is None:
         return None
-    incident.plan = replace(plan, assignments=_assignments(lists))
+    incident.draft.plan = replace(plan, assignments=_assignments(lists))
     state.outbox.record("plan", version=plan.version, reason=plan.reason, savers=list(lists))
     return lists
 

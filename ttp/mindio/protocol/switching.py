@@ -318,7 +318,7 @@ class Switching:
             for rank in sorted(moving):
                 text = "a process on another host replaces this one"
                 self._let_go(rank, job.members[rank].connection, text)
-                incident.forget(rank)
+                incident.ranks.forget(rank)
             job.seats.update(moving)
             state.outbox.record("seats_open", ranks=sorted(moving))
             while not moving <= set(state.newcomers):
