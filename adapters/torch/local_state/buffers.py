@@ -204,15 +204,9 @@ class BufferSet:
                 view if view is not None else entry.copied()
                 for view, entry in zip(self._views, table.small, strict=True)
             ]
-        return parts, self.capture_large()
+        return parts, self._capture_large()
 
-    @property
-    def is_live(self) -> bool:
-        """Whether all parts that ``capture`` returned for small buffers are live memory."""
-        return len(self._plain) == len(self.table.small)
-
-    def capture_large(self) -> Sequence[Kept]:
-        """Return only the second list of ``capture``. Call it only while ``table.is_current()``."""
+    def _capture_large(self) -> Sequence[Kept]:
         if not self.table.large:
             return ()
         if self._captures < _LEARNING_CAPTURES:

@@ -308,7 +308,7 @@ class TestBuffers:
         capture.on_written = lambda version, final: told.append((version, final))
 
         def settled(version: int) -> bool:
-            arrivals: Any = capture._arrivals
+            arrivals: Any = capture._pages
             return (version, True) in told and bool(arrivals.idle)
 
         for version in range(1, 7):

@@ -202,7 +202,7 @@ class TestExtraState:
                 ExtraState({"moving": other}).restore({"moving": read(page, version).extra["moving"]})
                 assert other.state["cursor"] == version, "known from the update before"
             capture.capture(version, final=True)
-        assert capture._moving == {"moving"}
+        assert capture._head.moving == {"moving"}
 
 
 class TestLargeArrays:

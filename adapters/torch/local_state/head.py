@@ -1,0 +1,119 @@
+"""The head of an image, which precedes the buffers: its description, the random streams, and ``extra_state``."""
+
+from __future__ import annotations
+
+import logging
+import struct
+from collections.abc import Callable, Collection, Sequence
+
+from ttp.adapters.torch.local_state.buffers import BufferTable
+from ttp.adapters.torch.local_state.extra_state import ExtraState
+from ttp.adapters.torch.local_state.image import encode_head
+from ttp.adapters.torch.local_state.rng import RngState
+from ttp.processor.local_state.pages import Buffer, Kept
+
+log = logging.getLogger("ttp.adapters.torch")
+
+_Section = tuple[bytes, Sequence[Kept]]
+"""An encoded extra state, and its large arrays."""
+
+_GIVEN_UP: _Section = (b"", ())
+"""The section of an extra state that cannot be captured, or was not captured yet."""
+
+
+class Head:
+    """Captures random streams and extra states. What cannot be captured is left out from then on; never raises.
+
+    Args:
+        streams: the random streams.
+        extra: the user's objects of ``extra_state``.
+    """
+
+    def __init__(self, streams: RngState, extra: ExtraState) -> None:
+        self._streams: RngState | None = streams
+        self._extra, self.names = extra, extra.changing
+        self.moving: set[str] = set()
+        """Extra states that were seen to change between the captures of one version."""
+        self.given_up: dict[str, str] = {}
+        """What is left out, and why: a text for each part of the rank-local state."""
+        self._lengths = struct.Struct(f"<{1 + len(self.names)}Q")
+        self._sections: dict[str, _Section] = dict.fromkeys(self.names, _GIVEN_UP)
+        self._apart: tuple[list[Sequence[Kept]], Sequence[Kept]] = ([], ())
+        self._parts: list[Buffer] = []  # ends with the sections
+        self._stands: Callable[[], bool] = bool  # whether the parts still cover streams and extra states; bool: no
+        self._of: tuple[BufferTable | None, int] = (None, 0)  # the layout of the buffers that the parts describe
+        self._described: tuple[object, bytes] = (None, b"")
+
+    def read(self, names: Collection[str], *, compare: bool) -> None:
+        """Read extra states; with ``compare``, note in ``moving`` which of them have changed since the last read."""
+        for name in names:
+            before = self._sections[name]
+            section = self._sections[name] = self._read(name)
+            if section[1] is not before[1] or len(section[0]) != len(before[0]):
+                self._stands = bool  # the layout of the image changes
+            elif section[0] != before[0]:
+                if self._parts:
+                    self._parts[self.names.index(name) - len(self.names)] = section[0]
+            else:
+                continue
+            if compare:
+                self.moving.add(name)
+
+    def parts(self, table: BufferTable) -> Sequence[Buffer]:
+        """Return the head of an image with these buffers, in parts to join: some of them are live memory.
+
+        As long as all parts are live memory, or bytes that only ``read`` replaces, they are used again.
+        """
+        if self._of != (table, table.layout) or not self._stands():
+            streams = self._capture_streams()
+            sections = [section for section, _ in self._sections.values()]
+            lengths = self._lengths.pack(sum(map(len, streams)), *map(len, sections))
+            self._parts = [self._description(table), lengths, *streams, *sections]
+            self._of = table, table.layout
+            self._stands = self._streams.standing() or bool if self._streams is not None else lambda: True
+        return self._parts
+
+    def joined(self, table: BufferTable) -> bytes:
+        """Return a copy of the head of an image with these buffers."""
+        return b"".join(self.parts(table))
+
+    def with_apart(self, kept: Sequence[Kept]) -> Sequence[Kept]:
+        """Return large buffers and large arrays of extra states together; the same list as before if none changed."""
+        lists = [kept, *(apart for _, apart in self._sections.values() if apart)]
+        if len(lists) == 1:
+            return kept
+        known, joined = self._apart
+        if len(lists) != len(known) or any(a is not b for a, b in zip(lists, known, strict=True)):
+            self._apart = lists, (joined := [part for one in lists for part in one])
+        return joined
+
+    def give_up(self, part: str, what: str, problem: Exception) -> None:
+        """Leave a part of the state out from now on, and log a warning, once."""
+        if part not in self.given_up:
+            self.given_up[part] = f"{what} could not be captured ({type(problem).__name__}: {problem})"
+            log.warning("%s; training goes on, but a resumed run will not have this state", self.given_up[part])
+
+    def _capture_streams(self) -> list[Buffer]:
+        if self._streams is not None:
+            try:
+                return self._streams.capture()
+            except Exception as problem:
+                self._streams = None
+                self.give_up("rng", "the random streams", problem)
+        return []
+
+    def _read(self, name: str) -> _Section:
+        if name not in self.given_up:
+            try:
+                return self._extra.capture(name)
+            except Exception as problem:
+                self.give_up(name, f"extra_state {name!r}", problem)
+        return _GIVEN_UP
+
+    def _description(self, table: BufferTable) -> bytes:
+        """Return header and description of the image, made anew only if buffers or large arrays were replaced."""
+        sizes = [[len(data) for _, data in kept] for _, kept in self._sections.values()]
+        facts = table, table.layout, sizes
+        if self._described[0] != facts:
+            self._described = facts, encode_head(self.names, table.infos, sizes if any(sizes) else [])
+        return self._described[1]
