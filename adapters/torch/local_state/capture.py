@@ -111,6 +111,7 @@ class LocalCapture:
         self._pages: HostPages | DevicePages = (
             DevicePages(module, runtimes, head, self._wrote) if runtimes else HostPages(module, head, self._wrote)
         )
+        self._without_buffers = HostPages(None, head, self._wrote)  # takes over if buffers cannot be captured
         if page is not None:
             self.open_page(page)
         self._updates = 0
@@ -171,7 +172,7 @@ class LocalCapture:
         except Exception as problem:
             self._head.give_up("buffers", "the model's buffers", problem)
             self._pages.close()
-            self._pages = HostPages(None, self._head, self._wrote)
+            self._pages = self._without_buffers
             self._pages.open(page)
 
     def _wrote(self, version: int, final: bool) -> None:
