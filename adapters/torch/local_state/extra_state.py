@@ -13,20 +13,18 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import xxhash
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves
 
+from ttp.adapters.torch.local_state.large_arrays import LargeArrays
 from ttp.adapters.torch.restoring.compare import hand_to
 from ttp.adapters.torch.sharding.dtensor_chunks import is_distributed
 from ttp.adapters.versions import TORCHDATA, require
 from ttp.errors import CheckpointError, ToldAs, UsageError
-from ttp.processor.local_state.host_rng import memory_at
-from ttp.processor.local_state.pages import Buffer, Kept
+from ttp.processor.local_state.pages import Kept
 from ttp.store.encoding import EncodingError, decode, encode
 from ttp.store.repeated_encoding import RepeatedEncoder
 
@@ -61,7 +59,7 @@ class ExtraState:
         for name, value in {**self._changing, **self._constant}.items():
             _encoded(name, value, on_host=name in self._constant)
         self._encoders = {name: RepeatedEncoder(_path(name)) for name in self._changing}
-        self._memories = {name: ApartMemory() for name in self._changing}
+        self._arrays = {name: LargeArrays() for name in self._changing}
 
     def notes(self) -> list[str]:
         """Return warnings about these objects for jobs with several ranks."""
@@ -126,7 +124,7 @@ class ExtraState:
         """
         encoder = self._encoders[name]
         encoded = encoder.encode(self._changing[name].state_dict())
-        return encoded, self._memories[name].look_at(encoder.apart)
+        return encoded, self._arrays[name].look_at(encoder.apart)
 
     def capture_constant(self) -> dict[str, bytes]:
         """Return the encoded states of the constant objects, at save time. May be called on any thread.
@@ -224,109 +222,3 @@ def _encoded(name: str, value: Any, *, on_host: bool = False) -> bytes:
 def _decoded(name: str, data: bytes) -> Any:
     with ToldAs(CheckpointError, f"the saved state of {_path(name)} cannot be read", EncodingError):
         return decode(data)
-
-
-# --------------------------------------------------------------------------------------------------------- large arrays
-#
-# Large arrays in the ``extra_state``: finds their memory, and whether it has changed since the last look.
-#
-# An average of the weights that is not a module is an example: megabytes that change once a step. Such arrays are
-# copied to the page as raw memory, once for each change. Torch's version counter is trusted to show a change once it
-# was seen to do so ``_MOVES`` times for the same memory. Until then, and for numpy, the bytes are compared by a digest,
-# which costs a third of copying them.
-
-
-_MOVES = 2
-"""How often the version counter of the same memory must have moved before it is trusted to show every change."""
-
-_serials = itertools.count(1)
-
-
-@dataclass(slots=True)
-class _Place:
-    """One array of the state, as it was at the last look.
-
-    Args:
-        array: the array; it is kept alive so that its memory is not reused.
-        address: address of its memory.
-        version: torch's version counter; -1: there is none (numpy, inference tensors).
-        view: its memory.
-        stamp: a number that stays the same as long as the bytes do.
-        digest: digest of the bytes; None: not known.
-        moves: how often the counter has moved; -1: the bytes changed while the counter did not, so it is never trusted.
-    """
-
-    array: Any
-    address: int
-    version: int
-    view: Buffer
-    stamp: int
-    digest: int | None = None
-    moves: int = 0
-
-
-class ApartMemory:
-    """Follows the large arrays in the state of one object, by their order."""
-
-    def __init__(self) -> None:
-        self._places: list[_Place] = []
-        self._kept: list[Kept] = []
-
-    def look_at(self, arrays: Sequence[Any]) -> Sequence[Kept]:
-        """Return the memory of these arrays, with stamps that change when the bytes do.
-
-        Args:
-            arrays: the large arrays of the state, always in the same order.
-
-        Returns:
-            Pairs of stamp and memory; the same list object as the last time if nothing has changed.
-        """
-        if not arrays and not self._kept:
-            return self._kept
-        del self._places[len(arrays) :]
-        for index, array in enumerate(arrays):
-            if index == len(self._places):
-                self._places.append(_placed(array))
-            elif _has_changed(self._places[index], array):
-                self._places[index].stamp = next(_serials)
-        if len(self._kept) != len(arrays) or any(map(_differs, self._places, self._kept)):
-            self._kept = [(place.stamp, place.view) for place in self._places]
-        return self._kept
-
-
-def _differs(place: _Place, kept: Kept) -> bool:
-    return place.stamp != kept[0] or place.view is not kept[1]
-
-
-def _placed(array: Any) -> _Place:
-    address, version, size = _facts(array)
-    view = memory_at(address, size, array)
-    return _Place(array, address, version, view, next(_serials), xxhash.xxh3_64_intdigest(view))
-
-
-def _has_changed(place: _Place, array: Any) -> bool:
-    """Return whether the bytes differ from the last look. Makes ``place`` describe ``array``."""
-    address, version, size = _facts(array)
-    same = address == place.address and size == len(place.view)
-    moved = version != place.version
-    if same and version >= 0 and place.moves >= _MOVES:
-        place.array, place.version, place.digest = array, version, None if moved else place.digest
-        return moved
-    if not same:
-        place.view = memory_at(address, size, array)
-    digest = xxhash.xxh3_64_intdigest(place.view)
-    changed = digest != place.digest
-    if same and moved:
-        place.moves += place.moves >= 0
-    elif same and changed:
-        place.moves = -1
-    place.array, place.address, place.version, place.digest = array, address, version, digest
-    return changed
-
-
-def _facts(array: Any) -> tuple[int, int, int]:
-    """Return address, version counter and size in bytes of an array."""
-    if isinstance(array, Tensor):
-        version = -1 if array.is_inference() else array._version  # inference tensors have no counter
-        return array.data_ptr(), version, array.numel() * array.element_size()
-    return array.ctypes.data, -1, array.nbytes

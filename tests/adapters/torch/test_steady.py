@@ -17,7 +17,8 @@ from tests.adapters.torch.hooked import Job, exponential
 from tests.adapters.torch.pages import hashed_from_now_on, read, written
 from tests.adapters.torch.stub_processor import Stateful
 from ttp.adapters.torch.local_state.capture import LocalCapture
-from ttp.adapters.torch.local_state.extra_state import ApartMemory, ExtraState
+from ttp.adapters.torch.local_state.extra_state import ExtraState
+from ttp.adapters.torch.local_state.large_arrays import LargeArrays
 from ttp.processor.local_state.pages import PageWriter
 
 streams: Any = numpy.random
@@ -261,7 +262,7 @@ class TestLargeArrays:
         assert max(size for size in hashed if size != 4 * LARGE) < 4 * LARGE, "the rest is small"
 
     def test_what_never_changes_is_looked_at_and_not_copied(self) -> None:
-        memory, constant = ApartMemory(), torch.zeros(LARGE)
+        memory, constant = LargeArrays(), torch.zeros(LARGE)
         kept = memory.look_at([constant])
         for _ in range(20):
             assert memory.look_at([constant]) is kept
