@@ -26,7 +26,7 @@ from ttp.core import messages as m
 from ttp.core.layout import Layout, Rank, Shard, Version
 from ttp.core.layout_messages import TellLayout
 from ttp.store import names
-from ttp.store.commit import commit
+from ttp.store.commit import NewCheckpoint
 from ttp.store.digest import digest_bytes
 from ttp.testing import toy
 from ttp.wire.convert import order_from_wire, report_to_wire
@@ -112,10 +112,7 @@ class SaveDir:
             missing_pages=(Rank(3),),
         )
         groups = {Shard("model"): tuple(Rank(r) for r in range(4))}
-        path, _ = commit(
-            self.path, order, run_id="job", world_size=4, groups=groups, framework="torch", finalise=lambda _: []
-        )
-        return path
+        return NewCheckpoint(self.path, order, "job", 4, groups, "torch", finalise=lambda _: []).commit()[0]
 
     def draft(self, version: int) -> Path:
         path = self.path / names.draft_name(Version(version), "lost")

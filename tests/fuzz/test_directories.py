@@ -24,9 +24,8 @@ from tests.store.conftest import World
 from tests.store.storage import as_nobody
 from ttp.core.layout import Version
 from ttp.errors import CheckpointError
-from ttp.store.catalog import SKIPPED_MAX, find_whole, prune, scan
+from ttp.store.catalog import SKIPPED_MAX, find_whole, prune, scan, tidy
 from ttp.store.choice import look_back
-from ttp.store.commit import tidy
 from ttp.store.manifest import MANIFEST, Manifest
 from ttp.store.names import checkpoint_name
 from ttp.store.verify import unlisted_files, verify_checkpoint

@@ -15,7 +15,7 @@ from ttp.core.layout import Rank, Shard, Version
 from ttp.core.messages import Commit, Piece
 from ttp.processor.local_state.local_piece import Pages, lent, write_local_piece
 from ttp.store import durable, names, verify
-from ttp.store.commit import commit
+from ttp.store.commit import NewCheckpoint
 from ttp.store.digest import HashingFile, Progress, digest_bytes, digest_file
 from ttp.store.disk import Disk
 from ttp.store.verify import verify_checkpoint
@@ -108,7 +108,8 @@ class World:
 
     def commit(self, order: Commit, disk: Disk | None = None, **changes: object) -> tuple[Path, int]:
         facts = {"run_id": "job", "world_size": 4, "groups": GROUPS, "framework": "torch", "finalise": self.finalise}
-        return commit(self.save_dir, order, disk=disk, **{**facts, **changes})  # type: ignore[arg-type]
+        facts |= {"disk": disk or Disk(), **changes}
+        return NewCheckpoint(self.save_dir, order, **facts).commit()  # type: ignore[arg-type]
 
     def make(self, version: int, incident: str = "first", **changes: object) -> Path:
         """Make a committed checkpoint; ``changes`` are changes of the order."""

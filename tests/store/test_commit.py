@@ -24,8 +24,7 @@ from ttp.processor.local_state.local_piece import (
     read_local_image,
     write_local_piece,
 )
-from ttp.store.catalog import find_whole, scan
-from ttp.store.commit import tidy
+from ttp.store.catalog import find_whole, scan, tidy
 from ttp.store.disk import Disk
 from ttp.store.manifest import Manifest
 from ttp.store.verify import verify_checkpoint

@@ -19,8 +19,7 @@ from ttp.core.messages import Commit
 from ttp.errors import CheckpointError
 from ttp.processor.local_state.local_piece import ranks_kept
 from ttp.store import names
-from ttp.store.catalog import find_whole, scan
-from ttp.store.commit import tidy
+from ttp.store.catalog import find_whole, scan, tidy
 from ttp.store.disk import Disk
 from ttp.store.manifest import Manifest
 from ttp.store.verify import verify_checkpoint

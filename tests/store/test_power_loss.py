@@ -16,9 +16,8 @@ import pytest
 from tests.disks.bad_disk import BadDisk, Rule
 from tests.disks.crash import Line, build, outcomes
 from ttp.core.layout import Version
-from ttp.store.catalog import scan
+from ttp.store.catalog import scan, tidy
 from ttp.store.choice import look_back
-from ttp.store.commit import tidy
 from ttp.store.names import checkpoint_name
 from ttp.store.writable import check_writable
 

@@ -27,7 +27,7 @@ from ttp.errors import CheckpointError
 from ttp.launch.own_module import own_module
 from ttp.polling import poll
 from ttp.store import catalog, names
-from ttp.store.commit import commit, tidy
+from ttp.store.commit import NewCheckpoint
 from ttp.store.disk import Disk
 from ttp.store.durable import make_directory
 from ttp.store.held import PREFIX, Held, Order, State
@@ -148,16 +148,8 @@ class Bringer:
             Rank(0), 0, manifest.incident, 0, manifest.version, manifest.incarnation, draft, manifest.cause,
             manifest.reason, self._order.keep, manifest.pieces, manifest.missing_pages,
         )  # fmt: skip
-        commit(
-            place,
-            order,
-            run_id=manifest.run_id,
-            world_size=manifest.world_size,
-            groups=manifest.groups,
-            framework=manifest.framework,
-            finalise=lambda _: (),
-            manifest=manifest,
-        )
+        facts = manifest.run_id, manifest.world_size, manifest.groups, manifest.framework
+        NewCheckpoint(place, order, *facts, finalise=lambda _: (), manifest=manifest).commit()
         if place == self._places[0]:
             self._held.note_speed(manifest.size, time.monotonic() - began)
 
@@ -195,7 +187,7 @@ class Bringer:
         log.info("%s is durable and verified, %.1f s after it was held in memory", path, after_s)
         with contextlib.suppress(OSError):
             self._note(path, size, after_s)
-        tidy(path.parent, self._order.keep, path.name, verified=True)
+        catalog.tidy(path.parent, self._order.keep, path.name, verified=True)
         self._held.drop(but="" if self._state.incident == self._order.incident else self._order.draft)
 
     def _note(self, path: Path, size: int, after_s: float) -> None:

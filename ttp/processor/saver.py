@@ -18,7 +18,8 @@ from ttp.processor.local_state.local_piece import lent, not_kept
 from ttp.processor.rank_job import RankJob
 from ttp.processor.serial_worker import SerialWorker
 from ttp.processor.source import Cancelled, MovedError
-from ttp.store.commit import commit, tidy
+from ttp.store.catalog import tidy
+from ttp.store.commit import NewCheckpoint
 from ttp.store.digest import Progress
 from ttp.store.disk import Disk
 from ttp.store.durable import make_directory
@@ -83,7 +84,7 @@ class Saver:
         self._work(lambda: self._commit_and_tidy(order))
 
     def tidy(self, directory: Path, keep: int, newest: str, *, verified: bool) -> None:
-        """Remove old checkpoints when there is time for it; see ``ttp.store.commit.tidy``."""
+        """Remove old checkpoints when there is time for it; see ``ttp.store.catalog.tidy``."""
 
         def remove() -> None:
             tidy(directory, keep, newest, verified=verified)
@@ -197,7 +198,7 @@ def make_checkpoint(save_dir: Path, order: m.Commit, job: RankJob, progress: Pro
     Raises:
         CheckpointError: the checkpoint does not exist now.
     """
-    return commit(
+    new = NewCheckpoint(
         save_dir,
         replace(order, missing_pages=not_kept(order.pieces, job.env.world_size)),
         run_id=job.env.run_id,
@@ -208,6 +209,7 @@ def make_checkpoint(save_dir: Path, order: m.Commit, job: RankJob, progress: Pro
         lend=lent,
         disk=Disk(progress),
     )
+    return new.commit()
 
 
 def _of_storage(problem: BaseException) -> bool:

@@ -6,7 +6,9 @@ later.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,6 +160,44 @@ def _promising(entry: CatalogEntry) -> Manifest:
 def _first(reasons: list[str]) -> list[str]:
     more = len(reasons) - SKIPPED_MAX
     return [*reasons[:SKIPPED_MAX], *([f"and {more} more"] if more > 0 else [])]
+
+
+def tidy(save_dir: Path, keep: int, newest: str, *, verified: bool) -> list[str]:
+    """Remove checkpoints beyond ``keep``, and left-overs, and return the names removed. Never raises.
+
+    At a restart (``verified``) warn if there is no room for another checkpoint then.
+
+    If a checkpoint has to be removed, this takes as long as reading the newest one, unless that is ``verified``, so no
+    rank should wait for it. It may be interrupted anywhere and called again.
+
+    Args:
+        save_dir: the directory that holds the job's checkpoints.
+        keep: number of whole checkpoints to keep.
+        newest: name of the checkpoint that was committed or restored; it stays.
+        verified: whether all digests of ``newest`` have just been verified.
+    """
+    try:
+        removed = prune(save_dir, keep, {newest}, Disk(), verified={newest} if verified else ())
+    except (OSError, CheckpointError, RecursionError) as problem:
+        _log.warning("old files in %s could not be removed: %s", save_dir, str(problem))
+        return []
+    left = [name for name in removed if names.is_draft(name)]
+    if old := [name for name in removed if name not in left]:
+        _log.info("removed old checkpoints: %s", ", ".join(old))
+    if left:
+        _log.info("removed directories that interrupted saves or removals had left: %d", len(left))
+    if verified:
+        _warn_of_no_room(save_dir / newest)
+    return removed
+
+
+def _warn_of_no_room(checkpoint: Path) -> None:
+    """Warn if the disk has no room for the next checkpoint, which is about as large as this one."""
+    with contextlib.suppress(OSError, CheckpointError):
+        stat, size = os.statvfs(checkpoint), sum(piece.size for piece in Manifest.load(checkpoint).pieces)
+        if stat.f_blocks and (free := stat.f_bavail * stat.f_frsize) < size:
+            text = "%s has %.0f MiB free, but a checkpoint needs some %.0f MiB: free some, or none can be saved there"
+            _log.warning(text, checkpoint.parent, free / 2**20, size / 2**20)
 
 
 def prune(

@@ -14,8 +14,8 @@ at any moment either the old checkpoint or the new one exists.
 5. **Check** the directory that now has the final name: its manifest, and the size of every piece. Only then is the
    commit a success, and only then is the draft removed; a failure to remove it does not undo the success.
 
-Checkpoints beyond ``keep`` are removed later, when no rank waits (``tidy``), and only after the digests of the new
-checkpoint have been read back from the storage. So if its bytes were damaged on the way, the last good one stays.
+Checkpoints beyond ``keep`` are removed later, when no rank waits (``catalog.tidy``), and only after the digests of the
+new checkpoint have been read back from the storage. So if its bytes were damaged on the way, the last good one stays.
 
 Two committers of one incident may work at the same time, if one was declared lost by mistake. They write no common
 file. One of them wins the rename to the final name; the other one finds the checkpoint there and succeeds too. So a
@@ -30,19 +30,17 @@ does another committer, which takes the state from there. Where the file system 
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ttp.core import stripes
 from ttp.core.layout import Rank, Shard
 from ttp.core.messages import Commit, Piece
 from ttp.errors import CheckpointError, ToldAs
-from ttp.store import catalog, names, verify
+from ttp.store import names, verify
 from ttp.store.digest import digest_bytes
 from ttp.store.disk import OCCUPIED, UNSUPPORTED, Disk
 from ttp.store.manifest import MANIFEST, Manifest, safe_path
@@ -58,22 +56,9 @@ Lend = Callable[[Sequence[Piece], Sequence[Piece]], Mapping[Rank, Piece]]
 second one has, the piece that has it, listed as a piece that has no other state."""
 
 
-def commit(
-    save_dir: Path,
-    order: Commit,
-    *,
-    run_id: str,
-    world_size: int,
-    groups: Mapping[Shard, Sequence[Rank]],
-    framework: str,
-    finalise: Finalise,
-    lend: Lend = lambda _ours, _theirs: {},
-    disk: Disk | None = None,
-    manifest: Manifest | None = None,
-) -> tuple[Path, int]:
-    """Make the pieces in ``save_dir/order.draft`` the checkpoint of ``order.version``.
-
-    May be repeated, by this rank or another: a checkpoint of the same incident under the final name is success.
+@dataclass(frozen=True, slots=True)
+class NewCheckpoint:
+    """The checkpoint that an order to commit asks for: the pieces in ``save_dir/order.draft``.
 
     Args:
         save_dir: the directory that holds the job's checkpoints.
@@ -86,58 +71,8 @@ def commit(
         lend: see ``Lend``.
         disk: makes the disk calls.
         manifest: the manifest to write, from a copy of this checkpoint elsewhere; None: it is made from the order.
-
-    Returns:
-        The checkpoint's path and the bytes of all its pieces.
-
-    Raises:
-        CheckpointError: there is no checkpoint: a piece is missing or has another size, the disk refused, or a newer
-            incarnation of the job has committed this version. All earlier checkpoints still exist.
     """
-    job = _Job(Path(save_dir), order, run_id, world_size, groups, framework, finalise, lend, disk or Disk(), manifest)
-    return job.run()
 
-
-def tidy(save_dir: Path, keep: int, newest: str, *, verified: bool) -> list[str]:
-    """Remove checkpoints beyond ``keep``, and left-overs, and return the names removed. Never raises.
-
-    At a restart (``verified``) warn if there is no room for another checkpoint then.
-
-    If a checkpoint has to be removed, this takes as long as reading the newest one, unless that is ``verified``, so no
-    rank should wait for it. It may be interrupted anywhere and called again.
-
-    Args:
-        save_dir: the directory that holds the job's checkpoints.
-        keep: number of whole checkpoints to keep.
-        newest: name of the checkpoint that was committed or restored; it stays.
-        verified: whether all digests of ``newest`` have just been verified.
-    """
-    try:
-        removed = catalog.prune(save_dir, keep, {newest}, Disk(), verified={newest} if verified else ())
-    except (OSError, CheckpointError, RecursionError) as problem:
-        _log.warning("old files in %s could not be removed: %s", save_dir, str(problem))
-        return []
-    left = [name for name in removed if names.is_draft(name)]
-    if old := [name for name in removed if name not in left]:
-        _log.info("removed old checkpoints: %s", ", ".join(old))
-    if left:
-        _log.info("removed directories that interrupted saves or removals had left: %d", len(left))
-    if verified:
-        _warn_of_no_room(save_dir / newest)
-    return removed
-
-
-def _warn_of_no_room(checkpoint: Path) -> None:
-    """Warn if the disk has no room for the next checkpoint, which is about as large as this one."""
-    with contextlib.suppress(OSError, CheckpointError):
-        stat, size = os.statvfs(checkpoint), sum(piece.size for piece in Manifest.load(checkpoint).pieces)
-        if stat.f_blocks and (free := stat.f_bavail * stat.f_frsize) < size:
-            text = "%s has %.0f MiB free, but a checkpoint needs some %.0f MiB: free some, or none can be saved there"
-            _log.warning(text, checkpoint.parent, free / 2**20, size / 2**20)
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
     save_dir: Path
     order: Commit
     run_id: str
@@ -145,19 +80,29 @@ class _Job:
     groups: Mapping[Shard, Sequence[Rank]]
     framework: str
     finalise: Finalise
-    lend: Lend
-    disk: Disk
-    manifest: Manifest | None
+    lend: Lend = lambda _ours, _theirs: {}
+    disk: Disk = field(default_factory=Disk)
+    manifest: Manifest | None = None
 
     @property
     def final(self) -> Path:
+        """The path of the checkpoint."""
         return self.save_dir / names.checkpoint_name(self.order.version)
 
-    def run(self) -> tuple[Path, int]:
+    def commit(self) -> tuple[Path, int]:
+        """Make the checkpoint exist. May be repeated, by this rank or another: one of the same incident is success.
+
+        Returns:
+            The checkpoint's path and the bytes of all its pieces.
+
+        Raises:
+            CheckpointError: there is no checkpoint: a piece is missing or has another size, the disk refused, or a
+                newer incarnation of the job has committed this version. All earlier checkpoints still exist.
+        """
         self._check_order()
         with ToldAs(CheckpointError, f"version {self.order.version} cannot be committed", OSError):
             if self._committed() is None:
-                self._commit()
+                self._make()
             self.disk.sync_directory(self.save_dir)  # another rank may have renamed it and died before its sync
         manifest = self._committed()
         if manifest is None:
@@ -177,7 +122,7 @@ class _Job:
         if absent:
             raise CheckpointError(f"version {self.order.version} cannot be committed: no piece of shards {absent}")
 
-    def _commit(self) -> None:
+    def _make(self) -> None:
         claim = self.save_dir / names.claim_name(self.order.draft, self.order.generation, self.order.rank)
         try:
             self._assemble(claim)

@@ -16,7 +16,7 @@ from ttp.core.messages import Commit, Piece
 from ttp.errors import CheckpointError, ToldAs
 from ttp.processor.local_state.local_piece import Pages, write_local_piece
 from ttp.store import names
-from ttp.store.commit import commit
+from ttp.store.commit import NewCheckpoint
 from ttp.store.digest import Progress, digest_bytes
 from ttp.store.disk import Disk
 from ttp.store.durable import make_directory, sync_directory, write_durably
@@ -53,7 +53,7 @@ def write_checkpoint(
         make_directory(draft)
         pieces = _write_pieces(draft, version, contents, progress, optimizer=optimizer)
         sync_directory(draft)
-        path, _ = commit(
+        new = NewCheckpoint(
             save_dir,
             _order(version, incident, contents, pieces),
             run_id="convert",
@@ -62,6 +62,7 @@ def write_checkpoint(
             framework="torch",
             finalise=lambda claim: finalise(claim, pieces, writer=_RANK),
         )
+        path, _ = new.commit()
     except OSError as problem:
         raise CheckpointError(f"the checkpoint cannot be written to {save_dir}: {problem}") from problem
     finally:

@@ -16,7 +16,7 @@ class CopyCounts:
     """
 
     def __init__(self, layout: Layout) -> None:
-        self._layout = layout
+        self.layout = layout
         self._version_of: dict[Rank, Version] = {}
         self._ranks_at: Counter[Version] = Counter()
         self._copies_at: Counter[tuple[Version, Shard]] = Counter()
@@ -27,7 +27,7 @@ class CopyCounts:
         known = dict(self._version_of)
         for rank in known:
             self.discount(rank)
-        self._layout = layout
+        self.layout = layout
         for rank, version in known.items():
             self.count((rank,), version)
 
@@ -37,7 +37,7 @@ class CopyCounts:
             return
         self._version_of.update(dict.fromkeys(ranks, version))
         self._ranks_at[version] += len(ranks)
-        for shard, copies in Counter(shard for rank in ranks for shard in self._layout.shards_of(rank)).items():
+        for shard, copies in Counter(shard for rank in ranks for shard in self.layout.shards_of(rank)).items():
             self._shards_at[version] += not self._copies_at[version, shard]
             self._copies_at[version, shard] += copies
 
@@ -49,7 +49,7 @@ class CopyCounts:
         self._ranks_at[version] -= 1
         if not self._ranks_at[version]:
             del self._ranks_at[version]
-        for shard in self._layout.shards_of(rank):
+        for shard in self.layout.shards_of(rank):
             self._copies_at[version, shard] -= 1
             self._shards_at[version] -= self._copies_at[version, shard] == 0
 
@@ -62,9 +62,9 @@ class CopyCounts:
         if len(self._ranks_at) < 2:
             return False
         newest = max(self._ranks_at)
-        if self._shards_at[newest] == len(self._layout.groups):
+        if self._shards_at[newest] == len(self.layout.groups):
             return True
         written = pieces()
         return bool(written) and all(
-            self._copies_at[newest, shard] or written.get(shard) == newest for shard in self._layout.groups
+            self._copies_at[newest, shard] or written.get(shard) == newest for shard in self.layout.groups
         )

@@ -153,15 +153,12 @@ class Draft:
         """Forget the pieces of shards that were cut into another number of parts than ``wanted`` says."""
         for task in list(self.tasks):
             parts = {name: stripes.parse(name) for name in task.order.shards}
-            stale = {
-                name: part.shard for name, part in parts.items() if wanted.get(part.shard, part.count) != part.count
-            }
+            stale = {name: p.shard for name, p in parts.items() if wanted.get(p.shard, p.count) != p.count}
             if not stale:
                 continue
             for shard in stale.values():
                 self.cuts.pop(shard, None)
-            order = replace(task.order, shards=tuple(name for name in parts if name not in stale))
-            task.order = order
+            order = task.order = replace(task.order, shards=tuple(name for name in parts if name not in stale))
             task.keep_ordered()
             if task.pieces is None and not (order.shards or order.kept or order.pages or order.job_state):
                 self.tasks.remove(task)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ttp.core import messages as m
 from ttp.core.controller.copy_counts import CopyCounts
-from ttp.core.layout import Layout, Rank, Shard, Version
+from ttp.core.layout import Rank, Shard, Version
 
 FAILURES_SHOWN = 16
 """Number of failed ranks that the text of a release names."""
@@ -21,7 +21,8 @@ class FrozenRanks:
     connected, frozen ranks: a lost rank is asked again when it comes back.
     """
 
-    layout: Layout
+    counts: CopyCounts
+    """The copies of each shard on ranks that have given their final answer and have not failed; knows the layout."""
     answers: dict[Rank, m.Frozen] = field(default_factory=dict)
     """Answers by rank, final or not. Many ranks often share one object, whose rank is ``SEVERAL``."""
     waiting: set[Rank] = field(default_factory=set)
@@ -38,17 +39,6 @@ class FrozenRanks:
     """Ranks of ``failures`` whose reason may be temporary."""
     forgiven: dict[Rank, str] = field(default_factory=dict)
     """Reasons of earlier failures of ranks that may try again."""
-    counts: CopyCounts = field(init=False)
-    """The copies of each shard on ranks that have given their final answer and have not failed."""
-
-    def __post_init__(self) -> None:
-        self.counts = CopyCounts(self.layout)
-
-    def use(self, layout: Layout) -> None:
-        """Replace the layout by a more accurate one."""
-        self.layout = layout
-        self.counts.use(layout)
-
     # -------------------------------------------------------------------------------------------------------- answers
 
     def ask(self, ranks: Collection[Rank], now: float, due: float) -> None:

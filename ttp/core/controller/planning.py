@@ -74,9 +74,9 @@ class Planner:
         if now < incident.draft.next_plan_at:
             incident.look_again_at = incident.draft.next_plan_at
             return Wait("savers are being lost one after the other and will be replaced together")
-        layout = self.program.layout
-        if leads and layout is not None and layout is not incident.ranks.layout:
-            incident.ranks.use(layout)
+        layout, counts = self.program.layout, incident.ranks.counts
+        if leads and layout is not None and layout is not counts.layout:
+            counts.use(layout)
         verdict = self.decide(incident)
         why = self._program_waits(incident, verdict, now) if leads else self._falls_short(incident, verdict, now)
         if why and not leads and (pause_s := rest_s(self._job)):
@@ -181,7 +181,7 @@ class Planner:
 
     def _decided(self, incident: Incident, *, with_offers: bool) -> Plan | NoPlan:
         answers = self._answers(incident, with_offers=with_offers)
-        return decide(incident.ranks.layout, answers, incident.draft.written(), incident.draft.uncut)
+        return decide(incident.ranks.counts.layout, answers, incident.draft.written(), incident.draft.uncut)
 
     def newest_finished(self, incident: Incident) -> Version:
         """Return the newest version that any rank, dead or alive, is known to have finished."""
@@ -227,7 +227,7 @@ class Planner:
     def _kept(self, incident: Incident, rank: Rank, frozen: m.Frozen) -> tuple[tuple[Shard, Version], ...]:
         known = incident.ranks
         if not known.keepers:
-            known.keepers = keepers(known.layout)
+            known.keepers = keepers(known.counts.layout)
         copies = [copy for copy in frozen.kept if self._still_there(incident, rank, copy)]
         return tuple((shard, copy.version) for copy in copies for shard in known.keepers.get(copy.of, ()))
 

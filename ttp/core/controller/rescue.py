@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from ttp.core import messages as m
 from ttp.core.controller import continuing
 from ttp.core.controller.committing import Committing, then
+from ttp.core.controller.copy_counts import CopyCounts
 from ttp.core.controller.draft import Draft
 from ttp.core.controller.events import AnswerSave, ControllerTimeouts, SaveRequested
 from ttp.core.controller.evidence import OUTSIDER, Evidence, EvidenceBook
@@ -115,7 +116,7 @@ class Rescue:
         self.total += 1
         fresh_id = self._new_id(self.total)
         name, owner = (recovered_id, f"{recovered_id}-{fresh_id}") if recovered_id else (fresh_id, fresh_id)
-        book, ranks = EvidenceBook(name, self._outbox.record_of), FrozenRanks(self._job.layout)
+        book, ranks = EvidenceBook(name, self._outbox.record_of), FrozenRanks(CopyCounts(self._job.layout))
         incident = Incident(name, now, now, snapshot, book, ranks, Draft(owner), recovered=bool(recovered_id))
         incident.deferred = self.meanwhile.saves(self._job)
         self.incident, self._outbox.incident = incident, incident.id
