@@ -110,8 +110,8 @@ def test_ranks_that_contradict_each_other_are_named() -> None:
     world.settle()
     assert world.kinds() == [] and world.released == {EXIT_NOT_SAVED}
     incident = world.machine.rescue.last
-    assert incident is not None and incident.released is not None
-    assert "rank 3 says that ranks 2-3 hold 2 copies" in incident.released.text
+    assert incident is not None and incident.release is not None
+    assert "rank 3 says that ranks 2-3 hold 2 copies" in incident.release.text
 
 
 def test_a_saver_that_is_lost_spoils_the_attempt_of_all() -> None:

@@ -138,7 +138,8 @@ class NewCheckpoint:
     def _assemble(self, claim: Path) -> None:
         self._gather(claim)
         pieces = self._merge(self.finalise(claim))
-        self._check_sizes(claim, pieces)
+        if problems := self._size_problems(claim, pieces):
+            raise CheckpointError(f"version {self.order.version} cannot be committed: {'; '.join(problems)}")
         directories = self._drop_unlisted(claim, {piece.file for piece in pieces})
         self.disk.write(claim / MANIFEST, (self.manifest or self._manifest(pieces)).to_json().encode())
         for directory in directories:
@@ -156,7 +157,10 @@ class NewCheckpoint:
         self.disk.make_directory(claim)
         try:
             for piece in self.order.pieces:
-                self._bring(source / piece.file, claim / piece.file)
+                target = claim / piece.file
+                if target.parent != claim:
+                    self.disk.make_directory(target.parent)
+                self.disk.link(source / piece.file, target)
         except OSError as problem:
             if problem.errno not in UNSUPPORTED:
                 raise
@@ -173,11 +177,6 @@ class NewCheckpoint:
             if not self._size_problems(claim, self.order.pieces):
                 return claim
         raise CheckpointError(f"version {self.order.version} cannot be committed: {'; '.join(problems)}")
-
-    def _bring(self, source: Path, target: Path) -> None:
-        if target.parent != source.parent:
-            self.disk.make_directory(target.parent)
-        self.disk.link(source, target)
 
     def _merge(self, added: Sequence[Piece]) -> tuple[Piece, ...]:
         pieces = {piece.file: piece for piece in self.order.pieces}
@@ -335,10 +334,6 @@ class NewCheckpoint:
     def _claims(self) -> list[Path]:
         found = self.disk.names(self.save_dir)
         return [self.save_dir / name for name in found if name.startswith(f"{self.order.draft}@")]
-
-    def _check_sizes(self, directory: Path, pieces: Sequence[Piece]) -> None:
-        if problems := self._size_problems(directory, pieces):
-            raise CheckpointError(f"version {self.order.version} cannot be committed: {'; '.join(problems)}")
 
     def _size_problems(self, directory: Path, pieces: Sequence[Piece]) -> list[str]:
         found = ((piece, self.disk.size(directory / piece.file)) for piece in pieces)

@@ -135,7 +135,7 @@ class Judge:
         if machine.job.silent and "TTP_OT" not in text:
             raise InvariantBroken(f"I6: released while silent ranks {sorted(machine.job.silent)} are only in doubt")
         if exit_code == 75 or (exit_code == 64 and incident.saved):
-            version, again = incident.saved, incident.released is not None and incident.released.again
+            version, again = incident.saved, incident.release is not None and incident.release.again
             if self._in_memory(version) and machine.job.live and not again:
                 raise InvariantBroken(f"I4: released with 75, version {version} is held in memory only")
             if version not in self._world.storage.checkpoints and version > 0:

@@ -150,10 +150,8 @@ class LocalCapture:
         if pages.page is None:
             return
         known = version == pages.provisional[0]
-        if not known or self._updates < _LEARNING_UPDATES:
-            head.read(head.names, compare=known)
-        else:
-            head.read(head.moving, compare=False)
+        learning = not known or self._updates < _LEARNING_UPDATES
+        head.read(head.names if learning else head.moving, compare=known)
         self._put(pages.page, version, final=False)
 
     def image(self) -> bytes | None:
@@ -170,7 +168,7 @@ class LocalCapture:
         try:
             self._pages.put(page, version, final, learning=self._updates <= _LEARNING_UPDATES)
         except Exception as problem:
-            self._head.give_up("buffers", "the model's buffers", problem)
+            self._head.give_up("the model's buffers", problem)
             self._pages.close()
             self._pages = self._without_buffers
             self._pages.open(page)

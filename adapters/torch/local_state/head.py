@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import struct
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import TypeVar
 
 from ttp.adapters.torch.local_state.buffers import BufferTable
 from ttp.adapters.torch.local_state.extra_state import ExtraState
@@ -13,6 +15,10 @@ from ttp.adapters.torch.local_state.rng import RngState
 from ttp.processor.local_state.pages import Buffer, Kept
 
 log = logging.getLogger("ttp.adapters.torch")
+
+_STREAMS = "the random streams"
+
+T = TypeVar("T")
 
 _Section = tuple[bytes, Sequence[Kept]]
 """An encoded extra state, and its large arrays."""
@@ -30,8 +36,7 @@ class Head:
     """
 
     def __init__(self, streams: RngState, extra: ExtraState) -> None:
-        self._streams: RngState | None = streams
-        self._extra, self.names = extra, extra.changing
+        self._streams, self._extra, self.names = streams, extra, extra.changing
         self.moving: set[str] = set()
         """Extra states that were seen to change between the captures of one version."""
         self.given_up: dict[str, str] = {}
@@ -48,7 +53,8 @@ class Head:
         """Read extra states; with ``compare``, note in ``moving`` which of them have changed since the last read."""
         for name in names:
             before = self._sections[name]
-            section = self._sections[name] = self._read(name)
+            section = self._captured(f"extra_state {name!r}", partial(self._extra.capture, name), _GIVEN_UP)
+            self._sections[name] = section
             if section[1] is not before[1] or len(section[0]) != len(before[0]):
                 self._stands = bool  # the layout of the image changes
             elif section[0] != before[0]:
@@ -65,12 +71,12 @@ class Head:
         As long as all parts are live memory, or bytes that only ``read`` replaces, they are used again.
         """
         if self._of != (table, table.layout) or not self._stands():
-            streams = self._capture_streams()
+            streams = self._captured(_STREAMS, self._streams.capture, [])
             sections = [section for section, _ in self._sections.values()]
             lengths = self._lengths.pack(sum(map(len, streams)), *map(len, sections))
             self._parts = [self._description(table), lengths, *streams, *sections]
             self._of = table, table.layout
-            self._stands = self._streams.standing() or bool if self._streams is not None else lambda: True
+            self._stands = self._streams.standing() or bool if streams else lambda: True
         return self._parts
 
     def joined(self, table: BufferTable) -> bytes:
@@ -87,28 +93,20 @@ class Head:
             self._apart = lists, (joined := [part for one in lists for part in one])
         return joined
 
-    def give_up(self, part: str, what: str, problem: Exception) -> None:
+    def give_up(self, part: str, problem: Exception) -> None:
         """Leave a part of the state out from now on, and log a warning, once."""
         if part not in self.given_up:
-            self.given_up[part] = f"{what} could not be captured ({type(problem).__name__}: {problem})"
+            self.given_up[part] = f"{part} could not be captured ({type(problem).__name__}: {problem})"
             log.warning("%s; training goes on, but a resumed run will not have this state", self.given_up[part])
 
-    def _capture_streams(self) -> list[Buffer]:
-        if self._streams is not None:
+    def _captured(self, part: str, capture: Callable[[], T], nothing: T) -> T:
+        """Return what ``capture`` returns; ``nothing``: this part is given up."""
+        if part not in self.given_up:
             try:
-                return self._streams.capture()
+                return capture()
             except Exception as problem:
-                self._streams = None
-                self.give_up("rng", "the random streams", problem)
-        return []
-
-    def _read(self, name: str) -> _Section:
-        if name not in self.given_up:
-            try:
-                return self._extra.capture(name)
-            except Exception as problem:
-                self.give_up(name, f"extra_state {name!r}", problem)
-        return _GIVEN_UP
+                self.give_up(part, problem)
+        return nothing
 
     def _description(self, table: BufferTable) -> bytes:
         """Return header and description of the image, made anew only if buffers or large arrays were replaced."""

@@ -312,6 +312,22 @@ class TestNothingRaisesIntoTraining:
         assert "the model's buffers" in self.problem_of(LocalCapture(network(), page=page), caplog)
         assert read(page, 3).rng and read(page, 3).buffers == {}
 
+    @pytest.mark.parametrize("name", ["buffers", "rng", "the model's buffers", "the random streams"])
+    def test_an_object_with_the_name_of_a_part_is_captured_without_it(
+        self, page: PageWriter, monkeypatch: pytest.MonkeyPatch, name: str
+    ) -> None:
+        monkeypatch.setattr("ttp.adapters.torch.local_state.buffers.BufferSet.capture", _raise)
+        monkeypatch.setattr("ttp.adapters.torch.local_state.rng.RngState.capture", _raise)
+        cursor = Cursor()
+        capture = LocalCapture(network(), ExtraState({name: cursor}), page=page)
+        for version in (1, 2, 3):
+            cursor.state["index"] = version
+            capture.capture(version, final=True)
+        other = Cursor()
+        ExtraState({name: other}).restore(read(page, 3).extra)
+        assert other.state["index"] == 3
+        assert "the model's buffers" in capture.problem and "the random streams" in capture.problem
+
     def test_the_page(self, page: PageWriter, caplog: pytest.LogCaptureFixture) -> None:
         capture = LocalCapture(network(), page=page)
         page._disable(OSError("no room"))

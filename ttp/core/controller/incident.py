@@ -6,6 +6,7 @@ import enum
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from ttp.core import messages as m
 from ttp.core import stripes
 from ttp.core.controller.draft import Draft
 from ttp.core.controller.evidence import EvidenceBook
@@ -35,23 +36,6 @@ _EDGES = {
     Stage.RELEASED: set(),
 }
 """The stages that may follow each stage; see ``Incident.enter``."""
-
-
-@dataclass(frozen=True, slots=True)
-class Released:
-    """What the ranks were told when the incident ended with a release.
-
-    Args:
-        exit_code: the exit code of the job.
-        text: the reason, in words.
-        again: whether ranks were released to go on in their processes.
-        until: time at which the incident is closed although ranks are still connected.
-    """
-
-    exit_code: int
-    text: str
-    again: bool
-    until: float
 
 
 @dataclass(slots=True)
@@ -90,8 +74,10 @@ class Incident:
     again_until: float = NEVER
     """End of the time for saving the saved version once more, with more pages; ``NEVER``: that is not done."""
     outcome: str = ""
-    released: Released | None = None
-    """The end of the incident; None: no rank was told to exit."""
+    release: m.Release | None = None
+    """The order that ended the incident; None: no rank was told to exit."""
+    closes_at: float = NEVER
+    """Time at which the incident is closed although ranks that were released are still connected."""
     requests: list[int] = field(default_factory=list)
     trial: bool = False
     """True if a request asks all ranks to go on as after a death, as a trial of that."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from ttp.core.controller.incident import Incident, Stage
 from ttp.core.controller.membership import Membership
@@ -66,7 +66,11 @@ class PageCollectors:
                 pages[collector] = (*pages.get(collector, ()), *missing, *unknown)
             else:
                 copies = self._copied_pages(incident) if copies is None else copies
-                self._ask_buddies(incident, missing, copies, pages)
+                for rank in missing:  # of a lost host: ranks elsewhere have copies
+                    buddy = self._mirrors.keeper(rank)
+                    holder = buddy if buddy is not None and incident.ranks.able(buddy) else copies.get(rank)
+                    if holder is not None:
+                        pages[holder] = (*pages.get(holder, ()), rank)
         return pages
 
     def lack_a_host(self, incident: Incident) -> bool:
@@ -118,17 +122,3 @@ class PageCollectors:
             for copy in answer.kept
             if copy.version == version and incident.ranks.able(rank)
         }
-
-    def _ask_buddies(
-        self,
-        incident: Incident,
-        ranks: Iterable[Rank],
-        copies: Mapping[Rank, Rank],
-        pages: dict[Rank, tuple[Rank, ...]],
-    ) -> None:
-        """Assign the pages of ranks of a lost host to the ranks that keep copies elsewhere."""
-        for rank in ranks:
-            buddy = self._mirrors.keeper(rank)
-            holder = buddy if buddy is not None and incident.ranks.able(buddy) else copies.get(rank)
-            if holder is not None:
-                pages[holder] = (*pages.get(holder, ()), rank)

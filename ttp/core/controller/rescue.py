@@ -8,6 +8,7 @@ makes the checkpoint exist. The recovery behind ``program_recovery`` does both i
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 
 from ttp.core import messages as m
 from ttp.core.controller import continuing
@@ -18,7 +19,7 @@ from ttp.core.controller.events import AnswerSave, ControllerTimeouts, SaveReque
 from ttp.core.controller.evidence import OUTSIDER, Evidence, EvidenceBook
 from ttp.core.controller.freezing import Freezing
 from ttp.core.controller.frozen_ranks import FrozenRanks
-from ttp.core.controller.incident import NEVER, OVER, Incident, Released, Stage
+from ttp.core.controller.incident import NEVER, OVER, Incident, Stage
 from ttp.core.controller.job_verdict import JobVerdict
 from ttp.core.controller.meanwhile import Meanwhile
 from ttp.core.controller.membership import Membership
@@ -146,7 +147,7 @@ class Rescue:
     def _after_incident(self, hello: m.Hello, now: float) -> None:
         """Answer a frozen rank while no incident is open: it missed the end, or another controller froze it."""
         last = self.last
-        if last is not None and last.released is not None and self._job.ended:
+        if last is not None and last.release is not None and self._job.ended:
             self._send_release(last, (hello.rank,))
         elif last is not None and last.id == hello.incident:
             self._outbox.send_to(hello.rank, m.Thaw(hello.rank, self._job.term, last.id, last.outcome))
@@ -193,8 +194,8 @@ class Rescue:
         incident, p = self.incident, self._timeouts
         if incident is None:
             return
-        if incident.released is not None:
-            yield incident.released.until
+        if incident.stage is Stage.RELEASED:
+            yield incident.closes_at
             return
         if incident.stage is not Stage.SAVED:
             yield incident.ends_at(p.rescue_s)
@@ -367,21 +368,19 @@ class Rescue:
         exit_code, text = end.code, end.text
         incident.enter(Stage.RELEASED, text)
         explained = continuing.explained(text, incident.cause, facts)
-        incident.released = Released(exit_code, explained, again, now + self._timeouts.exit_s)
+        incident.release = m.Release(m.SEVERAL, self._job.term, incident.id, exit_code, explained, again)
+        incident.closes_at = now + self._timeouts.exit_s
         self._job.ended = True
         self._outbox.record("released", exit_code=exit_code, text=text, progress=self.verdict.progress, **facts)
         self._answer_requests(incident)
         self._send_release(incident, sorted(self._job.live))
 
     def _send_release(self, incident: Incident, ranks: Collection[Rank]) -> None:
-        told = incident.released
-        assert told is not None
-        order = m.Release(m.SEVERAL, self._job.term, incident.id, told.exit_code, told.text, told.again)
-        self._outbox.send_alike(ranks, order)
+        assert incident.release is not None
+        self._outbox.send_alike(ranks, replace(incident.release, term=self._job.term))
 
     def _maybe_close(self, incident: Incident, now: float) -> None:
-        assert incident.released is not None
-        if not self._job.live or now >= incident.released.until:
+        if not self._job.live or now >= incident.closes_at:
             self._outbox.record("closed", left_behind=sorted(self._job.live))
             self.close()
 
