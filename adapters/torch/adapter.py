@@ -281,20 +281,11 @@ class TorchAdapter(Restoring):
         if source.preimage is not None:
             turns.communication = None
         make = partial(self._make_preimage, self._optimizer, reserve=False)
-        source.between = BetweenSteps(turns, owners, len(processor.layout.groups) > 1, make)
+        between = source.between = BetweenSteps(turns, owners, len(processor.layout.groups) > 1, make)
+        model, given, extra = self._model, self._given, self._extra
         compared = (self._names, self._optimizer) if self._layout is None else None
         self._around = AroundUpdate(
-            processor,
-            source,
-            self._model,
-            self._given,
-            self._extra,
-            self._trial,
-            buckets,
-            source.between,
-            self._followers,
-            self._barrier,
-            compared,
+            source, model, given, extra, self._trial, buckets, between, self._followers, self._barrier, compared
         )
         return self._around
 

@@ -23,7 +23,6 @@ from ttp.adapters.torch.sharding.unconnected import different_weights, held_stat
 from ttp.adapters.torch.source import TorchSource
 from ttp.core.layout import Version
 from ttp.processor.continuing import current
-from ttp.processor.processor import Processor
 
 
 @dataclass(slots=True)
@@ -31,7 +30,6 @@ class AroundUpdate:
     """Calls the parts that follow a loop: most of them compare only the first updates. Raises what they raise.
 
     Args:
-        processor: the processor of this rank.
         source: the source of the registered objects.
         model: the registered model.
         optimizers: the registered optimizers, as they were given.
@@ -45,7 +43,6 @@ class AroundUpdate:
             because nothing says otherwise: their weights are compared after an update. None: the user gave the layout.
     """
 
-    processor: Processor
     source: TorchSource
     model: nn.Module
     optimizers: Sequence[Optimizer]
@@ -73,7 +70,7 @@ class AroundUpdate:
             swapped.used()
         if self.followers is not None:
             self.followers.at_gate()
-        survivor = self.processor.survivor
+        survivor = self.source.processor.survivor
         if survivor is not None:
             survivor.update_begins()  # now, as peers may make this update while this rank waits, alone with its shards
         if self.barrier is not None:
@@ -92,7 +89,7 @@ class AroundUpdate:
         if self.trial.due:
             self.trial.update_finished()
         if self.followers is not None:
-            over = self.between.turns.by_hand and not self.processor.env.rank
+            over = self.between.turns.by_hand and not self.source.processor.env.rank
             if not self.followers.updated(over):
                 self.followers = None
         if self.barrier is not None:
@@ -100,8 +97,8 @@ class AroundUpdate:
 
     def _compare(self, swapped: Swapped) -> None:
         """Compare the weights of the ranks, on another thread."""
-        env, version = self.processor.env, Version(self.processor.gate.version + 1)
-        if self.compared is not None and len(self.processor.layout.groups) == 1 and connected(env.world_size):
+        env, version = self.source.processor.env, Version(self.source.processor.gate.version + 1)
+        if self.compared is not None and len(self.source.processor.layout.groups) == 1 and connected(env.world_size):
             names, optimizer = self.compared
             reduced = self.buckets.reduced
             state = held_state(optimizer, env.world_size, reduced)
@@ -112,7 +109,7 @@ class AroundUpdate:
 
     def _after_end(self) -> None:
         if self.source.exchanges:
-            self.processor.gate.stay_redone()  # the optimizer's exchange could hang on a dead rank
+            self.source.processor.gate.stay_redone()  # the optimizer's exchange could hang on a dead rank
         if self._numbers is None:
             self._numbers = self._numbers_now()
             if (survivor := current()) is not None:

@@ -198,7 +198,7 @@ def make_checkpoint(save_dir: Path, order: m.Commit, job: RankJob, progress: Pro
     Raises:
         CheckpointError: the checkpoint does not exist now.
     """
-    new = NewCheckpoint(
+    return NewCheckpoint(
         save_dir,
         replace(order, missing_pages=not_kept(order.pieces, job.env.world_size)),
         run_id=job.env.run_id,
@@ -208,8 +208,7 @@ def make_checkpoint(save_dir: Path, order: m.Commit, job: RankJob, progress: Pro
         finalise=lambda directory: job.source.finalise(directory, order),
         lend=lent,
         disk=Disk(progress),
-    )
-    return new.commit()
+    ).commit()
 
 
 def _of_storage(problem: BaseException) -> bool:

@@ -53,7 +53,7 @@ def write_checkpoint(
         make_directory(draft)
         pieces = _write_pieces(draft, version, contents, progress, optimizer=optimizer)
         sync_directory(draft)
-        new = NewCheckpoint(
+        path, _ = NewCheckpoint(
             save_dir,
             _order(version, incident, contents, pieces),
             run_id="convert",
@@ -61,8 +61,7 @@ def write_checkpoint(
             groups={REPLICATED: (_RANK,)},
             framework="torch",
             finalise=lambda claim: finalise(claim, pieces, writer=_RANK),
-        )
-        path, _ = new.commit()
+        ).commit()
     except OSError as problem:
         raise CheckpointError(f"the checkpoint cannot be written to {save_dir}: {problem}") from problem
     finally:

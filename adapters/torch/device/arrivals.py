@@ -10,7 +10,7 @@ from torch import nn
 
 from ttp.adapters.torch.device.accelerator import Runtime
 from ttp.adapters.torch.device.staging import DeviceBuffers, Staged
-from ttp.adapters.torch.local_state.head import Head
+from ttp.adapters.torch.local_state.head import NOWHERE, Head
 from ttp.inbox import Inbox
 from ttp.processor.local_state.pages import PageWriter
 
@@ -18,9 +18,6 @@ log = logging.getLogger("ttp.adapters.torch")
 
 _Capture = tuple[int, bool, "bytes | None", Staged]
 """Version; final; the head of the image (None: the page holds all of the capture already); and the buffers."""
-
-_NOWHERE = (-1, b"")
-"""Stands for version and head of a provisional page if there is none."""
 
 
 class DevicePages:
@@ -49,8 +46,8 @@ class DevicePages:
         self._thread: threading.Thread | None = None
         self._newest = -1  # the version of the last capture that has arrived
         self._at_once = -1  # the version whose pages were written at once, before the capture had arrived
-        self.provisional = _NOWHERE
-        """Version and head of the provisional page; no head if it has large arrays."""
+        self.provisional = NOWHERE
+        """Version, head and large arrays of the provisional page."""
 
     @property
     def idle(self) -> bool:
@@ -59,7 +56,7 @@ class DevicePages:
 
     def open(self, page: PageWriter) -> None:
         """Write to this page from now on."""
-        self.page, self.provisional, self._at_once = page, _NOWHERE, -1
+        self.page, self.provisional, self._at_once = page, NOWHERE, -1
 
     def put(self, page: PageWriter, version: int, final: bool, *, learning: bool) -> None:
         """Begin to copy the buffers from the devices, and have the image written when they arrive.
@@ -68,8 +65,8 @@ class DevicePages:
         learn whether a buffer changes without torch's counting it (``learning``).
         """
         buffers, head = self._buffers, self._head
-        known, self.provisional, at_once, self._at_once = self.provisional, _NOWHERE, self._at_once, -1
-        if version == known[0] and buffers.stands() and head.joined(self.table) == known[1]:
+        known, self.provisional, at_once, self._at_once = self.provisional, NOWHERE, self._at_once, -1
+        if version == known[0] and not known[2] and buffers.stands() and head.joined(self.table) == known[1]:
             if final:
                 self._hand_over((version, final, None, Staged(ready=buffers.event())))
             else:
@@ -83,7 +80,7 @@ class DevicePages:
         apart = head.with_apart(())
         staged.kept += [(stamp, bytes(data)) for stamp, data in apart]  # the page is written later: no live memory
         if not final:
-            self.provisional = version, b"" if apart else image
+            self.provisional = version, image, apart
             if buffers.bare and (version == at_once or self.idle):
                 # No device is behind, so no older page is needed: this one is written before gradients leave.
                 staged.in_page = page.write(version, False, (image,), staged.kept)

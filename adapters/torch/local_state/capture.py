@@ -19,7 +19,7 @@ from ttp.adapters.torch.device.arrivals import DevicePages
 from ttp.adapters.torch.device.cuda import devices_of, runtimes_on
 from ttp.adapters.torch.local_state.buffers import BufferSet, BufferTable, restore_buffers
 from ttp.adapters.torch.local_state.extra_state import ExtraState
-from ttp.adapters.torch.local_state.head import Head
+from ttp.adapters.torch.local_state.head import NOWHERE, Head
 from ttp.adapters.torch.local_state.image import LocalState
 from ttp.adapters.torch.local_state.rng import RngState
 from ttp.processor.local_state.pages import Buffer, Kept, PageWriter
@@ -27,9 +27,6 @@ from ttp.store.arrays import set_home
 
 _LEARNING_UPDATES = 4
 """Number of first updates in which every extra state is read at the gate too, to learn which change before it."""
-
-_NOWHERE: tuple[int, bytes, Sequence[Kept]] = (-1, b"", ())
-"""Stands for version, image and large parts of a provisional page if there is none."""
 
 
 class HostPages:
@@ -48,17 +45,17 @@ class HostPages:
         self._buffers = None if module is None else BufferSet(module)
         self.table = BufferTable(nn.Module()) if self._buffers is None else self._buffers.table
         self.page: PageWriter | None = None
-        self.provisional = _NOWHERE
+        self.provisional = NOWHERE
 
     def open(self, page: PageWriter) -> None:
         """Write to this page from now on."""
-        self.page, self.provisional = page, _NOWHERE
+        self.page, self.provisional = page, NOWHERE
 
     def put(self, page: PageWriter, version: int, final: bool, *, learning: bool) -> None:
         """Write the image to the page, unless that has it already."""
         parts, kept = self.image()
         image, known = b"".join(parts), self.provisional
-        self.provisional = _NOWHERE if final else (version, image, kept)
+        self.provisional = NOWHERE if final else (version, image, kept)
         if version != known[0] or image != known[1] or kept is not known[2]:
             written = page.write(version, final, (image,), kept)
         else:  # the page holds this image already

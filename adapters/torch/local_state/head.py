@@ -16,8 +16,6 @@ from ttp.processor.local_state.pages import Buffer, Kept
 
 log = logging.getLogger("ttp.adapters.torch")
 
-_STREAMS = "the random streams"
-
 T = TypeVar("T")
 
 _Section = tuple[bytes, Sequence[Kept]]
@@ -25,6 +23,10 @@ _Section = tuple[bytes, Sequence[Kept]]
 
 _GIVEN_UP: _Section = (b"", ())
 """The section of an extra state that cannot be captured, or was not captured yet."""
+
+
+NOWHERE: tuple[int, bytes, Sequence[Kept]] = (-1, b"", ())
+"""Stands for version, image and large parts of a provisional page if there is none."""
 
 
 class Head:
@@ -71,7 +73,7 @@ class Head:
         As long as all parts are live memory, or bytes that only ``read`` replaces, they are used again.
         """
         if self._of != (table, table.layout) or not self._stands():
-            streams = self._captured(_STREAMS, self._streams.capture, [])
+            streams: list[Buffer] = self._captured("the random streams", self._streams.capture, [])
             sections = [section for section, _ in self._sections.values()]
             lengths = self._lengths.pack(sum(map(len, streams)), *map(len, sections))
             self._parts = [self._description(table), lengths, *streams, *sections]

@@ -288,11 +288,9 @@ def _wrong_device(state: State, model: nn.Module) -> Iterator[str]:
         if kind in DEVICES or key in seen:
             continue
         seen.add(key)
-        cure = (
-            "give it memory before wrap_optimizer(), for example by to_empty()"
-            if kind == "meta"
-            else ("ttp saves tensors on the CPU and on CUDA devices only")
-        )
+        cure = "ttp saves tensors on the CPU and on CUDA devices only"
+        if kind == "meta":
+            cure = "give it memory before wrap_optimizer(), for example by to_empty()"
         yield f"{key} is on the device {str(tensor.device)!r}: {cure}"
 
 

@@ -91,8 +91,7 @@ class PageCollectors:
         Their host was cut off, and the checkpoint was made without it. Also True for a moment while such a rank is
         being asked. All ranks wait for the save, so it may take no longer than all before it.
         """
-        draft, known = incident.draft, incident.ranks
-        collected = draft.collected
+        draft, known, collected = incident.draft, incident.ranks, incident.draft.collected
         wanted = self._job.live - collected if collected and not draft.hold else set()
         if not wanted or draft.committer is None or not incident.size:  # 0: the program has saved, without pages
             return False  # nothing is missing, it was made from one in memory, or that was tried before
