@@ -29,7 +29,7 @@ class DevicePages:
         module: the module with the buffers.
         runtimes: the devices of the module.
         head: what precedes the buffers in an image.
-        wrote: called with version and final after each write, on the thread that wrote; may not raise.
+        wrote: called with version and final after each write, on the thread that writes; may not raise.
     """
 
     def __init__(
@@ -49,17 +49,12 @@ class DevicePages:
         self.provisional = NOWHERE
         """Version, head and large arrays of the provisional page."""
 
-    @property
-    def idle(self) -> bool:
-        """Whether all captures have arrived, and the thread does nothing until the next one is handed over."""
-        return self._given == self._done
-
     def open(self, page: PageWriter) -> None:
         """Write to this page from now on."""
         self.page, self.provisional, self._at_once = page, NOWHERE, -1
 
-    def put(self, page: PageWriter, version: int, final: bool, *, learning: bool) -> None:
-        """Begin to copy the buffers from the devices, and have the image written when they arrive.
+    def put(self, page: PageWriter, version: int, final: bool, *, learning: bool) -> bool:
+        """Begin to copy the buffers from the devices, and have the image written when they arrive. Returns False.
 
         Nothing is copied if nothing has changed since the provisional capture. The first updates copy nevertheless, to
         learn whether a buffer changes without torch's counting it (``learning``).
@@ -71,21 +66,22 @@ class DevicePages:
                 self._hand_over((version, final, None, Staged(ready=buffers.event())))
             else:
                 self.provisional, self._at_once = known, at_once
-            return
+            return False
         staged = buffers.capture(learning=learning)
         if staged is None:
-            return  # the device hangs, so it will finish no new version
+            return False  # the device hangs, so it will finish no new version
         image = head.joined(self.table)  # after the capture, because it describes the buffers that were found
         staged.stands = staged.stands and version == known[0]
         apart = head.with_apart(())
         staged.kept += [(stamp, bytes(data)) for stamp, data in apart]  # the page is written later: no live memory
         if not final:
             self.provisional = version, image, apart
-            if buffers.bare and (version == at_once or self.idle):
+            if buffers.bare and (version == at_once or self._given == self._done):
                 # No device is behind, so no older page is needed: this one is written before gradients leave.
                 staged.in_page = page.write(version, False, (image,), staged.kept)
                 self._at_once = version if staged.in_page else -1
         self._hand_over((version, final, image, staged))
+        return False
 
     def _hand_over(self, capture: _Capture) -> None:
         if self._thread is None:

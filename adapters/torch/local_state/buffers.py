@@ -192,7 +192,8 @@ class BufferSet:
             as the last time if none of them has changed.
         """
         table = self.table
-        table.refresh()
+        if not table.is_current():
+            table.scan()
         if self._viewed != table.layout:
             self._views = [_live(e.tensor) if e.is_dense else None for e in table.small]
             self._large_views = [_live(e.tensor) for e in table.large]
@@ -204,11 +205,9 @@ class BufferSet:
                 view if view is not None else entry.copied()
                 for view, entry in zip(self._views, table.small, strict=True)
             ]
-        return parts, self._capture_large()
+        return parts, self._capture_large() if table.large else ()
 
     def _capture_large(self) -> Sequence[Kept]:
-        if not self.table.large:
-            return ()
         if self._captures < _LEARNING_CAPTURES:
             self._captures += 1
             for entry, view in zip(self.table.large, self._large_views, strict=True):

@@ -35,13 +35,12 @@ class HostPages:
     Args:
         module: the module with the buffers; None: they cannot be captured.
         head: what precedes the buffers in an image.
-        wrote: called with version and final after each write; may not raise.
     """
 
     arrived = 0
 
-    def __init__(self, module: nn.Module | None, head: Head, wrote: Callable[[int, bool], None]) -> None:
-        self._head, self._wrote = head, wrote
+    def __init__(self, module: nn.Module | None, head: Head) -> None:
+        self._head = head
         self._buffers = None if module is None else BufferSet(module)
         self.table = BufferTable(nn.Module()) if self._buffers is None else self._buffers.table
         self.page: PageWriter | None = None
@@ -51,17 +50,14 @@ class HostPages:
         """Write to this page from now on."""
         self.page, self.provisional = page, NOWHERE
 
-    def put(self, page: PageWriter, version: int, final: bool, *, learning: bool) -> None:
-        """Write the image to the page, unless that has it already."""
+    def put(self, page: PageWriter, version: int, final: bool, *, learning: bool) -> bool:
+        """Write the image to the page, unless that has it already. Return whether anything was written."""
         parts, kept = self.image()
         image, known = b"".join(parts), self.provisional
         self.provisional = NOWHERE if final else (version, image, kept)
         if version != known[0] or image != known[1] or kept is not known[2]:
-            written = page.write(version, final, (image,), kept)
-        else:  # the page holds this image already
-            written = final and page.finish(version)
-        if written:
-            self._wrote(version, final)
+            return page.write(version, final, (image,), kept)
+        return final and page.finish(version)  # the page holds this image already
 
     def image(self) -> tuple[list[Buffer], Sequence[Kept]]:
         """Return the parts of the image, some of them live memory; and large buffers and arrays, which it lacks."""
@@ -106,9 +102,9 @@ class LocalCapture:
         self.extra = extra or ExtraState()
         self._head = head = Head(self._streams, self.extra)
         self._pages: HostPages | DevicePages = (
-            DevicePages(module, runtimes, head, self._wrote) if runtimes else HostPages(module, head, self._wrote)
+            DevicePages(module, runtimes, head, self._wrote) if runtimes else HostPages(module, head)
         )
-        self._without_buffers = HostPages(None, head, self._wrote)  # takes over if buffers cannot be captured
+        self._without_buffers = HostPages(None, head)  # takes over if buffers cannot be captured
         if page is not None:
             self.open_page(page)
         self._updates = 0
@@ -163,7 +159,8 @@ class LocalCapture:
     def _put(self, page: PageWriter, version: int, final: bool) -> None:
         """Write the image to the page, or have it written when it arrives from a device. Never raises."""
         try:
-            self._pages.put(page, version, final, learning=self._updates <= _LEARNING_UPDATES)
+            if self._pages.put(page, version, final, learning=self._updates <= _LEARNING_UPDATES):
+                self._wrote(version, final)
         except Exception as problem:
             self._head.give_up("the model's buffers", problem)
             self._pages.close()

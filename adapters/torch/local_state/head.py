@@ -6,7 +6,6 @@ import logging
 import struct
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import TypeVar
 
 from ttp.adapters.torch.local_state.buffers import BufferTable
 from ttp.adapters.torch.local_state.extra_state import ExtraState
@@ -16,7 +15,7 @@ from ttp.processor.local_state.pages import Buffer, Kept
 
 log = logging.getLogger("ttp.adapters.torch")
 
-T = TypeVar("T")
+_STREAMS = "the random streams"
 
 _Section = tuple[bytes, Sequence[Kept]]
 """An encoded extra state, and its large arrays."""
@@ -38,27 +37,35 @@ class Head:
     """
 
     def __init__(self, streams: RngState, extra: ExtraState) -> None:
-        self._streams, self._extra, self.names = streams, extra, extra.changing
+        self._streams, self.names = streams, extra.changing
+        self._readers: dict[str, Callable[[], _Section]] = {n: partial(extra.capture, n) for n in self.names}
         self.moving: set[str] = set()
         """Extra states that were seen to change between the captures of one version."""
         self.given_up: dict[str, str] = {}
         """What is left out, and why: a text for each part of the rank-local state."""
         self._lengths = struct.Struct(f"<{1 + len(self.names)}Q")
         self._sections: dict[str, _Section] = dict.fromkeys(self.names, _GIVEN_UP)
-        self._apart: tuple[list[Sequence[Kept]], Sequence[Kept]] = ([], ())
+        self._large: list[Sequence[Kept]] = []  # large arrays, of each extra state that has any
+        self._joined: tuple[list[Sequence[Kept]], Sequence[Kept]] = ([], ())  # lists of large parts; these as one
         self._parts: list[Buffer] = []  # ends with the sections
         self._stands: Callable[[], bool] = bool  # whether the parts still cover streams and extra states; bool: no
-        self._of: tuple[BufferTable | None, int] = (None, 0)  # the layout of the buffers that the parts describe
+        self._table: BufferTable | None = None  # the buffers that the parts describe, and their layout
+        self._layout = 0
         self._described: tuple[object, bytes] = (None, b"")
 
     def read(self, names: Collection[str], *, compare: bool) -> None:
         """Read extra states; with ``compare``, note in ``moving`` which of them have changed since the last read."""
         for name in names:
             before = self._sections[name]
-            section = self._captured(f"extra_state {name!r}", partial(self._extra.capture, name), _GIVEN_UP)
+            try:
+                section = self._readers[name]()
+            except Exception as problem:
+                section, self._readers[name] = _GIVEN_UP, lambda: _GIVEN_UP
+                self.give_up(f"extra_state {name!r}", problem)
             self._sections[name] = section
             if section[1] is not before[1] or len(section[0]) != len(before[0]):
                 self._stands = bool  # the layout of the image changes
+                self._large = [apart for _, apart in self._sections.values() if apart]
             elif section[0] != before[0]:
                 if self._parts:
                     self._parts[self.names.index(name) - len(self.names)] = section[0]
@@ -72,12 +79,12 @@ class Head:
 
         As long as all parts are live memory, or bytes that only ``read`` replaces, they are used again.
         """
-        if self._of != (table, table.layout) or not self._stands():
-            streams: list[Buffer] = self._captured("the random streams", self._streams.capture, [])
+        if not (self._table is table and self._layout == table.layout and self._stands()):
+            streams = self._capture_streams()
             sections = [section for section, _ in self._sections.values()]
             lengths = self._lengths.pack(sum(map(len, streams)), *map(len, sections))
             self._parts = [self._description(table), lengths, *streams, *sections]
-            self._of = table, table.layout
+            self._table, self._layout = table, table.layout
             self._stands = self._streams.standing() or bool if streams else lambda: True
         return self._parts
 
@@ -87,12 +94,11 @@ class Head:
 
     def with_apart(self, kept: Sequence[Kept]) -> Sequence[Kept]:
         """Return large buffers and large arrays of extra states together; the same list as before if none changed."""
-        lists = [kept, *(apart for _, apart in self._sections.values() if apart)]
-        if len(lists) == 1:
+        if not self._large:
             return kept
-        known, joined = self._apart
+        lists, (known, joined) = [kept, *self._large], self._joined
         if len(lists) != len(known) or any(a is not b for a, b in zip(lists, known, strict=True)):
-            self._apart = lists, (joined := [part for one in lists for part in one])
+            self._joined = lists, (joined := [part for one in lists for part in one])
         return joined
 
     def give_up(self, part: str, problem: Exception) -> None:
@@ -101,14 +107,13 @@ class Head:
             self.given_up[part] = f"{part} could not be captured ({type(problem).__name__}: {problem})"
             log.warning("%s; training goes on, but a resumed run will not have this state", self.given_up[part])
 
-    def _captured(self, part: str, capture: Callable[[], T], nothing: T) -> T:
-        """Return what ``capture`` returns; ``nothing``: this part is given up."""
-        if part not in self.given_up:
+    def _capture_streams(self) -> list[Buffer]:
+        if _STREAMS not in self.given_up:
             try:
-                return capture()
+                return self._streams.capture()
             except Exception as problem:
-                self.give_up(part, problem)
-        return nothing
+                self.give_up(_STREAMS, problem)
+        return []
 
     def _description(self, table: BufferTable) -> bytes:
         """Return header and description of the image, made anew only if buffers or large arrays were replaced."""

@@ -309,7 +309,7 @@ class TestBuffers:
 
         def settled(version: int) -> bool:
             arrivals: Any = capture._pages
-            return (version, True) in told and bool(arrivals.idle)
+            return (version, True) in told and arrivals._given == arrivals._done
 
         for version in range(1, 7):
             capture.capture(version, final=True)

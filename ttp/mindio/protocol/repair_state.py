@@ -155,12 +155,11 @@ class RepairState:
 
     def standing(self, incident: Incident, version: Version) -> set[Rank]:
         """Return the ranks that hold a whole copy of exactly this version."""
-        known = incident.ranks
         return {
             rank
-            for rank, a in known.answers.items()
+            for rank, a in incident.ranks.answers.items()
             if a.final and a.version == version and a.phase is not m.Phase.TORN
-            and rank not in self.invalid and rank not in known.failures and rank not in known.redoing
+            and rank not in self.invalid and rank not in incident.ranks.failures and rank not in incident.ranks.redoing
         }  # fmt: skip
 
     def suspect(self, incident: Incident) -> set[Rank]:
