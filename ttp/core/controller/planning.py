@@ -162,10 +162,11 @@ class Planner:
         Called once for all answers that came together: a plan for each of thousands would take minutes.
         """
         newer, self._newer = self._newer, set()
-        if not newer or incident.draft.plan is None or incident.stage not in (Stage.SAVING, Stage.COMMITTING, Stage.SAVED):
+        plan, saves = incident.draft.plan, incident.stage in (Stage.SAVING, Stage.COMMITTING, Stage.SAVED)
+        if not newer or plan is None or not saves:
             return set()
         verdict = self.decide(incident)
-        return newer if isinstance(verdict, Plan) and verdict.version > incident.draft.plan.version else set()
+        return newer if isinstance(verdict, Plan) and verdict.version > plan.version else set()
 
     # ------------------------------------------------------------------------------------------------------------- plan
 
