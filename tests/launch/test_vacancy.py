@@ -249,6 +249,31 @@ def test_a_lost_host_is_noticed_sooner_than_by_torch(flags: list[str], expected:
     assert _parse([*flags, "x.py"]).rdzv_conf == expected
 
 
+KEEPS = "is_host=1"
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "conf", "known", "expected"),
+    [
+        ("train-0.train:29500", "", False, f"{TEN_S},{KEEPS}"),
+        ("TRAIN-0.train.ns", "", False, f"{TEN_S},{KEEPS}"),
+        ("train-0.train:29500", "is_host=0", False, f"is_host=0,{TEN_S}"),
+        ("train-0.train:29500", "", True, TEN_S),  # torch finds out by itself
+        ("train-1.train:29500", "", False, TEN_S),
+        ("train-0.tr:29500", "", False, TEN_S),
+        ("10.0.0.7:29500", "", False, TEN_S),
+    ],
+)
+def test_a_pod_keeps_the_rendezvous_before_the_name_service_knows_it(
+    endpoint: str, conf: str, known: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A record comes late, or still has the address of the pod before. Then no host would keep the rendezvous."""
+    monkeypatch.setattr("socket.getfqdn", lambda: "train-0.train.ns.svc.cluster.local")
+    monkeypatch.setattr("ttp.launch.run.is_local", lambda name: known)
+    flags = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-conf", conf]
+    assert _parse([*flags, "--nnodes", "2", "x.py"]).rdzv_conf == expected
+
+
 @pytest.mark.parametrize("kind", [None, Rescheduling, StandBy])
 def test_a_launcher_says_that_it_waits_for_others(
     kind: type | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

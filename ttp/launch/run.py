@@ -28,6 +28,7 @@ from ttp.launch.preparation import (
     settled,
     show_log,
 )
+from ttp.launch.presence import is_local
 
 logger = logging.getLogger("ttp.launch")
 
@@ -166,16 +167,29 @@ def _let_hosts_go(arguments: Any) -> None:
 
 
 def _rendezvous_settings(arguments: Any) -> str:
-    """Return the user's settings plus a heartbeat with which a silent host counts as gone after 10 s instead of 15.
+    """Return the user's settings, completed for a dynamic rendezvous.
 
-    This matters only while hosts meet. It is not less, because torch compares the wall clocks of two hosts, and because
-    a busy host may be late. In jobs of more than ``FEW_NODES`` hosts it is left out, because each beat rewrites the
-    state of all hosts, which is one value in torch's store.
+    A heartbeat with which a silent host counts as gone after 10 s instead of 15 matters only while hosts meet. It is
+    not less, because torch compares the wall clocks of two hosts, and because a busy host may be late. In jobs of more
+    than ``FEW_NODES`` hosts it is left out, because each beat rewrites the state of all hosts, which is one value in
+    torch's store.
     """
-    given = str(arguments.rdzv_conf)
-    if "keep_alive" in given or arguments.rdzv_backend not in LETS_IN or _nodes(arguments.nnodes) > FEW_NODES:
-        return given
-    return ",".join(filter(None, (given, "keep_alive_interval=1,keep_alive_max_attempt=10")))
+    given = [str(arguments.rdzv_conf)]
+    if "keep_alive" not in given[0] and arguments.rdzv_backend in LETS_IN and _nodes(arguments.nnodes) <= FEW_NODES:
+        given.append("keep_alive_interval=1,keep_alive_max_attempt=10")
+    if "is_host" not in given[0] and arguments.rdzv_backend == "c10d" and _is_own_name(arguments.rdzv_endpoint):
+        given.append("is_host=1")
+    return ",".join(filter(None, given))
+
+
+def _is_own_name(endpoint: str) -> bool:
+    """Return whether an endpoint has a name of this host that the name service does not know yet.
+
+    A pod knows its full name when it starts; a record of the name, or of the new pod's address, may come later. Torch
+    compares addresses, once: then no host would keep the rendezvous, and all would wait for it in vain.
+    """
+    name = endpoint.rpartition(":")[0] or endpoint
+    return "." in name and socket.getfqdn().lower().startswith(f"{name.lower()}.") and not is_local(name)
 
 
 def _put_mindio_into_place(config: Config) -> None:
