@@ -249,6 +249,31 @@ def test_a_lost_host_is_noticed_sooner_than_by_torch(flags: list[str], expected:
     assert _parse([*flags, "x.py"]).rdzv_conf == expected
 
 
+def test_workers_are_looked_after_and_end_while_the_rendezvous_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host that keeps it has lost its power, so that nothing refuses the connection."""
+    monkeypatch.setattr(stand_by, "ANSWER_S", 0.05)
+    monkeypatch.setattr(stand_by, "GONE_S", 0.05)
+    answers = threading.Event()
+    inner = Mock()
+    inner.settings.timeout.join.total_seconds.return_value = 600.0
+    inner.num_nodes_waiting.side_effect = lambda: answers.wait() and 3
+    meeting = Rescheduling(inner, wait_s=0)
+    meeting.next_rendezvous()
+    assert meeting.num_nodes_waiting() == meeting.num_nodes_waiting() == 0
+    with pytest.raises(RendezvousConnectionError, match="does not answer"):
+        meeting.next_rendezvous()
+    assert meeting.shutdown()
+    inner.shutdown.assert_not_called()
+    answers.set()
+    until(lambda: meeting.num_nodes_waiting() == 3)
+    meeting.next_rendezvous()
+    meeting.shutdown()
+    inner.shutdown.assert_called_once()
+    inner.num_nodes_waiting.side_effect = RendezvousConnectionError("it has gone")
+    with pytest.raises(RendezvousConnectionError, match="it has gone"):
+        meeting.num_nodes_waiting()
+
+
 KEEPS = "is_host=1"
 
 

@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any
 
@@ -36,6 +37,10 @@ VACANT_S = 2.0
 LATE_S = 10.0
 """Seconds after which any host that stands by takes a place that is still empty, without waiting for its turn."""
 LEAVE_S = 5.0
+ANSWER_S = 1.0
+"""Seconds that a launcher waits in each look at its workers for the rendezvous to say whether hosts want to join."""
+GONE_S = 30.0
+"""Seconds that a restart waits for a rendezvous that has not answered before, as its host may be lost."""
 TURN_KEY = "ttp/turn"
 """Prefix of the key, one per round, that counts the hosts that want an empty place of that round."""
 
@@ -56,6 +61,22 @@ class Rescheduling(WrappedRendezvous):
         super().__init__(inner)
         self._wait_s = wait_s
         self._seated = self._left = False
+        self._asked: Future[int] | None = None
+
+    def num_nodes_waiting(self) -> int:
+        """Return how many hosts want to join; 0 while the rendezvous does not answer.
+
+        If the host that keeps the rendezvous has lost its power, torch would wait for the answer until the kernel gives
+        up, a quarter of an hour, and this host's workers would not be looked after.
+        """
+        if self._asked is None:
+            self._asked = Future()
+            threading.Thread(target=_ask, args=(self._asked, self._inner.num_nodes_waiting), daemon=True).start()
+        asked = self._asked
+        if not wait([asked], ANSWER_S).done:
+            return 0
+        self._asked = None
+        return asked.result()
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet the other hosts; from the second meeting on within ``wait_s``.
@@ -63,7 +84,11 @@ class Rescheduling(WrappedRendezvous):
         Raises:
             HostMissingError: a host is missing.
             ConfigError: another host refused its settings and closed the rendezvous (``ttp.launch.refusal``).
+            RendezvousConnectionError: the rendezvous does not answer.
         """
+        if self._asked is not None and not wait([self._asked], GONE_S).done:
+            raise RendezvousConnectionError("the rendezvous does not answer: its host is lost, or not to be reached")
+        self._asked = None  # the answer would be about the last round
         limited = self._seated and self._wait_s > 0
         if limited:
             self._inner.settings.timeout._set_timeouts(join=timedelta(seconds=self._wait_s))
@@ -107,7 +132,8 @@ class Rescheduling(WrappedRendezvous):
 
     def shutdown(self) -> bool:
         """See torch's ``RendezvousHandler.shutdown``. A host without a place does not close the rendezvous."""
-        return bool(self._inner.shutdown()) if self._seated and not self._left else True
+        silent = self._asked is not None and not self._asked.done()
+        return bool(self._inner.shutdown()) if self._seated and not self._left and not silent else True
 
 
 class StandBy(Rescheduling):
@@ -178,6 +204,13 @@ class StandBy(Rescheduling):
             meeting = self._inner._state_holder.state
             self._turn = self._inner._get_store().add(f"{TURN_KEY}/{meeting.round + meeting.complete}", 1)
         return self._turn <= empty or for_s >= LATE_S
+
+
+def _ask(answer: Future[int], question: Callable[[], int]) -> None:
+    try:
+        answer.set_result(question())
+    except Exception as problem:
+        answer.set_exception(problem)
 
 
 def pass_barrier(store: Any, hosts: int) -> None:
