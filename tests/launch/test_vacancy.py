@@ -269,9 +269,16 @@ def test_workers_are_looked_after_and_end_while_the_rendezvous_does_not_answer(m
     meeting.next_rendezvous()
     meeting.shutdown()
     inner.shutdown.assert_called_once()
-    inner.num_nodes_waiting.side_effect = RendezvousConnectionError("it has gone")
-    with pytest.raises(RendezvousConnectionError, match="it has gone"):
-        meeting.num_nodes_waiting()
+
+
+def test_the_job_trains_on_without_the_rendezvous(caplog: pytest.LogCaptureFixture) -> None:
+    """Its launcher was killed. Torch would end the job."""
+    inner = Mock()
+    inner.num_nodes_waiting.side_effect = RendezvousConnectionError("broken pipe")
+    meeting = Rescheduling(inner, wait_s=0)
+    assert meeting.num_nodes_waiting() == meeting.num_nodes_waiting() == 0
+    (said,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert "the rendezvous has gone" in said.getMessage()
 
 
 KEEPS = "is_host=1"

@@ -60,14 +60,14 @@ class Rescheduling(WrappedRendezvous):
     def __init__(self, inner: Any, wait_s: float) -> None:
         super().__init__(inner)
         self._wait_s = wait_s
-        self._seated = self._left = False
+        self._seated = self._left = self._gone = False
         self._asked: Future[int] | None = None
 
     def num_nodes_waiting(self) -> int:
-        """Return how many hosts want to join; 0 while the rendezvous does not answer.
+        """Return how many hosts want to join; 0 if the rendezvous has gone: the workers need it only to start again.
 
-        If the host that keeps the rendezvous has lost its power, torch would wait for the answer until the kernel gives
-        up, a quarter of an hour, and this host's workers would not be looked after.
+        If its host has lost its power, torch would wait for the answer until the kernel gives up, a quarter of an hour,
+        and this host's workers would not be looked after.
         """
         if self._asked is None:
             self._asked = Future()
@@ -76,7 +76,13 @@ class Rescheduling(WrappedRendezvous):
         if not wait([asked], ANSWER_S).done:
             return 0
         self._asked = None
-        return asked.result()
+        try:
+            return asked.result()
+        except RendezvousConnectionError as problem:
+            if not self._gone:
+                logger.warning("the rendezvous has gone: the job trains on, but cannot be started again. %s", problem)
+            self._gone = True
+            return 0
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet the other hosts; from the second meeting on within ``wait_s``.
