@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import sys
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -135,34 +136,43 @@ def tell_changed(before: Numbers, after: Numbers) -> None:
 
 
 def counts_of(model: nn.Module, extra: Collection[Any]) -> Numbers:
-    """Return the whole numbers in attributes of modules with buffers of their own, and ``""`` with the buffers' marks.
+    """Return what modules keep in attributes: random generators, by their state, and whole numbers.
 
-    Whole numbers only: a loss or another measure for the log is seldom one. Not those of torch's own modules, and of
-    those that save an extra state or are in an object of ``extra``.
+    A loss or another measure for the log is seldom a whole number. Of ``model`` those beside buffers only, and the
+    buffers' marks under ``""``. Not those of torch's own modules, and of those that save an extra state. What an object
+    of ``extra`` holds is saved.
     """
-    held = [value for each in extra for value in (each, *getattr(each, "__dict__", {}).values())]
-    saved = {id(module) for value in held if isinstance(value, nn.Module) for module in value.modules()}
+    objects = [each for each in extra if not isinstance(each, nn.Module)]
+    held = [value for each in objects for value in getattr(each, "__dict__", {}).values()]
+    saved = {id(each) for value in held for each in (value.modules() if isinstance(value, nn.Module) else [value])}
+    within = {*model.modules()}
+    beside = {module for each in extra if isinstance(each, nn.Module) for module in each.modules()} - within
     found: Numbers = {}
-    for module in model.modules():
-        kept = [t for key, t in module._buffers.items() if key not in module._non_persistent_buffers_set]
+    for module in (*within, *beside):
         own = type(module).__module__.partition(".")[0] not in ("torch", "ttp")
-        if not kept or not own or id(module) in saved or type(module).get_extra_state is not nn.Module.get_extra_state:
+        if not own or id(module) in saved or type(module).get_extra_state is not nn.Module.get_extra_state:
             continue
-        counts = {name: value for name, value in list(vars(module).items()) if type(value) is int}
-        found |= {(id(module), f"{type(module).__name__}.{name}"): repr(value) for name, value in counts.items()}
-        found[id(module), ""] = repr([None if t is None or t.is_inference() else (id(t), t._version) for t in kept])
+        values = {f"{type(module).__name__}.{name}": value for name, value in list(vars(module).items())}
+        streams = {name: stream for name, v in values.items() if id(v) not in saved and (stream := _stream_of(v))}
+        found |= {(id(values[name]), name): xxhash.xxh3_64_hexdigest(stream) for name, stream in streams.items()}
+        kept = [t for key, t in module._buffers.items() if key not in module._non_persistent_buffers_set]
+        if kept or module in beside:
+            found |= {(id(module), name): repr(value) for name, value in values.items() if type(value) is int}
+        if kept and module not in beside:
+            marks = [None if t is None or t.is_inference() else (id(t), t._version) for t in kept]
+            found[id(module), ""] = repr(marks)
     return found
 
 
 def tell_counts(before: Numbers, after: Numbers) -> None:
-    """Warn, on rank 0, of whole numbers that change with the buffers beside them: the next free place of a queue."""
+    """Warn, on rank 0, of what modules count (the next free place of a queue) or draw from, and no checkpoint has."""
     changed = {key for key, text in after.items() if before.get(key) != text}
-    names = sorted({name for owner, name in changed if name and (owner, "") in changed})
-    if names and tells():
+    told = (name for owner, name in changed if name and ((owner, "") in changed or (owner, "") not in after))
+    if (names := sorted({*told})) and tells():
         log.warning(
-            "%s changes with the buffers beside it and is in no checkpoint, as it is no buffer: after a restore it "
-            "begins anew, and the resumed run may have other bits. Keep it in a buffer, or give an object that saves "
-            "and loads it as extra_state. If one does already, or the module never reads it, there is nothing to do",
+            "%s changes with the updates and is in no checkpoint, as it is no buffer: after a restore it begins anew, "
+            "and the resumed run may have other bits. Keep it in a buffer, or give an object that saves and loads it "
+            "as extra_state. If one does already, or the module never reads it, there is nothing to do",
             ", ".join(names),
         )
 
@@ -192,7 +202,8 @@ def _stream_of(value: Any) -> bytes | None:
         return None
     if isinstance(value, random.Random):
         return None if isinstance(value, random.SystemRandom) else repr(value.getstate()).encode()
-    bits = getattr(value, "bit_generator", None) if type(value).__module__.startswith("numpy.random") else None
+    numpys = type(value).__module__.startswith("numpy.random") and value is not sys.modules["numpy.random"].mtrand._rand
+    bits = getattr(value, "bit_generator", getattr(value, "_bit_generator", None)) if numpys else None
     return None if bits is None else repr(bits.state).encode()
 
 

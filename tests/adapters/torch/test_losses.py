@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -123,10 +124,27 @@ class Lookup(Queue):
         return x.square().mean()
 
 
+class Masking(Queue):
+    """It draws what it masks from a random stream of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stream = np.random.RandomState(1)
+
+    def forward(self, x: Tensor) -> Any:
+        return (x * float(self.stream.rand())).square().mean()
+
+
 @pytest.mark.supports("losses with a state of their own")
 @pytest.mark.parametrize(
     ("kind", "as_extra", "told"),
-    [(Queue, False, ["Queue.place"]), (Queue, True, []), (Remembering, False, []), (Lookup, False, [])],
+    [
+        (Queue, False, ["Queue.place"]),
+        (Queue, True, []),
+        (Remembering, False, []),
+        (Lookup, False, []),
+        (Masking, False, ["Masking.stream"]),
+    ],
 )
 def test_counts_beside_buffers_that_change_are_told_once(
     kind: type[Queue], as_extra: bool, told: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from tests.adapters.torch.going_on import Program, adamw, assert_goes_on_with_its_bits, net, plainly
+from tests.adapters.torch.stub_processor import Loop
 
 supports = pytest.mark.supports
 
@@ -49,6 +51,52 @@ class Hits(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("total", torch.zeros(3))
+
+
+class Rounded(nn.Module):
+    """An average that counts its updates and draws random numbers of its own, as timm's ``ModelEmaV3`` in bfloat16."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.average = copy.deepcopy(model)
+        self.updates, self.generator = 0, torch.Generator()
+
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        self.updates += 1
+        for own, live in zip(self.average.parameters(), model.parameters(), strict=True):
+            own.lerp_(live, 1 / self.updates).add_(torch.rand((), generator=self.generator), alpha=1e-3)
+
+
+class Counts:
+    """The object for ``extra_state`` that the message asks for."""
+
+    def __init__(self, rounded: Rounded) -> None:
+        self.rounded, self.generator = rounded, rounded.generator
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"updates": self.rounded.updates, "stream": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rounded.updates = state["updates"]
+        self.generator.set_state(state["stream"])
+
+
+@supports("EMA")
+@pytest.mark.parametrize("kept", [False, True])
+def test_what_an_average_keeps_beside_its_tensors_is_told_once(
+    kept: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A checkpoint has the tensors of a module only: a resumed job would begin to count, and to draw, anew."""
+    model = net()
+    average, optimizer = Rounded(model), adamw(model)
+    extra = {"ema": average} | ({"counts": Counts(average)} if kept else {})
+    Loop(tmp_path, model, optimizer, extra_state=extra).start(tmp_path / "pages")
+    step = plainly(model, optimizer, after=lambda: average.update(model))
+    for number in range(4):
+        step(number)
+    said = [text.split(" changes")[0] for text in caplog.messages if "is in no checkpoint" in text]
+    assert said == ([] if kept else ["Rounded.generator, Rounded.updates"])
 
 
 class OwnAverage:
