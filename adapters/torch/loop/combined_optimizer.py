@@ -112,7 +112,7 @@ def tell_forgotten(optimizer: Optimizer, names: ModelNames) -> None:
         log.warning(
             "%d parameters require gradients but are in no optimizer that wrap_optimizer() was given (%s). Their "
             "weights are saved, but no state of an optimizer that updates them: give wrap_optimizer() all optimizers. "
-            "Weights that the program copies from fp32 master weights need none",
+            "Weights that the program itself writes, from fp32 master weights or as a target network, need none",
             len(left),
             first_of(left, _LISTED_MAX),
         )

@@ -155,10 +155,14 @@ def fires_hooks(optimizer: Optimizer) -> bool:
 
 
 def held_by(thing: Any) -> Iterator[Any]:
-    """Yield the values of the attributes of an object, and what is in those that are lists, tuples or dicts."""
+    """Yield the values of the attributes of an object, and what is in lists, tuples and dicts among them.
+
+    Also what is in tuples inside of these: torchrec's containers have pairs of a name and an optimizer.
+    """
     for value in list(vars(thing).values()):
         yield value
-        if isinstance(value, (list, tuple)):
-            yield from value
-        elif isinstance(value, dict):
-            yield from list(value.values())
+        inside = list(value.values()) if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+        for each in inside:
+            yield each
+            if isinstance(each, tuple):
+                yield from each

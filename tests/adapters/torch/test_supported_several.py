@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, ReduceLROnPlat
 
 from tests.adapters.torch.going_on import UPDATES, Program, adamw, assert_goes_on_with_its_bits, data, net, plainly
 from tests.adapters.torch.wrappers import (
+    Combined,
     Container,
     Delegate,
     HookedLookahead,
@@ -144,6 +145,7 @@ def test_a_schedule_by_the_epoch(tmp_path: Path, saved: str) -> None:
 WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "AcceleratedOptimizer": lambda model: Delegate(adamw(model)),
     "a container": Container,
+    "a container of pairs": lambda model: Combined(nn.ModuleDict({"first": model[0], "last": model[-1]})),
     "AcceleratedOptimizer around a container": lambda model: Delegate(Container(model)),
     "Lookahead, its state inside": lambda model: LookaheadInside(adamw(model)),
     "Lookahead, given as extra state": lambda model: Lookahead(adamw(model)),
@@ -160,7 +162,7 @@ def test_what_has_others_inside(tmp_path: Path, name: str) -> None:
         if isinstance(optimizer, Container):
             program.scheduler = Schedulers(optimizer.optimizers)
             program.step = plainly(model, optimizer, after=program.scheduler.step)
-        if isinstance(optimizer, Lookahead):  # its steps call no hooks
+        if isinstance(optimizer, (Combined, Lookahead)):  # their steps call no hooks
             program.extra_state = {"lookahead": optimizer} if "extra" in name else None
             program.step = plainly(model, optimizer, after=program.step_done)
         return program

@@ -34,6 +34,27 @@ class Container(Base):
         return {str(number): each.state_dict() for number, each in enumerate(self.optimizers)}
 
 
+class Combined(Base):
+    """Like torchrec's: pairs of a name and an optimizer, and ``Optimizer.__init__`` is not called."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._optims = [(name, Adam(child.parameters(), lr=0.01)) for name, child in model.named_children()]
+
+    param_groups = property(lambda self: [group for _, each in self._optims for group in each.param_groups])
+    state = property(lambda self: {p: state for _, each in self._optims for p, state in each.state.items()})
+
+    def step(self, *args: Any) -> None:
+        for _, optimizer in self._optims:
+            optimizer.step()
+
+    def zero_grad(self, *args: Any) -> None:
+        for _, optimizer in self._optims:
+            optimizer.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: each.state_dict() for name, each in self._optims}
+
+
 class Schedulers:
     """Like torchtitan's container of schedulers."""
 
