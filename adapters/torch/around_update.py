@@ -120,6 +120,7 @@ class AroundUpdate:
             tell_changed(numbers, later_numbers)
             tell_counts(counts, later_counts)
             self._numbers = ()
+            self.extra.refuse_late()
 
     def _numbers_now(self) -> tuple[Numbers, Numbers]:
         return numbers_of(self.optimizers, self.extra.objects), counts_of(self.model, self.extra.objects)

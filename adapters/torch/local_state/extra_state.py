@@ -22,12 +22,14 @@ from torch.utils._pytree import tree_leaves
 from ttp.adapters.torch.local_state.large_arrays import LargeArrays
 from ttp.adapters.torch.restoring.compare import hand_to
 from ttp.adapters.torch.sharding.dtensor_chunks import is_distributed
+from ttp.adapters.torch.sharding.names import first_of, module_tensors
 from ttp.adapters.versions import TORCHDATA, require
 from ttp.errors import CheckpointError, ToldAs, UsageError
 from ttp.processor.local_state.pages import Kept
 from ttp.store.encoding import EncodingError, decode, encode
 from ttp.store.repeated_encoding import RepeatedEncoder
 
+_LISTED_MAX = 3
 SINGLE = "extra_state"
 """The name of an object that was given without one."""
 
@@ -47,6 +49,7 @@ class ExtraState:
         named = _named(given)
         self.modules: dict[str, nn.Module] = {n: o for n, o in named.items() if isinstance(o, nn.Module)}
         """The objects that are modules, by name: replicated state, whose tensors are saved with the shard."""
+        self._made = {name: {*module_tensors(module)} for name, module in self.modules.items()}
         others = {n: o for n, o in named.items() if n not in self.modules}
         loaders = {n: o for n, o in others.items() if type(o).__module__.startswith("torchdata.")}
         self._late = [name for name, loader in loaders.items() if _late_epoch(loader, [*named.values()])]
@@ -100,6 +103,21 @@ class ExtraState:
             for key, tensor in (*each.named_parameters(recurse=False), *each.named_buffers(recurse=False))
             if not is_distributed(tensor) and key not in each._non_persistent_buffers_set
         }
+
+    def refuse_late(self) -> None:
+        """Refuse a module that has made tensors since it was given, unless it has loading code of its own.
+
+        Raises:
+            UsageError: there is such a module. A restarted program has not made the tensors when it restores.
+        """
+        for name, module in self.modules.items():
+            late = sorted(module_tensors(module).keys() - self._made[name])
+            if late and type(module).load_state_dict is nn.Module.load_state_dict:
+                raise UsageError(
+                    f"{first_of([f'{_path(name)}.{each}' for each in late], _LISTED_MAX)} were made after "
+                    "wrap_optimizer(): a restarted program has not made them yet, and could not load them. Make them "
+                    "before wrap_optimizer()"
+                )
 
     def object(self, name: str) -> Any:
         """Return the object of this name, which is one of ``changing``."""

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from ttp.adapters.torch.loop.unwrap_optimizer import is_sharded, owners_of, unwrap_optimizer, wrappers_of
 from ttp.adapters.torch.sharding.exchange import tells
 from ttp.adapters.torch.sharding.names import parameters_of
-from ttp.adapters.torch.tensor_memory import copied_bytes
+from ttp.adapters.torch.tensor_memory import copied_bytes, is_plain
 from ttp.errors import UsageError
 
 log = logging.getLogger("ttp.adapters.torch")
@@ -136,7 +136,7 @@ def tell_changed(before: Numbers, after: Numbers) -> None:
 
 
 def counts_of(model: nn.Module, extra: Collection[Any]) -> Numbers:
-    """Return what modules keep in attributes: random generators, by their state, and whole numbers.
+    """Return what modules keep in attributes: whole numbers, random generators and, if they have no weights, tensors.
 
     A loss or another measure for the log is seldom a whole number. Of ``model`` those beside buffers only, and the
     buffers' marks under ``""``. Not those of torch's own modules, and of those that save an extra state. What an object
@@ -152,9 +152,10 @@ def counts_of(model: nn.Module, extra: Collection[Any]) -> Numbers:
         own = type(module).__module__.partition(".")[0] not in ("torch", "ttp")
         if not own or id(module) in saved or type(module).get_extra_state is not nn.Module.get_extra_state:
             continue
+        weightless = next(module.parameters(), None) is None
         values = {f"{type(module).__name__}.{name}": value for name, value in list(vars(module).items())}
-        streams = {name: stream for name, v in values.items() if id(v) not in saved and (stream := _stream_of(v))}
-        found |= {(id(values[name]), name): xxhash.xxh3_64_hexdigest(stream) for name, stream in streams.items()}
+        others = {name: _kept_as(value, weightless) for name, value in values.items() if id(value) not in saved}
+        found |= {(id(vars(module)), name): text for name, text in others.items() if text}
         kept = [t for key, t in module._buffers.items() if key not in module._non_persistent_buffers_set]
         if kept or module in beside:
             found |= {(id(module), name): repr(value) for name, value in values.items() if type(value) is int}
@@ -164,8 +165,22 @@ def counts_of(model: nn.Module, extra: Collection[Any]) -> Numbers:
     return found
 
 
+def _kept_as(value: Any, weightless: bool) -> str:
+    """Return what tells whether a module's random generator, or the tensor of one without weights, has changed.
+
+    Empty: it is neither, or a tensor that is part of a backward pass or has one element, as those for the log have.
+    """
+    if (stream := _stream_of(value)) is not None:
+        return xxhash.xxh3_64_hexdigest(stream)
+    if not (weightless and isinstance(value, Tensor) and is_plain(value)) or value.requires_grad or value.numel() < 2:
+        return ""
+    if value.device.type == "cpu":
+        return xxhash.xxh3_64_hexdigest(copied_bytes(value))
+    return repr((id(value), None if value.is_inference() else value._version))
+
+
 def tell_counts(before: Numbers, after: Numbers) -> None:
-    """Warn, on rank 0, of what modules count (the next free place of a queue) or draw from, and no checkpoint has."""
+    """Warn, on rank 0, of what modules keep and no checkpoint has, such as the next free place of a queue."""
     changed = {key for key, text in after.items() if before.get(key) != text}
     told = (name for owner, name in changed if name and ((owner, "") in changed or (owner, "") not in after))
     if (names := sorted({*told})) and tells():

@@ -135,6 +135,23 @@ class Masking(Queue):
         return (x * float(self.stream.rand())).square().mean()
 
 
+class Covariance(Queue):
+    """Its running mean is no buffer, as in lightly's ``TiCoLoss``; what it keeps for the log is a single number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean: Tensor | None = None
+        self.table = torch.arange(3)
+
+    def forward(self, x: Tensor) -> Any:
+        now = x.detach().mean(0)
+        self.mean = now if self.mean is None else 0.9 * self.mean + 0.1 * now
+        self.table = torch.arange(3)  # made again with the same values
+        self.spread = (x - self.mean).square().mean()
+        self.last = self.spread.detach()
+        return self.spread
+
+
 @pytest.mark.supports("losses with a state of their own")
 @pytest.mark.parametrize(
     ("kind", "as_extra", "told"),
@@ -144,6 +161,7 @@ class Masking(Queue):
         (Remembering, False, []),
         (Lookup, False, []),
         (Masking, False, ["Masking.stream"]),
+        (Covariance, False, ["Covariance.mean"]),
     ],
 )
 def test_counts_beside_buffers_that_change_are_told_once(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import nn
 
 from tests.adapters.torch.going_on import Program, adamw, assert_goes_on_with_its_bits, net, plainly
 from tests.adapters.torch.stub_processor import Loop
+from ttp.errors import UsageError
 
 supports = pytest.mark.supports
 
@@ -97,6 +99,37 @@ def test_what_an_average_keeps_beside_its_tensors_is_told_once(
         step(number)
     said = [text.split(" changes")[0] for text in caplog.messages if "is in no checkpoint" in text]
     assert said == ([] if kept else ["Rounded.generator, Rounded.updates"])
+
+
+class Late(nn.Module):
+    """An average that is made at the first update."""
+
+    def update(self, model: nn.Module) -> None:
+        if not hasattr(self, "average"):
+            self.average = copy.deepcopy(model)
+
+
+class Forgiving(Late):
+    def load_state_dict(self, state_dict: Any, *_: Any) -> Any:
+        """Take what a checkpoint has."""
+
+
+@supports("EMA")
+@pytest.mark.parametrize("kind", [Late, Forgiving])
+def test_an_average_that_is_made_late_is_refused_while_nothing_is_lost(kind: type[Late], tmp_path: Path) -> None:
+    model, average = net(), kind()
+    optimizer = adamw(model)
+    Loop(tmp_path, model, optimizer, extra_state={"ema": average}).start(tmp_path / "pages")
+    step = plainly(model, optimizer, after=lambda: average.update(model))
+    step(0)
+    with (
+        contextlib.nullcontext()
+        if kind is Forgiving
+        else pytest.raises(
+            UsageError, match=r"extra_state\['ema'\].average.0.weight, .* were made after wrap_optimizer\(\)"
+        )
+    ):
+        step(1)
 
 
 class OwnAverage:
