@@ -144,17 +144,20 @@ class ModelNames:
 
     def _check(self, optimizer: Optimizer) -> None:
         unknown = [
-            f"group {number}, position {position}, shape {tuple(parameter.shape)}"
+            (f"group {number}, position {position}, shape {tuple(parameter.shape)}", parameter)
             for number, group in enumerate(optimizer.param_groups)
             for position, parameter in enumerate(group["params"])
             if id(parameter) not in self._by_identity
         ]
         if unknown:
-            listed = first_of(unknown, _LISTED_MAX, "; ")
+            listed = first_of([place for place, _ in unknown], _LISTED_MAX, "; ")
+            bare = any(not isinstance(parameter, nn.Parameter) for _, parameter in unknown)
             raise ConfigError(
                 f"the optimizer holds {len(unknown)} parameters that model= does not contain ({listed}): without names "
                 "they cannot be saved. Pass the module that owns all of them, for example "
-                "nn.ModuleDict({'model': model, 'loss': loss}). If a trainer passes its model (ttp.hf), they are not "
+                "nn.ModuleDict({'model': model, 'loss': loss})"
+                + (", and alpha = nn.Parameter(...) in place of a plain tensor, as nn.ParameterList([alpha])" * bare)
+                + ". If a trainer passes its model (ttp.hf), they are not "
                 "in its DistributedDataParallel either, and each rank trains its own: use a loss without weights, or "
                 "let the model's forward() compute the loss"
             )
