@@ -287,6 +287,7 @@ class TorchAdapter(Restoring):
         self._around = AroundUpdate(
             source, model, given, extra, self._trial, buckets, between, self._followers, self._barrier, compared
         )
+        self.capture.on_late = self._around.changed_late
         return self._around
 
     def _make_barrier(self, processor: Processor) -> UpdateBarrier | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 from torch.optim import Optimizer
@@ -15,7 +15,15 @@ from ttp.adapters.torch.loop.followers import Followers
 from ttp.adapters.torch.loop.hooks import Calls
 from ttp.adapters.torch.loop.swapped import Swapped
 from ttp.adapters.torch.saving.trial import Trial
-from ttp.adapters.torch.saving.unsaved import Numbers, counts_of, numbers_of, refuse_unsaved, tell_changed, tell_counts
+from ttp.adapters.torch.saving.unsaved import (
+    Numbers,
+    counts_of,
+    numbers_of,
+    refuse_unsaved,
+    tell_changed,
+    tell_counts,
+    tell_late,
+)
 from ttp.adapters.torch.sharding.data_parallel import LayoutWatch
 from ttp.adapters.torch.sharding.exchange import connected
 from ttp.adapters.torch.sharding.names import ModelNames
@@ -54,6 +62,7 @@ class AroundUpdate:
     barrier: UpdateBarrier | None
     compared: tuple[ModelNames, Optimizer] | None
     _numbers: tuple[Numbers, ...] | None = None  # of optimizers and modules, after the first update; later empty
+    _late: set[str] = field(default_factory=set)
 
     def calls(self) -> Calls:
         """Return the functions to call around an update."""
@@ -121,6 +130,12 @@ class AroundUpdate:
             tell_counts(counts, later_counts)
             self._numbers = ()
             self.extra.refuse_late()
+
+    def changed_late(self, name: str) -> None:
+        """Look once at an extra state that has changed between the end of a version and the next backward pass."""
+        if self._numbers is not None and name not in self._late:  # a version has ended
+            self._late.add(name)
+            tell_late(name, self.extra.object(name), self.optimizers)
 
     def _numbers_now(self) -> tuple[Numbers, Numbers]:
         return numbers_of(self.optimizers, self.extra.objects), counts_of(self.model, self.extra.objects)

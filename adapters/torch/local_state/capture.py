@@ -108,6 +108,10 @@ class LocalCapture:
         if page is not None:
             self.open_page(page)
         self._updates = 0
+        self._final = False  # the last capture was a final one
+        self.on_late: Callable[[str], None] | None = None
+        """Called with the name of an extra state that has changed since the final capture of the last version, at the
+        first one for the next. May not raise."""
         self.on_written: Callable[[int, bool], None] | None = None
         """Called with version and final after each write of the page, on the thread that wrote it; may not raise."""
 
@@ -127,7 +131,9 @@ class LocalCapture:
         pages = self._pages
         if pages.page is None or pages.graphed():
             return
-        self._head.read(self._head.names, compare=final and version == pages.provisional[0])
+        late = self.on_late if self._final and not final else None
+        self._head.read(self._head.names, compare=final and version == pages.provisional[0], late=late)
+        self._final = final
         self._updates += final
         self._put(pages.page, version, final)
 
@@ -144,7 +150,8 @@ class LocalCapture:
             return
         known = version == pages.provisional[0]
         learning = not known or self._updates < _LEARNING_UPDATES
-        head.read(head.names if learning else head.moving, compare=known)
+        head.read(head.names if learning else head.moving, compare=known, late=self.on_late if self._final else None)
+        self._final = False
         self._put(pages.page, version, final=False)
 
     def image(self) -> bytes | None:

@@ -53,8 +53,11 @@ class Head:
         self._layout = 0
         self._described: tuple[object, bytes] = (None, b"")
 
-    def read(self, names: Collection[str], *, compare: bool) -> None:
-        """Read extra states; with ``compare``, note in ``moving`` which of them have changed since the last read."""
+    def read(self, names: Collection[str], *, compare: bool, late: Callable[[str], None] | None = None) -> None:
+        """Read extra states; with ``compare``, note in ``moving`` which of them have changed since the last read.
+
+        Else ``late``, if given, is called with the name of each that has.
+        """
         for name in names:
             before = self._sections[name]
             try:
@@ -73,6 +76,8 @@ class Head:
                 continue
             if compare:
                 self.moving.add(name)
+            elif late is not None:
+                late(name)
 
     def parts(self, table: BufferTable) -> Sequence[Buffer]:
         """Return the head of an image with these buffers, in parts to join: some of them are live memory.

@@ -167,3 +167,34 @@ def test_an_average_that_is_no_module(tmp_path: Path) -> None:
         return program
 
     assert_goes_on_with_its_bits(tmp_path, make)
+
+
+class Rows:
+    """A replay buffer: it changes at the top of an iteration, which a resumed run makes again."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.shadow = {"rows": torch.zeros(4, 6)}
+
+    def update(self) -> None:
+        self.shadow["rows"] += 1
+
+    state_dict, load_state_dict = OwnAverage.state_dict, OwnAverage.load_state_dict
+
+
+@supports("EMA")
+@pytest.mark.parametrize(("kind", "done", "told"), [(OwnAverage, False, 1), (OwnAverage, True, 0), (Rows, False, 0)])
+def test_an_average_that_changes_after_its_version_is_told_once(
+    kind: Any, done: bool, told: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As that of diffusers, if the loop does not call ``step_done()``."""
+    model = net()
+    average, optimizer = kind(model), adamw(model)
+    loop = Loop(tmp_path, model, optimizer, extra_state={"ema": average}).start(tmp_path / "pages")
+    average.update()  # before the first update: no version has ended
+    step = plainly(model, optimizer, after=average.update)
+    for number in range(4):
+        step(number)
+        if done:
+            loop.adapter.step_done()
+    said = [text for text in caplog.messages if "a resumed run lacks the last change" in text]
+    assert [text.partition(" ")[0] for text in said] == ["extra_state['ema']"] * told
