@@ -233,13 +233,13 @@ class Session:
         """Report that this rank cannot train on, and wait. Returns if it is to go on, or if no controller answers."""
         assert self.processor is not None
         self._reported = True
-        kind = FaultKind.COLLECTIVE if is_collective_error(problem) else FaultKind.EXCEPTION
+        wrong = isinstance(problem, (ConfigError, UsageError))  # a restart would not help
+        kind = FaultKind.COLLECTIVE if is_collective_error(problem) and not wrong else FaultKind.EXCEPTION
         if isinstance(problem, (KeyboardInterrupt, SystemExit)) and self.preemption.came():
             kind = FaultKind.PREEMPTED  # the program's handler of SIGTERM
         detail = log_error(self.processor.env.rank, problem)
         write_error_file(problem)
         text = f"rank {self.processor.env.rank} raised {' after '.join(map(describe, errors_of(problem)))}"
-        wrong = isinstance(problem, (ConfigError, UsageError))  # a restart would not help
         self.processor.report(kind, text, detail[-8000:], then=EXIT_BAD_CONFIG if wrong else None)
         self.processor.wait_released()
 

@@ -113,6 +113,29 @@ def test_an_error_that_was_raised_from_itself_has_an_end() -> None:
     assert errors_of(problem) == [problem]
 
 
+def turned_into(problem: Exception, other: BaseException, cause: bool | None) -> BaseException:
+    """Return the error that a program raises where it has caught another one; ``cause``: from it, or from None."""
+    try:
+        try:
+            raise problem
+        except Exception as caught:
+            if cause is None:
+                raise other  # noqa: B904 - without a cause, as some programs do
+            raise other from (caught if cause else None)
+    except BaseException as raised:
+        return raised
+
+
+@pytest.mark.parametrize("cause", [None, True, False])
+@pytest.mark.parametrize("kind", [ValueError, SystemExit])
+def test_a_collective_that_failed_is_known_behind_the_error_that_a_program_makes_of_it(
+    kind: type[BaseException], cause: bool | None
+) -> None:
+    """Hydra makes ``sys.exit(1)`` of every error: survivors would count as broken by errors of their own."""
+    assert is_collective_error(turned_into(RuntimeError(GLOO), kind(1), cause))
+    assert not is_collective_error(turned_into(KeyError("epoch"), kind(1), cause))
+
+
 def failing_forward(problem: Exception) -> RuntimeError:
     """Return the error that a pipeline stage of torch raises if its module raises ``problem``."""
     library = types.ModuleType("torch.distributed.pipelining.stage")

@@ -18,10 +18,20 @@ _KINDS = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreErro
 
 
 def is_collective_error(problem: BaseException) -> bool:
-    """Return whether an exception is an error of a collective, as the death of another rank causes it here."""
-    problem = _inside(problem)
-    named = any(kind.__name__ in _KINDS for kind in type(problem).__mro__)
-    return named and bool(_COLLECTIVE.search(f"{type(problem).__name__}: {_text(problem)}"))
+    """Return whether an exception is an error of a collective, as the death of another rank causes it here.
+
+    So is one that the program has made of such an error (``raise TrainingError() from error``, ``sys.exit(1)``).
+    """
+    behind: BaseException | None = problem
+    seen: list[int] = []
+    while behind is not None and id(behind) not in seen:
+        inside = _inside(behind)
+        named = any(kind.__name__ in _KINDS for kind in type(inside).__mro__)
+        if named and _COLLECTIVE.search(f"{type(inside).__name__}: {_text(inside)}"):
+            return True
+        seen.append(id(behind))
+        behind = behind.__cause__ or behind.__context__
+    return False
 
 
 def errors_of(problem: BaseException) -> list[BaseException]:
