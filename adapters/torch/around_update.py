@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import nn
 from torch.optim import Optimizer
 
-from ttp.adapters.torch.local_state.extra_state import ExtraState
+from ttp.adapters.torch.local_state.extra_state import ExtraState, path_of
 from ttp.adapters.torch.loop.barrier import UpdateBarrier
 from ttp.adapters.torch.loop.between import BetweenSteps
 from ttp.adapters.torch.loop.followers import Followers
@@ -62,7 +62,7 @@ class AroundUpdate:
     barrier: UpdateBarrier | None
     compared: tuple[ModelNames, Optimizer] | None
     _numbers: tuple[Numbers, ...] | None = None  # of optimizers and modules, after the first update; later empty
-    _late: set[str] = field(default_factory=set)
+    _late: set[str] = field(default_factory=set)  # names of the extra states that ``changed_late`` has looked at
 
     def calls(self) -> Calls:
         """Return the functions to call around an update."""
@@ -133,9 +133,9 @@ class AroundUpdate:
 
     def changed_late(self, name: str) -> None:
         """Look once at an extra state that has changed between the end of a version and the next backward pass."""
-        if self._numbers is not None and name not in self._late:  # a version has ended
+        if self._numbers is not None and name not in self._late | self.extra.completed:  # a version has ended
             self._late.add(name)
-            tell_late(name, self.extra.object(name), self.optimizers)
+            tell_late(path_of(name), self.extra.object(name), self.optimizers)
 
     def _numbers_now(self) -> tuple[Numbers, Numbers]:
         return numbers_of(self.optimizers, self.extra.objects), counts_of(self.model, self.extra.objects)

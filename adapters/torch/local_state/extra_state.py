@@ -61,28 +61,28 @@ class ExtraState:
         """Names of the objects of ttp's callbacks that take from other ranks what a rank that died lacks."""
         for name, value in {**self._changing, **self._constant}.items():
             _encoded(name, value, on_host=name in self._constant)
-        self._encoders = {name: RepeatedEncoder(_path(name)) for name in self._changing}
+        self._encoders = {name: RepeatedEncoder(path_of(name)) for name in self._changing}
         self._arrays = {name: LargeArrays() for name in self._changing}
 
     def notes(self) -> list[str]:
         """Return warnings about these objects for jobs with several ranks."""
         late = [
-            f"{_path(name)} goes to its saved position in ttp.restore(), in the order of the epoch that its sampler "
+            f"{path_of(name)} goes to its saved position in ttp.restore(), in the order of the epoch that its sampler "
             "has then: in the middle of an epoch a later set_epoch() is too late. Give the sampler's epoch as "
             "extra_state too, before the loader (docs/frameworks.md, data loaders)"
             for name in self._late
         ]
         own = [
-            f"{_path(name)} holds statistics of BatchNorm ({layer}), which differ between ranks: after a restore every "
-            "rank has those of the rank that saved. To resume bit for bit, use SyncBatchNorm, or let the average copy "
+            f"{path_of(name)} holds statistics of BatchNorm ({layer}), which differ between ranks: after a restore "
+            "every rank has those of the rank that saved. To resume bit for bit, use SyncBatchNorm, or let the average copy "
             "the model's buffers at each update"
             for name, module in self.modules.items()
             if (layer := _own_statistics(module)) is not None
         ]
         bare = [
-            f"{_path(name)} is a module without parameters. Modules count as equal on all ranks: after a restore every "
-            "rank has what the state_dict() of one rank held. If each rank collects its own, as metrics do, give an "
-            "object that is no nn.Module, whose state_dict() and load_state_dict() call those of the module"
+            f"{path_of(name)} is a module without parameters. Modules count as equal on all ranks: after a restore "
+            "every rank has what the state_dict() of one rank held. If each rank collects its own, as metrics do, give "
+            "an object that is no nn.Module, whose state_dict() and load_state_dict() call those of the module"
             for name, module in self.modules.items()
             if next(module.parameters(), None) is None
         ]
@@ -96,7 +96,7 @@ class ExtraState:
     def tensors_in_place(self) -> dict[str, Tensor]:
         """Return the tensors of the modules by name, without statistics of BatchNorm, which ``notes`` tells of."""
         return {
-            ".".join(filter(None, (_path(name), prefix, key))): tensor
+            ".".join(filter(None, (path_of(name), prefix, key))): tensor
             for name, module in self.modules.items()
             for prefix, each in module.named_modules()
             if not isinstance(each, _NormBase)
@@ -114,7 +114,7 @@ class ExtraState:
             late = sorted(module_tensors(module).keys() - self._made[name])
             if late and type(module).load_state_dict is nn.Module.load_state_dict:
                 raise UsageError(
-                    f"{first_of([f'{_path(name)}.{each}' for each in late], _LISTED_MAX)} were made after "
+                    f"{first_of([f'{path_of(name)}.{each}' for each in late], _LISTED_MAX)} were made after "
                     "wrap_optimizer(): a restarted program has not made them yet, and could not load them. Make them "
                     "before wrap_optimizer()"
                 )
@@ -162,9 +162,9 @@ class ExtraState:
         objects = {**self._changing, **self._constant}
         states = {name: _decoded(name, data) for name, data in saved.items() if name in objects}
         for name, state in states.items():
-            hand_to(f"{_path(name)}.load_state_dict()", functools.partial(self._load, name), state)
-        notes = [f"{_path(name)} was not saved: it keeps its initial state" for name in objects if name not in saved]
-        return notes + [f"{_path(name)} was saved, and this job has none" for name in saved if name not in objects]
+            hand_to(f"{path_of(name)}.load_state_dict()", functools.partial(self._load, name), state)
+        notes = [f"{path_of(name)} was not saved: it keeps its initial state" for name in objects if name not in saved]
+        return notes + [f"{path_of(name)} was saved, and this job has none" for name in saved if name not in objects]
 
     def _load(self, name: str, state: Any) -> None:
         if name in self._constant:
@@ -195,13 +195,14 @@ def _named(given: Any) -> dict[str, Any]:
         for method in ("state_dict", "load_state_dict"):
             if not callable(getattr(value, method, None)):
                 raise UsageError(
-                    f"{_path(name)} is a {type(value).__name__} without {method}(); give it state_dict() and "
+                    f"{path_of(name)} is a {type(value).__name__} without {method}(); give it state_dict() and "
                     "load_state_dict(), as torch's own objects have"
                 )
     return named
 
 
-def _path(name: str) -> str:
+def path_of(name: str) -> str:
+    """Return how a message names the object with this name."""
     return SINGLE if name == SINGLE else f"{SINGLE}[{name!r}]"
 
 
@@ -209,8 +210,8 @@ def _refuse_devices(name: str, state: Any) -> None:
     for leaf in tree_leaves(state):
         if isinstance(leaf, Tensor) and leaf.device.type != "cpu":
             raise UsageError(
-                f"{_path(name)} holds a tensor on {leaf.device}. The state of an object with ttp_constant is read when "
-                "a checkpoint is written, and the device may hang then: keep it on the CPU"
+                f"{path_of(name)} holds a tensor on {leaf.device}. The state of an object with ttp_constant is read "
+                "when a checkpoint is written, and the device may hang then: keep it on the CPU"
             )
 
 
@@ -228,15 +229,15 @@ def _encoded(name: str, value: Any, *, on_host: bool = False) -> bytes:
         state = value.state_dict()
         if on_host:
             _refuse_devices(name, state)
-        return encode(state, f"{_path(name)}.state_dict()")
+        return encode(state, f"{path_of(name)}.state_dict()")
     except UsageError:
         raise
     except EncodingError as problem:
         raise UsageError(f"this state cannot be stored: {problem}") from problem
     except Exception as problem:
-        raise UsageError(f"{_path(name)}.state_dict() failed: {type(problem).__name__}: {problem}") from problem
+        raise UsageError(f"{path_of(name)}.state_dict() failed: {type(problem).__name__}: {problem}") from problem
 
 
 def _decoded(name: str, data: bytes) -> Any:
-    with ToldAs(CheckpointError, f"the saved state of {_path(name)} cannot be read", EncodingError):
+    with ToldAs(CheckpointError, f"the saved state of {path_of(name)} cannot be read", EncodingError):
         return decode(data)

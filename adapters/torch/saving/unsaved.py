@@ -30,6 +30,8 @@ Numbers = dict[tuple[int, str], str]
 _SCRATCH = frozenset({"old_p", "e_w"})
 """Attributes of SAM that live only from its first step to its second in one iteration."""
 _DEPTH_MAX = 5
+_READ_MAX = 1 << 20
+"""Largest tensor in an attribute whose values are compared, in bytes. Of others only the memory and the counter are."""
 
 
 def refuse_unsaved(given: Sequence[Optimizer], extra: Collection[Any]) -> None:
@@ -169,13 +171,15 @@ def counts_of(model: nn.Module, extra: Collection[Any]) -> Numbers:
 def _kept_as(value: Any, weightless: bool) -> str:
     """Return what tells whether a module's random generator, or the tensor of one without weights, has changed.
 
-    Empty: it is neither, or a tensor that is part of a backward pass or has one element, as those for the log have.
+    Empty: it is neither, or a tensor that is no average of others: it is part of a backward pass, or holds no fractions
+    (a mask), or one element, as a loss for the log.
     """
     if (stream := _stream_of(value)) is not None:
         return xxhash.xxh3_64_hexdigest(stream)
-    if not (weightless and isinstance(value, Tensor) and is_plain(value)) or value.requires_grad or value.numel() < 2:
+    kept = weightless and isinstance(value, Tensor) and is_plain(value) and value.is_floating_point()
+    if not kept or value.requires_grad or value.numel() < 2:
         return ""
-    if value.device.type == "cpu":
+    if value.device.type == "cpu" and value.nbytes <= _READ_MAX:
         return xxhash.xxh3_64_hexdigest(copied_bytes(value))
     return repr((id(value), None if value.is_inference() else value._version))
 
@@ -199,7 +203,7 @@ def tell_late(name: str, thing: Any, optimizers: Sequence[Optimizer]) -> None:
     What else changes there is changed by the next iteration as a rule (a loader), and again by a resumed run.
 
     Args:
-        name: the name of an object of ``extra_state``.
+        name: an object of ``extra_state``, as messages name it.
         thing: that object. It counts as an average if its state has a tensor for each parameter of an optimizer.
         optimizers: the optimizers as the user gave them.
     """
@@ -208,7 +212,7 @@ def tell_late(name: str, thing: Any, optimizers: Sequence[Optimizer]) -> None:
         trained = [Counter(p.shape for p in parameters_of(each) if p.requires_grad) for each in optimizers]
         if tells() and any(each and each <= held for each in trained):
             log.warning(
-                "extra_state[%r] seems to be an average of the weights, and changes between the end of an update and "
+                "%s seems to be an average of the weights, and changes between the end of an update and "
                 "the next backward pass: a checkpoint has it as it was when the update ended, and a resumed run lacks "
                 "the last change. Call ttp.step_done() after that change, at the end of each iteration, and once "
                 "before the loop, right after ttp.restore(); or give the average as an nn.Module",

@@ -141,12 +141,12 @@ class Covariance(Queue):
     def __init__(self) -> None:
         super().__init__()
         self.mean: Tensor | None = None
-        self.table = torch.arange(3)
+        self.table = torch.arange(3.0)
 
     def forward(self, x: Tensor) -> Any:
         now = x.detach().mean(0)
         self.mean = now if self.mean is None else 0.9 * self.mean + 0.1 * now
-        self.table = torch.arange(3)  # made again with the same values
+        self.table = torch.arange(3.0)  # made again with the same values
         self.spread = (x - self.mean).square().mean()
         self.last = self.spread.detach()
         return self.spread
