@@ -74,8 +74,8 @@ class ExtraState:
         ]
         own = [
             f"{path_of(name)} holds statistics of BatchNorm ({layer}), which differ between ranks: after a restore "
-            "every rank has those of the rank that saved. To resume bit for bit, use SyncBatchNorm, or let the average copy "
-            "the model's buffers at each update"
+            "every rank has those of the rank that saved. To resume bit for bit, use SyncBatchNorm, or let the average "
+            "copy the model's buffers at each update"
             for name, module in self.modules.items()
             if (layer := _own_statistics(module)) is not None
         ]
