@@ -26,7 +26,6 @@ _SHARED_DIR = (
     "an earlier training of this process has used %s as well. Their checkpoints cannot be told apart: after a failure, "
     "one may go on from a checkpoint of the other. Give each training a save_dir of its own"
 )
-_trained: set[Path | None] = set()  # the directories of trainings that have ended
 
 UNDO_WAYS = ("preimage", None)
 """Valid values of ``wrap_optimizer(undo=...)``."""
@@ -153,7 +152,7 @@ def _protected(
         current.raised(problem)
         raise
     current.returned()
-    _trained.add(current.save_dir)
+    session.trained.add(current.save_dir)
     return result
 
 
@@ -282,7 +281,7 @@ def register(
             if env.rank == 0 and not restart:
                 other_jobs.refuse_shared(path, current.config, env.run_id)
             nccl.check(current.config)
-    if path in _trained:
+    if path in session.trained:
         log.warning(_SHARED_DIR, path)
     current.register(adapter, path, layout, buddy=buddy)
 

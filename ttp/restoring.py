@@ -35,13 +35,20 @@ class Restoring:
         save_dir: directory of checkpoints.
         fallback_dir: the directory that is used when ``save_dir`` fails; None: there is none.
         processor: the processor of this rank; None: ttp is switched off, so the ranks agree without a controller.
+        first: whether this is the first training of the process. Of a second one, a restart may be the first start.
     """
 
     def __init__(
-        self, adapter: Adapter, save_dir: Path, fallback_dir: Path | None, processor: Processor | None
+        self,
+        adapter: Adapter,
+        save_dir: Path,
+        fallback_dir: Path | None,
+        processor: Processor | None,
+        *,
+        first: bool = True,
     ) -> None:
         self._adapter, self._processor = adapter, processor
-        self._save_dir, self._fallback_dir = save_dir, fallback_dir
+        self._save_dir, self._fallback_dir, self._first = save_dir, fallback_dir, first
 
     def restore(self) -> Version:
         """Find, agree on, verify and load a checkpoint. Return its version; 0: there is none.
@@ -55,7 +62,7 @@ class Restoring:
         with choice.held_for(self._save_dir).reading():
             found, chosen = self._find_in_time()
             choice.warn_of_lost_steps(found.candidates, chosen)
-            if self._processor is not None and not chosen.name:
+            if self._processor is not None and self._first and not chosen.name:
                 choice.warn_of_new_beginning(self._save_dir, self._processor.env)
             checkpoint = found.where.get(chosen, self._save_dir / chosen.name)
             version = self._load(checkpoint, chosen, verified=chosen in found.verified) if chosen.name else Version(0)

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ttp")
 
+trained: set[Path | None] = set()
+"""The directories of the trainings of this process that have ended."""
+
 _TWICE = "wrap_optimizer() was called twice: give one list, or decorate each phase of a training"
 TELL_S = 60.0
 """Seconds after which a rank says that it waits for the ranks whose ``train()`` has not returned."""
@@ -292,7 +295,8 @@ class Session:
 
         if self.adapter is None or self.save_dir is None:
             raise UsageError("restore() needs to know what to restore into: call wrap_optimizer() first")
-        return int(Restoring(self.adapter, self.save_dir, self.fallback_dir, self.processor).restore())
+        given = self.adapter, self.save_dir, self.fallback_dir, self.processor
+        return int(Restoring(*given, first=not trained).restore())
 
     @property
     def fallback_dir(self) -> Path | None:

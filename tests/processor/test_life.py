@@ -186,6 +186,21 @@ def test_trainings_of_one_process_that_share_a_directory_are_told(
     assert f"an earlier training of this process has used {tmp_path / 'one'} as well" in caplog.text
 
 
+@pytest.mark.parametrize(("first", "told"), [(True, 1), (False, 0)])
+def test_a_second_training_that_begins_at_a_restart_is_no_news(
+    first: bool, told: int, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first training was killed, and resumed, before the second one had saved anything."""
+    stands_for: Any = Mock(env=RankEnv(0, 1, 0, "localhost", "run", 1))
+    restore = restoring.Restoring(Mock(), tmp_path, None, stands_for, first=first)
+    chosen: Any = Mock()
+    chosen.name = ""
+    nothing = Mock(candidates=(), where={}, verified=()), chosen
+    monkeypatch.setattr(restore, "_find_in_time", lambda: nothing)
+    assert restore.restore() == 0
+    assert sum("finds no checkpoint" in record.message for record in caplog.records) == told
+
+
 def test_a_rank_that_cannot_join_raises_and_leaves_no_threads(
     controller: Controller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
