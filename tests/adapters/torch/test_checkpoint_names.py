@@ -168,3 +168,17 @@ def test_a_scripted_module_is_refused(inside: bool) -> None:
         ConfigError, match=("1" if inside else "the model") + r" is made by torch\.jit\.script\(\) or torch"
     ):
         ModelNames(model, None)
+
+
+def test_a_tensor_that_is_no_parameter_and_how_to_make_it_one() -> None:
+    """As the entropy coefficient of SAC."""
+    model, log_alpha = nn.Linear(2, 2), torch.zeros(1, requires_grad=True)
+
+    def given(coefficient: Tensor, **parts: Any) -> Any:
+        optimizers = torch.optim.Adam(model.parameters()), torch.optim.Adam([coefficient])
+        return registered(nn.ModuleDict({"model": model, **parts}), optimizers)
+
+    with pytest.raises(ConfigError, match=r"alpha = nn\.Parameter\(\.\.\.\).*nn\.ParameterList\(\[alpha\]\)"):
+        given(log_alpha)
+    parameter = nn.Parameter(log_alpha.detach())
+    assert given(parameter, alpha=nn.ParameterList([parameter])).layout(1)

@@ -350,19 +350,6 @@ class TestWhatChangesAfterWrapping:
         with pytest.raises(ConfigError, match=r"parameters that model= does not contain.*use a loss without weights"):
             job.step()
 
-    def test_a_tensor_that_is_no_parameter_and_how_to_make_it_one(self, tmp_path: Path) -> None:
-        """As the entropy coefficient of SAC."""
-        model, log_alpha = nn.Linear(2, 2), torch.zeros(1, requires_grad=True)
-
-        def given(coefficient: Tensor, **parts: Any) -> Any:
-            optimizers = torch.optim.Adam(model.parameters()), torch.optim.Adam([coefficient])
-            return registered(nn.ModuleDict({"model": model, **parts}), optimizers)
-
-        with pytest.raises(ConfigError, match=r"alpha = nn\.Parameter\(\.\.\.\).*nn\.ParameterList\(\[alpha\]\)"):
-            given(log_alpha)
-        parameter = nn.Parameter(log_alpha.detach())
-        assert given(parameter, alpha=nn.ParameterList([parameter])).layout(1)
-
     @pytest.mark.supports("param groups added later")
     def test_a_group_that_no_shard_has(self, tmp_path: Path) -> None:
         job = Job(tmp_path).wrap()
