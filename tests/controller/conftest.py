@@ -56,11 +56,11 @@ class Controller:
         return self._log.read_text()
 
     def close(self) -> None:
+        self.process.kill()  # first, or it would record that it has lost its ranks
+        self.process.wait()
         for rank in self.ranks:
             rank.drop()
         self.channel.close()
-        self.process.kill()
-        self.process.wait()
 
 
 class FakeRank:
