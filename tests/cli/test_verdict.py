@@ -16,7 +16,7 @@ from tests.waiting import until
 from ttp.launch import other_jobs
 from ttp.launch.run_dir import note_port
 from ttp.launch.token_file import write_token
-from ttp.store.history import FILE, WORD, leave_word, line_of, read_word
+from ttp.store.history import FILE, WORD, leave_word, line_of, read_launches, read_word
 
 Facts = dict[str, Any]
 
@@ -137,6 +137,9 @@ def test_a_job_whose_save_dir_was_moved_or_unmounted_under_it_runs_still(
     controller.form(2, version=7)
     history = save_dir / "incidents" / FILE
     until(lambda: history.exists() and "formed" in history.read_text())
+    cut_off = begins(read_launches(save_dir)[-1].run_id, controller=f"127.0.0.1:{controller.port}")
+    (place / "incidents" / FILE).write_text(cut_off)
+    assert ttp("verdict", place).out == "lost\n", "another job: all are called none that have no rendezvous id"
     save_dir.rename(moved)
     for given in (moved, save_dir):
         found = ttp("verdict", given)

@@ -243,9 +243,13 @@ def _same(one: Path, other: Path) -> bool:
 
 
 def _moved_from(save_dir: Path, launch: Launch) -> bool:
-    """Return whether the record of a running launch was moved: its ``save_dir`` has none. A copy leaves it there."""
+    """Return whether the record of a running launch was moved: its ``save_dir`` has neither it nor one as new.
+
+    A copy leaves it there. Another job may have the same id ("none" if its launcher was given none), but has a record.
+    """
     with contextlib.suppress(CheckpointError):
-        return all(launch.began_unix_s != known.began_unix_s for known in read_launches(save_dir))
+        recorded = [known for known in read_launches(save_dir) if known.run_id == launch.run_id]
+        return all(known.code is not None and known.began_unix_s < launch.began_unix_s for known in recorded)
     return False
 
 
