@@ -271,14 +271,18 @@ def test_workers_are_looked_after_and_end_while_the_rendezvous_does_not_answer(m
     inner.shutdown.assert_called_once()
 
 
-def test_the_job_trains_on_without_the_rendezvous(caplog: pytest.LogCaptureFixture) -> None:
-    """Its launcher was killed. Torch would end the job."""
+@pytest.mark.parametrize(("backend", "asked"), [("c10d", 1), ("etcd-v2", 2)])
+def test_the_job_trains_on_without_the_rendezvous(backend: str, asked: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Its launcher was killed. Torch would end the job, and fill the log with a stack trace for each attempt."""
     inner = Mock()
+    inner.get_backend.return_value = backend
     inner.num_nodes_waiting.side_effect = RendezvousConnectionError("broken pipe")
     meeting = Rescheduling(inner, wait_s=0)
     assert meeting.num_nodes_waiting() == meeting.num_nodes_waiting() == 0
     (said,) = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert "the rendezvous has gone" in said.getMessage()
+    assert inner.num_nodes_waiting.call_count == asked
+    assert inner._stop_heartbeats.called == (backend == "c10d")
 
 
 KEEPS = "is_host=1"

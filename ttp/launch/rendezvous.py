@@ -79,7 +79,6 @@ class WrappedRendezvous:
 # retry", but that is not so here.) A restarted gloo job finds the addresses of its dead predecessor in the store, and
 # hangs or fails. So from the second attempt on the first node's agent serves a new store on a free port, and announces
 # the port in the old store. The new store outlives rank 0, as torch's own does. The first attempt uses torch's store.
-
 #
 # Torch's agents do not wait for one another there either, as they find what all of them wrote in the first attempt. If
 # the launcher of another host has left, the ranks of this host wait for its ranks until torch's time-out. So each

@@ -67,8 +67,11 @@ class Rescheduling(WrappedRendezvous):
         """Return how many hosts want to join; 0 if the rendezvous has gone: the workers need it only to start again.
 
         If its host has lost its power, torch would wait for the answer until the kernel gives up, a quarter of an hour,
-        and this host's workers would not be looked after.
+        and this host's workers would not be looked after. A store of torch that has gone does not come back, and its
+        C++ code writes a stack trace for each attempt, so it is not asked again.
         """
+        if self._gone and self._inner.get_backend() == "c10d":
+            return 0
         if self._asked is None:
             self._asked = Future()
             threading.Thread(target=_ask, args=(self._asked, self._inner.num_nodes_waiting), daemon=True).start()
@@ -81,7 +84,9 @@ class Rescheduling(WrappedRendezvous):
         except RendezvousConnectionError as problem:
             if not self._gone:
                 logger.warning("the rendezvous has gone: the job trains on, but cannot be started again. %s", problem)
-            self._gone = True
+                self._gone = True
+                if self._inner.get_backend() == "c10d":
+                    self.rest()
             return 0
 
     def next_rendezvous(self) -> RendezvousInfo:
