@@ -100,6 +100,17 @@ def test_no_rank_is_given_up_while_others_that_were_lost_with_it_come_back() -> 
     assert talk.machine.job.broken == {0}
 
 
+def test_ranks_that_are_known_to_be_dead_have_not_come_back() -> None:
+    """Their launchers tell so one after the other. Those of hosts without power cannot, and have died as well."""
+    talk = Talk(grid(1, 300))
+    for rank in range(250):
+        talk.lost(rank)
+    for rank in range(100, 250):
+        talk.now += 0.01
+        talk.accuse(rank, m.FaultKind.EXITED)
+    assert talk.machine.job.broken == {*range(250)}
+
+
 def test_ranks_that_come_and_go_keep_no_dead_rank_alive() -> None:
     talk = Talk(grid(1, 300))
     for rank in range(250):

@@ -88,7 +88,6 @@ class ControllerMachine:
         self.stand_in = StandIn(timeouts, new_id, parts.rescue.meanwhile)
         """Saves for ranks whose own controller is silent, independently of the job that this controller leads."""
         self._suspected = 0  # the most suspects at one time since there last were none
-        self._suspects_left, self._back_at = 0, now  # number of suspects, and when one of very many has come back
         self._unsettled = False
 
     # ----------------------------------------------------------------------------------------------------------- events
@@ -350,17 +349,14 @@ class ControllerMachine:
         """
         since, most_s = next(iter(self.job.suspects.values())), ev.in_queue(self.timeouts.partition_s, self._suspected)
         many = self._suspected > ev.QUEUE_FROM
-        longer = min(self._back_at + self.timeouts.grace_s, since + most_s) if many else since
+        longer = min(self.job.back_at + self.timeouts.grace_s, since + most_s) if many else since
         return max(since + self._grace_s, longer)
 
     def _expire(self, now: float) -> None:
         self._parts.layouts.expire(now)
         self._suspected = max(self._suspected, len(self.job.suspects)) if self.job.suspects else 0
-        if len(self.job.suspects) < self._suspects_left and self._suspected > ev.QUEUE_FROM:
-            self._back_at = now
         while self.job.suspects and now >= self._grace_ends:
             self.job.fence(next(iter(self.job.suspects)), f"its stream did not come back within {self._grace_s:g} s")
-        self._suspects_left = len(self.job.suspects)
         self._admission.gathering.expire(now)
         self._parts.silence.check(now)
         self.rescue.expire(now)

@@ -67,6 +67,8 @@ class Membership:
     """Lost ranks that may come back within the grace, and the start of that grace, the earliest first."""
     suspects_on: Counter[str] = field(default_factory=Counter)
     """Number of suspects on each host."""
+    back_at: float = 0.0
+    """Time at which a suspect has last come back."""
     silent: set[Rank] = field(default_factory=set)
     """Connected ranks whose host is in doubt; see ``silence``."""
     broken: set[Rank] = field(default_factory=set)
@@ -167,6 +169,7 @@ class Membership:
             self.term = hello.term_seen + 1  # another controller has led the rank: this one takes over
         if known is not None:
             self.detach(hello.rank)
+            self.back_at = now if hello.rank in self.suspects else self.back_at
             self._clear(hello.rank)
         member = Member(hello, connection, hello.version, hello.phase, now)
         self.members[hello.rank] = member
