@@ -23,8 +23,8 @@ log = logging.getLogger("ttp.adapters.megatron")
 
 PROGRESS, STREAMS = "megatron.progress", "megatron.streams"
 """Names of the objects that the adapter adds to the user's ``extra_state``."""
-SAMPLES = "consumed_train_samples"
-COUNTERS = (SAMPLES, "consumed_valid_samples", "skipped_train_samples")
+SAMPLES, LEFT_OUT = "consumed_train_samples", "skipped_train_samples"
+COUNTERS = (SAMPLES, "consumed_valid_samples", LEFT_OUT)
 """Names of the sample counters in Megatron-LM's ``args``; a counter that is missing or None is not saved."""
 
 UNKNOWN_BATCH = (
@@ -72,7 +72,8 @@ class Progress:
         now, before = self._counters(), self._begun
         if before is None:
             more, raised = self._of_iteration(), {name: n - self._start.get(name, n) for name, n in now.items()}
-            self._early = {name for name in more if raised.get(name) and raised[name] == (more[name] or raised[name])}
+            if raised.get(LEFT_OUT, 0) <= more[LEFT_OUT]:  # else Megatron's loop has skipped iterations
+                self._early = {k for k in more if raised.get(k) and raised[k] == (more[k] or raised[k])}
             if SAMPLES in now and SAMPLES not in self._early and not more[SAMPLES]:
                 log.warning(UNKNOWN_BATCH, SAMPLES)
         elif (batch := now.get(SAMPLES, 0) - before.get(SAMPLES, 0)) > 0:
@@ -105,7 +106,7 @@ class Progress:
     def _of_iteration(self) -> dict[str, int]:
         """Return how much an iteration adds to each counter that it raises."""
         made, left_out = _batch_size(self._args)
-        return {"iteration": 1, SAMPLES: made or self._batch, "skipped_train_samples": left_out}
+        return {"iteration": 1, SAMPLES: made or self._batch, LEFT_OUT: left_out}
 
     def _number(self, place: tuple[int, str], value: Any) -> Any:
         """Return ``value`` of a scaler as a number. A tensor on a device is read only if it has changed: reading waits.

@@ -70,6 +70,19 @@ def test_a_loader_may_count_samples_when_it_fetches_them() -> None:
         args.iteration += 1
 
 
+def test_iterations_that_megatron_skips_at_the_start_do_not_make_its_loop_one_that_counts_early() -> None:
+    """``--iterations-to-skip``: it counts these at once, and every other one after its update."""
+    args, progress = made(curr_iteration=3, skipped_train_samples=0, iterations_to_skip=[4])
+    args.consumed_train_samples += BATCH
+    args.skipped_train_samples += BATCH
+    for iteration in (4, 5, 6):
+        args.curr_iteration = iteration
+        progress.iteration_begins()
+        assert of(progress) == (iteration + 1, (iteration + 1) * BATCH)
+        progress.updated()
+        args.consumed_train_samples += BATCH
+
+
 def test_a_loop_may_count_between_its_forward_pass_and_its_update() -> None:
     args, progress = made()
     for iteration in (3, 4, 5):
