@@ -66,6 +66,18 @@ def test_the_demo_loses_no_step_and_no_bit(
     assert len(json.loads(capsys.readouterr().out)) == 1
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.xdist_group("demo")
+def test_the_demo_as_a_user_starts_it_shows_why_its_job_failed(tmp_path: Path) -> None:
+    """Nothing is forked here: its command, that of its launcher, and the ranks are those of a user."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("TTP_", "TORCHELASTIC", "PET_"))}
+    arguments = ["--folder", str(tmp_path / "demo"), *PATIENT, "--ranks", "1", "--steps", "2", "--", "--odd"]
+    command = [sys.executable, str(EXAMPLES / "demo.py"), *arguments]
+    done = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 1 and "$ ttp run --nproc-per-node 1" in done.stdout, done.stdout + done.stderr
+    assert "train.py: error: unrecognized arguments: --odd" in done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.xdist_group("demo")
