@@ -103,12 +103,13 @@ class Protection(Callback):
         Call it in the first step, not before: MindSpore sets the epoch only there.
         """
         size = cb_params.train_dataset.get_dataset_size()
-        start = adapter.position.step
+        start, sinks = adapter.position.step, cb_params.get("dataset_sink_mode", False)
         if not adapter.begun:
-            epoch = cb_params.batch_num if cb_params.get("dataset_sink_mode", False) else size
+            epoch = cb_params.batch_num if sinks else size
             start = _init_step(cb_params.train_dataset) or (cb_params.cur_epoch_num - 1) * epoch or self._initial_step
         self._base, self._counts = start + 1 - cb_params.cur_step_num, True
-        adapter.source.earlier_steps = self._base
+        ahead = cb_params.cur_epoch_num - cb_params.cur_step_num if sinks else None
+        adapter.source.earlier_steps, adapter.source.epochs_ahead = self._base, ahead
         if not adapter.begun:
             position = _place(start + made, size)
             adapter.begin_by_hand(position, self._initial_step or start, made)

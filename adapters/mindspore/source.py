@@ -75,6 +75,8 @@ class MindSporeSource(PagedSource):
         """MindSpore's parameters of callbacks, for ``save_fn``."""
         self.earlier_steps = 0
         """Steps before the ``Model.train`` of ``cb_params``, which counts only its own."""
+        self.epochs_ahead: int | None = None
+        """With ``dataset_sink_mode``, in which MindSpore counts each step as an epoch: epochs less steps."""
         self.loss_scale = 1.0
 
     def connect(self, processor: Processor) -> None:
@@ -277,12 +279,10 @@ class MindSporeSource(PagedSource):
         return []
 
     def _parameters_at(self, position: Position) -> Any:
-        """Return a copy of ``cb_params`` with the counts at ``position``: training may be in the next step already."""
-        live = self.cb_params
-        told = type(live)(live)
+        """Return a copy of ``cb_params`` with the counts at ``position``: training may be further."""
+        told = type(self.cb_params)(self.cb_params)
         told.cur_step_num = position.step - self.earlier_steps
-        sinks = live.get("dataset_sink_mode", False)  # MindSpore then counts each step as an epoch
-        told.cur_epoch_num = live.cur_epoch_num - live.cur_step_num + told.cur_step_num if sinks else position.epoch
+        told.cur_epoch_num = position.epoch if self.epochs_ahead is None else told.cur_step_num + self.epochs_ahead
         return told
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import mindspore as ms
 import mindspore.dataset as ds
@@ -17,14 +18,17 @@ import numpy as np
 import pytest
 from mindspore import nn
 from mindspore.train import Callback
+from mindspore.train.callback import _InternalCallbackParam
 
 from tests.adapters.mindspore.test_wrapper import MODES, OPTIMIZERS, STEPS_PER_EPOCH, Net, data, whole_state_of
 from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, save
 from tests.waiting import until
 from ttp.adapters.mindspore import OptTTPWrapper, restore
 from ttp.adapters.mindspore.adapter import MindSporeAdapter
+from ttp.adapters.mindspore.callbacks import Protection, _place
 from ttp.adapters.mindspore.local_state import LocalState, Position
 from ttp.adapters.mindspore.memory import Memory
+from ttp.adapters.mindspore.source import MindSporeSource
 from ttp.core.decide import How
 from ttp.core.layout import Rank, Shard, Version
 from ttp.core.messages import Phase, Piece
@@ -327,3 +331,20 @@ def test_files_of_ttp_and_of_the_program_have_the_loss_scale_of_the_version(
     assert source._by_the_program(lambda _, numbers: told.append(numbers), order, Version(SAVED), local) == []
     assert told[0]["loss_scale"] == scale
     assert source._append_dict(0, SAVED, local)["loss_scale"] == scale, "in a file of ttp too"
+
+
+@pytest.mark.parametrize(("sinks", "epoch"), [(True, 3), (False, 1)])
+def test_a_function_of_the_program_is_told_of_training_in_an_evaluation_too(
+    sinks: bool, epoch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``Model.fit`` evaluates with the ``cb_params`` of training, and counts its own steps in them."""
+    monkeypatch.setenv("MINDIO_FOR_MINDSPORE", "1")
+    live: Any = _InternalCallbackParam(cur_step_num=1, cur_epoch_num=1, dataset_sink_mode=sinks, batch_num=1)
+    live.train_dataset = data(False)
+    source = MindSporeSource(Mock(), Mock(), ())
+    source.cb_params = live
+    adapter: Any = Mock(begun=True, position=_place(0, STEPS_PER_EPOCH), source=source)
+    Protection("d")._begin(adapter, live)
+    live.update(cur_step_num=9, cur_epoch_num=epoch, dataset_sink_mode=not sinks, mode="eval")
+    told = source._parameters_at(_place(3, STEPS_PER_EPOCH))
+    assert (told.cur_step_num, told.cur_epoch_num) == (3, epoch)
