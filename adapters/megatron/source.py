@@ -225,9 +225,9 @@ def refuse_unsaved(inners: Iterable[Inner]) -> None:
             lost = sorted(k for k, v in kept if v is not None and k != COUNT and not is_stretched(holding, k, v))
             if lost:
                 raise UsageError(
-                    f"the {type(inner.optimizer).__qualname__} keeps {', '.join(lost)} of {holding.described.name} in "
-                    "another shape than the parameter: ttp cannot save this with Megatron. Use an optimizer that keeps "
-                    "one number for each element of a parameter, such as Adam, SGD or Muon"
+                    f"the {type(inner.optimizer).__qualname__} keeps {', '.join(lost)} of {holding.described.name}, "
+                    "whose shape is not that of the parameter: ttp cannot save this with Megatron. Use an optimizer "
+                    "that keeps one number for each element of a parameter, such as Adam, SGD or Muon"
                 )
 
 
