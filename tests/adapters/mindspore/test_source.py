@@ -324,7 +324,8 @@ def test_files_of_ttp_and_of_the_program_have_the_loss_scale_of_the_version(
     dtype: str, kind: Any, scale: float, tmp_path: Path
 ) -> None:
     """A parameter of that name and another type is the program's own, and does not prevent the save."""
-    source = Training(tmp_path).adapter.source
+    source: Any = Training(tmp_path).adapter.source
+    source.cb_params = _InternalCallbackParam()
     local = LocalState(Position(2, SAVED, 4), True, (b"",) * 4, b"", {"scale_sense": (dtype, (), kind(1024).tobytes())})
     told: list[dict[str, Any]] = []
     order: Any = SimpleNamespace(rank=Rank(0), shards=("whole",))
