@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import sys
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -30,6 +30,8 @@ Numbers = dict[tuple[int, str], str]
 _SCRATCH = frozenset({"old_p", "e_w"})
 """Attributes of SAM that live only from its first step to its second in one iteration."""
 _DEPTH_MAX = 5
+_USUAL = frozenset({type(None), bool, int, str, set, dict, OrderedDict})
+"""Types of what every module has in attributes: thousands of modules must not take seconds."""
 _READ_MAX = 1 << 20
 """Largest tensor in an attribute whose values are compared, in bytes. Of others only the memory and the counter are."""
 
@@ -139,26 +141,32 @@ def tell_changed(before: Numbers, after: Numbers) -> None:
 
 
 def counts_of(model: nn.Module, extra: Collection[Any]) -> Numbers:
-    """Return what modules keep in attributes: whole numbers, random generators and, if they have no weights, tensors.
+    """Return what modules keep in attributes: whole numbers, random generators and, of losses, tensors.
 
     A loss or another measure for the log is seldom a whole number. Of ``model`` those beside buffers only, and the
     buffers' marks under ``""``. Not those of torch's own modules, and of those that save an extra state. What an object
-    of ``extra`` holds is saved.
+    of ``extra`` holds is saved. Layers of a network keep tensors to be looked at (the map of an attention) or as a
+    cache, so tensors count only of modules without weights whose class or name says that they are a loss, and of those
+    of ``extra``.
     """
     objects = [each for each in extra if not isinstance(each, nn.Module)]
     held = [value for each in objects for value in getattr(each, "__dict__", {}).values()]
     saved = {id(each) for value in held for each in (value.modules() if isinstance(value, nn.Module) else [value])}
     within = {*model.modules()}
-    beside = {module for each in extra if isinstance(each, nn.Module) for module in each.modules()} - within
+    averages = [each for each in extra if isinstance(each, nn.Module)]
+    beside = {module for each in averages for module in each.modules()} - within
+    named = ((f"{name} {type(module).__name__}".lower(), module) for name, module in model.named_modules())
+    losses = [module for words, module in named if "loss" in words or "criterion" in words]
+    bare = {each for each in (*losses, *averages) if next(each.parameters(), None) is None}
     found: Numbers = {}
     for module in (*within, *beside):
         own = type(module).__module__.partition(".")[0] not in ("torch", "ttp")
         if not own or id(module) in saved or type(module).get_extra_state is not nn.Module.get_extra_state:
             continue
-        weightless = next(module.parameters(), None) is None
         values = {f"{type(module).__name__}.{name}": value for name, value in list(vars(module).items())}
-        others = {name: _kept_as(value, weightless) for name, value in values.items() if id(value) not in saved}
-        found |= {(id(vars(module)), name): text for name, text in others.items() if text}
+        others = [each for each in values.items() if type(each[1]) not in _USUAL and id(each[1]) not in saved]
+        kept_as = ((name, _kept_as(value, module in bare)) for name, value in others)
+        found |= {(id(vars(module)), name): text for name, text in kept_as if text}
         kept = [t for key, t in module._buffers.items() if key not in module._non_persistent_buffers_set]
         if kept or module in beside:
             found |= {(id(module), name): repr(value) for name, value in values.items() if type(value) is int}
@@ -168,25 +176,30 @@ def counts_of(model: nn.Module, extra: Collection[Any]) -> Numbers:
     return found
 
 
-def _kept_as(value: Any, weightless: bool) -> str:
-    """Return what tells whether a module's random generator, or the tensor of one without weights, has changed.
+def _kept_as(value: Any, tensors: bool) -> str:
+    """Return what tells whether a random generator, or with ``tensors`` a tensor, has changed; its shape is before ":".
 
-    Empty: it is neither, or a tensor that is no average of others: it is part of a backward pass, or holds no fractions
-    (a mask), or one element, as a loss for the log.
+    Empty: it is neither, cannot be read, or is a tensor that is no average of others: it is part of a backward pass, or
+    holds no fractions (a mask), or one element, as a loss for the log.
     """
-    if (stream := _stream_of(value)) is not None:
-        return xxhash.xxh3_64_hexdigest(stream)
-    kept = weightless and isinstance(value, Tensor) and is_plain(value) and value.is_floating_point()
-    if not kept or value.requires_grad or value.numel() < 2:
-        return ""
-    if value.device.type == "cpu" and value.nbytes <= _READ_MAX:
-        return xxhash.xxh3_64_hexdigest(copied_bytes(value))
-    return repr((id(value), None if value.is_inference() else value._version))
+    with suppress(Exception):  # a proxy of an object that is gone, a tensor without memory, or of torch.func
+        if (stream := _stream_of(value)) is not None:
+            return xxhash.xxh3_64_hexdigest(stream)
+        kept = tensors and isinstance(value, Tensor) and is_plain(value) and value.is_floating_point()
+        if kept and not value.requires_grad and value.numel() > 1:
+            if value.device.type == "cpu" and value.nbytes <= _READ_MAX:
+                return f"{tuple(value.shape)}:{xxhash.xxh3_64_hexdigest(copied_bytes(value))}"
+            return f"{tuple(value.shape)}:{id(value)} {None if value.is_inference() else value._version}"
+    return ""
 
 
 def tell_counts(before: Numbers, after: Numbers) -> None:
-    """Warn, on rank 0, of what modules keep and no checkpoint has, such as the next free place of a queue."""
-    changed = {key for key, text in after.items() if before.get(key) != text}
+    """Warn, on rank 0, of what modules keep and no checkpoint has, such as the next free place of a queue.
+
+    A tensor that has got another shape is of a batch, and no average.
+    """
+    both = ((key, text, after[key]) for key, text in before.items() if key in after)
+    changed = {key for key, old, new in both if old != new and old.partition(":")[0] in (new.partition(":")[0], old)}
     told = (name for owner, name in changed if name and ((owner, "") in changed or (owner, "") not in after))
     if (names := sorted({*told})) and tells():
         log.warning(
@@ -204,12 +217,15 @@ def tell_late(name: str, thing: Any, optimizers: Sequence[Optimizer]) -> None:
 
     Args:
         name: an object of ``extra_state``, as messages name it.
-        thing: that object. It counts as an average if its state has a tensor for each parameter of an optimizer.
+        thing: that object. It counts as an average if its state has a tensor for each parameter of an optimizer, but
+            for parameters of one element.
         optimizers: the optimizers as the user gave them.
     """
     with suppress(Exception):  # raised by the object
         held = Counter(each.shape for each in tree_leaves(thing.state_dict()) if isinstance(each, Tensor))
-        trained = [Counter(p.shape for p in parameters_of(each) if p.requires_grad) for each in optimizers]
+        trained = [
+            Counter(p.shape for p in parameters_of(each) if p.requires_grad and p.numel() > 1) for each in optimizers
+        ]
         if tells() and any(each and each <= held for each in trained):
             log.warning(
                 "%s seems to be an average of the weights, and changes between the end of an update and "

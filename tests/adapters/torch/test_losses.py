@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -179,3 +180,58 @@ def test_counts_beside_buffers_that_change_are_told_once(
         optimizer.step()
     said = [text for text in caplog.messages if "is in no checkpoint" in text]
     assert [text.split(" changes")[0] for text in said] == told
+
+
+class Looked(nn.Module):
+    """A layer that keeps what it has computed, to be looked at: the map of an attention, as in many public models."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = (x @ x.T).softmax(-1)
+        self.map = weights.detach()
+        return weights @ x
+
+
+class Sized(Queue):
+    """It keeps the part of each row, of batches of several sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches = 0
+
+    def forward(self, x: Tensor) -> Any:
+        self.batches += 1
+        rows = x[self.batches :].square().mean(1)
+        self.rows = rows.detach()
+        return rows.mean()
+
+
+class Odd(Queue):
+    """It keeps tensors that cannot be read, and a proxy of an object that is gone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        owner = Place(self)
+        self.gone = weakref.proxy(owner)
+        self.freed = torch.ones(3)
+        self.freed.untyped_storage().resize_(0)
+
+    def forward(self, x: Tensor) -> Any:
+        def within(row: Tensor) -> Tensor:
+            self.row = row
+            return row.square()
+
+        return torch.vmap(within)(x.detach()).mean() + x.square().mean()
+
+
+@pytest.mark.parametrize(("layer", "loss"), [(Looked, Lookup), (nn.Identity, Sized), (nn.Identity, Odd)])
+def test_what_modules_keep_for_a_look_or_cannot_be_read_is_no_news(
+    layer: type[nn.Module], loss: type[Queue], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, criterion = nn.Sequential(net(), layer()), loss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    Loop(tmp_path, nn.ModuleDict({"model": model, "loss": criterion}), optimizer).start(tmp_path / "pages")
+    for _ in range(4):
+        optimizer.zero_grad()
+        criterion(model(data())).backward()
+        optimizer.step()
+    assert not [text for text in caplog.messages if "is in no checkpoint" in text]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.adapters.torch.going_on import Program, adamw, assert_goes_on_with_its_bits, net, plainly
+from tests.adapters.torch.going_on import Program, adamw, assert_goes_on_with_its_bits, data, net, plainly
 from tests.adapters.torch.stub_processor import Loop
 from ttp.errors import UsageError
 
@@ -179,6 +179,26 @@ class Rows:
         self.shadow["rows"] += 1
 
     state_dict, load_state_dict = OwnAverage.state_dict, OwnAverage.load_state_dict
+
+
+class Returns(Rows):
+    """The mean of the returns, which falls before an iteration's forward pass; as small as SAC's temperature."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.shadow = {"rows": torch.zeros(1)}
+
+
+def test_a_single_number_is_no_average_of_the_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, temperature = net(), nn.Parameter(torch.zeros(1))
+    returns, optimizers = Returns(model), [adamw(model), torch.optim.Adam([temperature])]
+    both = nn.ModuleDict({"model": model, "temperature": nn.ParameterList([temperature])})
+    Loop(tmp_path, both, optimizers, extra_state=returns).start(tmp_path / "pages")
+    for _ in range(4):
+        returns.update()
+        (model(data()).square().mean() + temperature.sum()).backward()
+        for each in optimizers:
+            each.step()
+    assert not [text for text in caplog.messages if "seems to be an average" in text]
 
 
 @supports("EMA")
