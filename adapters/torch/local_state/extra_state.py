@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from ttp.adapters.torch.local_state.large_arrays import LargeArrays
 from ttp.adapters.torch.restoring.compare import hand_to
 from ttp.adapters.torch.sharding.dtensor_chunks import is_distributed
-from ttp.adapters.torch.sharding.names import first_of, module_tensors
+from ttp.adapters.torch.sharding.names import first_of, loads_itself, module_tensors
 from ttp.adapters.versions import TORCHDATA, require
 from ttp.errors import CheckpointError, ToldAs, UsageError
 from ttp.processor.local_state.pages import Kept
@@ -111,8 +111,8 @@ class ExtraState:
             UsageError: there is such a module. A restarted program has not made the tensors when it restores.
         """
         for name, module in self.modules.items():
-            late = sorted(module_tensors(module).keys() - self._made[name])
-            if late and type(module).load_state_dict is nn.Module.load_state_dict:
+            made = module_tensors(module).keys() - self._made[name]
+            if late := sorted(each for each in made if not _may_be_loaded(module, each)):
                 raise UsageError(
                     f"{first_of([f'{path_of(name)}.{each}' for each in late], _LISTED_MAX)} were made after "
                     "wrap_optimizer(): a restarted program has not made them yet, and could not load them. Make them "
@@ -173,6 +173,15 @@ class ExtraState:
         self._changing[name].load_state_dict(state)
         # A data loader makes its iterator here and draws, before random streams are restored.
         self._changing[name].state_dict()
+
+
+def _may_be_loaded(module: nn.Module, late: str) -> bool:
+    """Return whether the module, or one inside of it that holds this tensor, has loading code that may make it."""
+    if type(module).load_state_dict is not nn.Module.load_state_dict:
+        return True
+    path = late.split(".")[:-1]
+    holders = (module.get_submodule(".".join(path[:depth])) for depth in range(len(path) + 1))
+    return any(loads_itself(each) or each._load_state_dict_pre_hooks for each in holders)
 
 
 def _own_statistics(module: nn.Module) -> str | None:

@@ -167,11 +167,16 @@ def takes_any_shape(owner: nn.Module, buffer: str) -> bool:
     """Return whether a restored buffer may have another shape than the program's own buffer.
 
     It may if the program's buffer is None or empty, or if its module has loading code of its own, as torch's observers
-    have: their buffers get their size from the data. BatchNorm has such code for another reason and does not count.
+    have: their buffers get their size from the data.
     """
     tensor = owner._buffers.get(buffer)
-    loads_itself = type(owner)._load_from_state_dict is not nn.Module._load_from_state_dict
-    return tensor is None or tensor.numel() == 0 or (loads_itself and not isinstance(owner, _NormBase))
+    return tensor is None or tensor.numel() == 0 or loads_itself(owner)
+
+
+def loads_itself(module: nn.Module) -> bool:
+    """Return whether a module has loading code of its own; that of BatchNorm is for another reason and no such code."""
+    own = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
+    return own and not isinstance(module, _NormBase)
 
 
 def module_tensors(module: nn.Module) -> dict[str, Tensor]:
