@@ -283,6 +283,10 @@ def test_the_job_trains_on_without_the_rendezvous(backend: str, asked: int, capl
     assert "the rendezvous has gone" in said.getMessage()
     assert inner.num_nodes_waiting.call_count == asked
     assert inner._stop_heartbeats.called == (backend == "c10d")
+    inner.next_rendezvous.side_effect = RendezvousConnectionError("broken pipe")
+    inner.settings.timeout.join.total_seconds.return_value = 600.0
+    with pytest.raises(RendezvousConnectionError, match="the launcher that kept the rendezvous has gone"):
+        meeting.next_rendezvous()
 
 
 KEEPS = "is_host=1"

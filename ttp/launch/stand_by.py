@@ -119,6 +119,10 @@ class Rescheduling(WrappedRendezvous):
                 within,
             )
             raise HostMissingError from problem
+        except RendezvousConnectionError:
+            if self._gone:  # torch says "broken pipe"
+                raise RendezvousConnectionError("the launcher that kept the rendezvous has gone") from None
+            raise
         self._seated = True
         return info
 
