@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -89,7 +90,7 @@ class World:
             durable.sync_directory(directory)
         return draft
 
-    def finish(self, version: int, incident: str = "first", disk: Disk | None = None, **changes: object) -> Path:
+    def finish(self, version: int, incident: str = "first", disk: Disk | None = None, **changes: Any) -> Path:
         """Commit what ``save`` has written, with an adapter that syncs, too; ``changes`` are changes of the order."""
 
         def finalise(directory: Path) -> list[Piece]:
@@ -97,7 +98,7 @@ class World:
             durable.write_durably(directory / ".metadata", data)
             return [Piece(".metadata", len(data), digest_bytes(data), "metadata", "", Rank(1))]
 
-        order = replace(self.order(version, incident), **changes)  # type: ignore[arg-type]
+        order = replace(self.order(version, incident), **changes)
         return self.commit(order, disk, finalise=finalise)[0]
 
     @staticmethod
@@ -106,15 +107,15 @@ class World:
         (directory / ".metadata").write_bytes(b"all tensors")
         return [Piece(".metadata", 11, digest_bytes(b"all tensors"), "metadata", "", Rank(1))]
 
-    def commit(self, order: Commit, disk: Disk | None = None, **changes: object) -> tuple[Path, int]:
-        facts = {"run_id": "job", "world_size": 4, "groups": GROUPS, "framework": "torch", "finalise": self.finalise}
-        facts |= {"disk": disk or Disk(), **changes}
-        return NewCheckpoint(self.save_dir, order, **facts).commit()  # type: ignore[arg-type]
+    def commit(self, order: Commit, disk: Disk | None = None, **changes: Any) -> tuple[Path, int]:
+        facts: dict[str, Any] = {"run_id": "job", "world_size": 4, "groups": GROUPS, "framework": "torch"}
+        facts |= {"finalise": self.finalise, "disk": disk or Disk(), **changes}
+        return NewCheckpoint(self.save_dir, order, **facts).commit()
 
-    def make(self, version: int, incident: str = "first", **changes: object) -> Path:
+    def make(self, version: int, incident: str = "first", **changes: Any) -> Path:
         """Make a committed checkpoint; ``changes`` are changes of the order."""
         self.write_draft(version, incident)
-        path, _ = self.commit(replace(self.order(version, incident), **changes))  # type: ignore[arg-type]
+        path, _ = self.commit(replace(self.order(version, incident), **changes))
         return path
 
     def make_side(self, side: str, incident: str, ranks: Sequence[int], disk: Disk | None = None) -> Path:
