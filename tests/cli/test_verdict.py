@@ -137,9 +137,11 @@ def test_a_job_whose_save_dir_was_moved_or_unmounted_under_it_runs_still(
     controller.form(2, version=7)
     history = save_dir / "incidents" / FILE
     until(lambda: history.exists() and "formed" in history.read_text())
-    cut_off = begins(read_launches(save_dir)[-1].run_id, controller=f"127.0.0.1:{controller.port}")
-    (place / "incidents" / FILE).write_text(cut_off)
-    assert ttp("verdict", place).out == "lost\n", "another job: all are called none that have no rendezvous id"
+    (running,) = read_launches(save_dir)
+    for began_s in (100.0, running.began_unix_s + 1):
+        cut_off = begins(running.run_id, began_s, controller=f"127.0.0.1:{controller.port}")
+        (place / "incidents" / FILE).write_text(cut_off)
+        assert ttp("verdict", place).out == "lost\n", "another job: all are called none that have no rendezvous id"
     save_dir.rename(moved)
     for given in (moved, save_dir):
         found = ttp("verdict", given)
