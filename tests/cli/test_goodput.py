@@ -90,6 +90,17 @@ def test_windows_side_by_side_add_up(place: Path, capsys: pytest.CaptureFixture[
         assert sum(part[name] for part in parts) == pytest.approx(whole[name]), name
 
 
+def test_steps_that_an_older_checkpoint_lacks_are_lost_when_it_is_restored(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "incidents").mkdir()
+    story = launch(0.0, ("restored", 5.0, {"version": 9, "size": 8}), ("released", 50.0, {"exit_code": 75}))
+    story += launch(100.0, ("restored", 105.0, {"version": 4, "size": 8}), ("finished", 200.0, {"version": 20}))
+    (tmp_path / "incidents" / FILE).write_text(story)
+    lost = [told(capsys, tmp_path, "--since", a, "--until", b)["lost_steps"] for a, b in ((0, 105), (105, 110))]
+    assert lost == [0, 5]
+
+
 def test_a_time_without_a_launch_is_said(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["goodput", str(place), "--since", "5000"]) == 1
     assert "ran in that time" in capsys.readouterr().err
