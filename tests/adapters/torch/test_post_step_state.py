@@ -353,13 +353,14 @@ class TestLooking:
                 sys.settrace(look)
             return look
 
+        before_test = sys.gettrace()  # a debugger's, or that of a measurement of coverage
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             sys.settrace(look)
             try:
                 loop.scheduler.step()
             finally:
-                sys.settrace(None)
+                sys.settrace(before_test)
         after = loop.scheduler.state_dict(), loop.post_step.param_groups(3)
         assert len(seen) > 5 and not loop.state().scheduler_pending
         for pending, found in seen:
