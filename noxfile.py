@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 
 import nox
@@ -200,3 +202,28 @@ def tests(session: nox.Session) -> None:
     session.install("-e", ".[torch,test]")
     spread = "-n", "4", "--max-worker-restart", "0", "--dist", "loadgroup"  # one that is replaced hangs pytest-xdist
     session.run("python", "-m", "pytest", *spread, "--reruns", "1", *session.posargs)
+
+
+@nox.session
+def coverage(session: nox.Session) -> None:
+    """Run the default tests with branch coverage, and print a table by package (``[tool.coverage.run]``).
+
+    Every process that a test starts is measured, but one that is killed hands in nothing: what only such processes run
+    counts as missing. Takes an hour. Failed tests do not end the session: measured processes are slower.
+    """
+    session.install(TORCH)
+    session.install("-e", ".[torch,test]", "coverage==7.17.5")
+    session.run("coverage", "erase")
+    session.run("coverage", "run", "-m", "pytest", *session.posargs, success_codes=[0, 1])
+    session.run("coverage", "combine", "--quiet")
+    result = Path(session.create_tmp(), "coverage.json")
+    session.run("coverage", "json", "--quiet", "-o", str(result))
+    sums: dict[str, Counter[str]] = {}
+    for file, found in json.loads(result.read_text())["files"].items():
+        counts = {key: number for key, number in found["summary"].items() if type(number) is int}
+        for package in ("/".join(Path(file).parent.parts[:2]), "total"):
+            sums.setdefault(package, Counter()).update(counts)
+    for package, found in sorted(sums.items(), key=lambda pair: (pair[0] == "total", pair)):
+        statements = 100 * found["covered_lines"] / (found["num_statements"] or 1)
+        branches = 100 * found["covered_branches"] / (found["num_branches"] or 1)
+        print(f"{package:24} statements {statements:5.1f} %   branches {branches:5.1f} %")
