@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as stock_load
 from tests.adapters.torch.checkpoints import train, whole_checkpoint, write_checkpoint
 from tests.adapters.torch.conversions import Trained, converted, facts, fresh, restored, same, sharded
 from tests.damage import flip
-from ttp.adapters.torch.convert import from_checkpoint, safetensors_file, torch_file
+from ttp.adapters.torch.convert import conversion, from_checkpoint, safetensors_file, torch_file
 from ttp.adapters.torch.convert.conversion import convert
 from ttp.adapters.torch.restoring import reader
 from ttp.adapters.torch.saving.checkpoint import write_shard
@@ -192,6 +192,27 @@ def test_settings_by_the_names_of_parameters_become_param_groups(tmp_path: Path,
     assert torch.equal(again.state[other.bias]["exp_avg"], optimizer.state[model.bias]["exp_avg"])
 
 
+def test_parameters_with_equal_settings_are_one_param_group(tmp_path: Path) -> None:
+    """What has no settings, such as a buffer, is in none."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    settings = {name: {"lr": 0.5 if name == "0.bias" else 0.1} for name, _ in model.named_parameters()}
+    optim = {"state": {}, "param_groups": settings}
+    state = {"model": model.state_dict(), "optim": optim, "ttp": {"version": 2, "optimizer": ""}}
+    (tmp_path / "c").mkdir()
+    piece = write_shard(tmp_path / "c", "__0_0.distcp", state, shard=Shard("model"), writer=Rank(0))
+    whole_checkpoint(tmp_path / "c", [piece], 2)
+    file = torch.load(converted(tmp_path / "c", tmp_path / "f", "torch", optimizer=True).target, weights_only=True)
+    groups = [(group["lr"], group["params"]) for group in file["optim"]["param_groups"]]
+    assert groups == [(0.1, ["0.weight", "1.weight", "1.bias"]), (0.5, ["0.bias"])]
+
+
+def test_a_tensor_without_elements_is_in_the_torch_file(tmp_path: Path) -> None:
+    whole = {"a": torch.ones(2, 3), "f": torch.zeros(0, 3, dtype=torch.float64)}
+    done = converted(sharded(tmp_path / "c", whole), tmp_path / "w.pt", "torch")
+    found = torch.load(done.target, weights_only=True)["model"]["f"]
+    assert (found.shape, found.dtype) == ((0, 3), torch.float64)
+
+
 @pytest.mark.parametrize("optimizer", [True, False])
 @pytest.mark.parametrize("to", ["torch", "safetensors"])
 def test_names_like_those_of_wrappers_are_kept(tmp_path: Path, to: str, optimizer: bool) -> None:
@@ -235,6 +256,21 @@ def test_a_damaged_checkpoint_is_not_converted(tmp_path: Path, checkpoint: Path)
     with pytest.raises(CheckpointError, match="is damaged"):
         converted(checkpoint, tmp_path / "new", "torch")
     assert not (tmp_path / "new").exists()
+
+
+def test_a_new_checkpoint_is_verified(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that keeps something else is noticed while the file that was converted is still there."""
+    file = converted(checkpoint, tmp_path / "f", "torch").target
+    written = conversion.write_checkpoint
+
+    def rotten(*args: Any, **kwargs: Any) -> Path:
+        path = written(*args, **kwargs)
+        flip(path / "__0_0.distcp")
+        return path
+
+    monkeypatch.setattr(conversion, "write_checkpoint", rotten)
+    with pytest.raises(CheckpointError, match=r"differs from what was written: .*Check the disk"):
+        converted(file, tmp_path / "new", "dcp")
 
 
 @pytest.mark.parametrize("to", ["torch", "safetensors"])

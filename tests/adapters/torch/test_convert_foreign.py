@@ -16,7 +16,7 @@ from torch import nn
 from tests.adapters.torch.checkpoints import Net, adamw, train
 from tests.adapters.torch.conversions import converted, facts, restored, same
 from ttp.adapters.torch.saving.job_state import read_job_state
-from ttp.errors import CheckpointError
+from ttp.errors import CheckpointError, UsageError
 from ttp.store.manifest import Manifest
 
 
@@ -76,6 +76,41 @@ def test_a_list_of_schedules_is_understood(tmp_path: Path) -> None:
     path = converted(tmp_path / "f.pt", tmp_path / "new", "dcp").target
     job = read_job_state(path, Manifest.load(path).pieces)
     assert [(each.state, each.pending) for each in job.schedules] == [(state, False) for state in states]
+
+
+def test_modules_beside_the_model_are_taken_along(tmp_path: Path) -> None:
+    """An average of the weights stands beside them under ``extra``, in a file and in a checkpoint."""
+    average = plain_net().state_dict()
+    torch.save({"model": plain_net().state_dict(), "extra": {"average": average}}, tmp_path / "f.pt")
+    path = converted(tmp_path / "f.pt", tmp_path / "new", "dcp").target
+    back = torch.load(converted(path, tmp_path / "back.pt", "torch").target, weights_only=True)["extra"]
+    assert same(back["average"].values(), average.values())
+
+
+def test_names_are_also_guessed_beside_values_that_are_no_tensors(tmp_path: Path) -> None:
+    """A module may keep plain values (``get_extra_state``): they are no parameters, and do not count as such."""
+
+    class Counting(nn.Linear):
+        def get_extra_state(self) -> int:
+            return 3
+
+        def set_extra_state(self, state: int) -> None:
+            assert state == 3
+
+    models = [nn.Sequential(Counting(4, 4), nn.Linear(4, 4)) for _ in range(2)]
+    optimizers = [sgd(model) for model in models]
+    train(models[0], optimizers[0], None, 1)
+    torch.save({"model": models[0].state_dict(), "optimizer": optimizers[0].state_dict()}, tmp_path / "f.pt")
+    restored(converted(tmp_path / "f.pt", tmp_path / "new", "dcp").target, models[1], optimizers[1])
+    assert facts(models[1], optimizers[1]) == facts(models[0], optimizers[0])
+
+
+def test_a_checkpoint_does_not_replace_a_file(tmp_path: Path) -> None:
+    torch.save(plain_net().state_dict(), tmp_path / "f.pt")
+    (tmp_path / "new").write_text("mine")
+    with pytest.raises(UsageError, match="new is not a directory: --to dcp writes a directory"):
+        converted(tmp_path / "f.pt", tmp_path / "new", "dcp", force=True)
+    assert (tmp_path / "new").read_text() == "mine"
 
 
 def test_numbers_that_could_mean_anything_are_refused_unless_nobody_wants_them(tmp_path: Path) -> None:
