@@ -229,7 +229,6 @@ class _Gradient:
 
     def put_back(self) -> None:
         """Set the gradient to zeros if it was zero when the call began; else drop it."""
-        if self.kind == "zero" and self._parameter.grad is not None:
-            self._parameter.grad = torch.zeros_like(self._parameter.grad)
-        elif self.kind != "zero":
-            self._parameter.grad = None
+        found = self._parameter.grad
+        like = self._parameter.detach() if found is None else found
+        self._parameter.grad = torch.zeros_like(like) if self.kind == "zero" else None

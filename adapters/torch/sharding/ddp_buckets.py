@@ -97,9 +97,9 @@ def missing_layout(ddp: Ddp) -> str | None:
 def why_not_renewed(ddp: Ddp) -> str:
     """Return why ``renew_reducer`` cannot reset ``ddp``; an empty string if it can."""
     for has, what in (
+        (ddp.mixed_precision is not None, "mixed_precision"),  # first, as it registers a communication hook
         (ddp._comm_hooks or _builtin_hook(ddp), "a communication hook"),
         (ddp.static_graph, "static_graph"),
-        (ddp.mixed_precision is not None, "mixed_precision"),
         (getattr(ddp, "_use_python_reducer", False), "the Python reducer"),
         (getattr(ddp, "_join_config", None) is not None and ddp._join_config.enable, "join()"),
     ):

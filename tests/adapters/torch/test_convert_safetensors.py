@@ -90,7 +90,9 @@ def test_a_moment_whose_name_could_not_be_read_back_is_refused(
     path = checkpoint(tmp_path / "c", model, optimizer)
     with pytest.raises(CheckpointError, match=r"optim\.state\.bias.* cannot be named in a safetensors file: use --to"):
         converted(path, tmp_path / "f", "safetensors", optimizer=True)
-    assert converted(path, tmp_path / "f", "safetensors").tensors == 2, "without the optimizer's state it can be written"
+    assert converted(path, tmp_path / "f", "safetensors").tensors == 2, (
+        "without the optimizer's state it can be written"
+    )
 
 
 def test_a_tied_weight_with_the_name_of_an_entry_of_the_header_is_refused(tmp_path: Path) -> None:

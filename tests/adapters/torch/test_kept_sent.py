@@ -1,4 +1,4 @@
-"""Two ranks restore in processes that go on: who kept its state sends it to who did not, or both read the checkpoint."""
+"""Ranks restore in processes that go on: who kept its state sends it to who did not, or all read the checkpoint."""
 
 from __future__ import annotations
 
@@ -59,7 +59,10 @@ def restored(directory: Path, rank: int, pages: tuple[int, ...] = (0, 1)) -> lis
     model, optimizer, again = program(2)
     again.sharding(2)
     assert again.load_going_on(path, rank, 2, kept, lambda: None) == 1
-    return [kept.way.removeprefix("its state was ").partition(", in ")[0], [digest(model.state_dict()), digest(optimizer.state_dict())] == expected]
+    return [
+        kept.way.removeprefix("its state was ").partition(", in ")[0],
+        [digest(model.state_dict()), digest(optimizer.state_dict())] == expected,
+    ]
 
 
 def restored_without_its_page(directory: Path, rank: int) -> list[Any]:
@@ -84,7 +87,7 @@ def test_who_finds_no_page_of_its_own_reads_the_checkpoint(tmp_path: Path) -> No
 def test_one_rank_alone_has_no_use_for_the_state_of_one_of_two(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, disputed: bool
 ) -> None:
-    """Places differ in another world: all is read. That replicas had differed at the save is said at the restore too."""
+    """Places differ in another world: all is read. That replicas differed at the save is said at the restore too."""
     model, optimizer, adapter = program(1)
     processor = StubProcessor(tmp_path / "checkpoints", layout=LAYOUT)
     join(adapter, processor, tmp_path / "pages")

@@ -120,7 +120,11 @@ class Extra(nn.Linear):
 def test_another_model_with_the_same_names_and_shapes_gets_nothing(new: Callable[[], nn.Module], why: str) -> None:
     """One tensor cannot hold what two have held, and an extra state is not in memory."""
     old, other = net(), new()
-    state, optimizer, before = kept(old, stepped(old)), torch.optim.AdamW(other.parameters()), digest(other.state_dict())
+    state, optimizer, before = (
+        kept(old, stepped(old)),
+        torch.optim.AdamW(other.parameters()),
+        digest(other.state_dict()),
+    )
     with pytest.raises(UnlikeError, match=why):
         take(state, other, optimizer)
     assert digest(other.state_dict()) == before and not optimizer.state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -192,3 +193,97 @@ def test_what_train_asks_other_ranks_before_its_loop_is_noted(
     assert regroup._c10d._rank_not_in_group is stock
     dist.all_reduce(torch.ones(1))
     assert groups.in_loop() == found, "what follows is in the loop"
+
+
+def test_groups_that_were_made_before_train_and_destroyed_in_it_are_not_exchanged(
+    made: Callable[..., regroup.Groups],
+) -> None:
+    groups = made(seat=False)
+    dist.init_process_group("gloo", store=_dist.HashStore(), rank=0, world_size=1)
+    group = dist.new_group([0])
+    groups.enter()
+    assert groups.why_not() == ""
+    dist.destroy_process_group(group)
+    assert groups.why_not() == "train() destroys process groups that were made before it was called"
+
+
+def test_in_a_torch_that_shows_no_collectives_no_rank_stays_in_its_loop(
+    made: Callable[..., regroup.Groups], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A newcomer might call one alone, and hang: the survivors leave ``train()`` instead."""
+    groups = made(seat=False)
+    monkeypatch.setattr(regroup, "_MEMBER", "_under_another_name")
+    groups.enter()
+    groups.wrapped()
+    assert groups.in_loop() == "this version of torch does not show which collectives train() calls"
+
+
+def test_train_may_be_called_again_before_its_loop_has_begun(made: Callable[..., regroup.Groups]) -> None:
+    """Torch's own function is put back once the loop begins, also if recording was begun twice."""
+    stock, groups = regroup._c10d._rank_not_in_group, made(seat=False)
+    groups.enter()
+    groups.listen()
+    groups.wrapped()
+    assert groups.in_loop() == "" and regroup._c10d._rank_not_in_group is stock
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process be the only rank of a job."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("stay", [True, False])
+def test_groups_of_train_are_exchanged_if_ranks_stay_in_it_and_else_destroyed(
+    made: Callable[..., regroup.Groups], server: Any, stay: bool
+) -> None:
+    groups = made(seat=False)
+    dist.init_process_group("gloo", store=_dist.HashStore(), rank=0, world_size=1)
+    groups.enter()
+    inner: Any = dist.new_group([0])
+    before = [group._get_backend(CPU) for group in regroup._c10d._world.pg_map]
+    groups.let_go()
+    assert groups.meet("127.0.0.1", server.port, 5, "here") == ["here"]
+    groups.renew(1, all_of_them=stay)
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    assert value.item() == 1
+    assert (inner in regroup._c10d._world.pg_map) == stay
+    after = [group._get_backend(CPU) for group in regroup._c10d._world.pg_map]
+    assert not any(one is other for one in before for other in after), "the old ones are broken"
+    if stay:
+        dist.all_reduce(value, group=inner)
+
+
+@pytest.mark.usefixtures("alone")
+def test_where_train_makes_all_groups_none_is_left(made: Callable[..., regroup.Groups], server: Any) -> None:
+    """The next call of ``train()`` makes them, under the same names as before."""
+    groups = made(seat=False)
+    groups.enter()
+    dist.init_process_group("gloo", store=_dist.HashStore(), rank=0, world_size=1)
+    name = dist.distributed_c10d._get_default_group().group_name
+    groups.let_go()
+    groups.meet("127.0.0.1", server.port, 5, "here")
+    groups.renew(1)
+    assert not dist.is_initialized()
+    dist.init_process_group("gloo", store=_dist.HashStore(), rank=0, world_size=1)
+    assert dist.distributed_c10d._get_default_group().group_name == name
+
+
+def test_ranks_with_different_groups_do_not_go_on(
+    made: Callable[..., regroup.Groups], server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A collective on a group that one of its ranks does not have would hang."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    groups = made(seat=True)
+    dist.init_process_group("gloo", store=_dist.HashStore(), rank=1, world_size=2)  # nobody else is there
+    assert dist.new_group([0]) is dist.GroupMember.NON_GROUP_MEMBER
+    groups.enter()
+    server.set("ttp/says/0", "here")
+    server.set("ttp/groups/0", json.dumps([regroup._c10d._world.group_count + 1, []]))
+    assert groups.meet("127.0.0.1", server.port, 5, "too") == ["here", "too"]
+    with pytest.raises(RuntimeError, match="rank 0 and rank 1 have different process groups"):
+        groups.renew(1)

@@ -10,15 +10,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.adapters.torch.going_on import seed
-from tests.adapters.torch.stub_processor import Loop, Stateful, leave
+from tests.adapters.torch.stub_processor import Loop, Stateful, leave, two_shards
 from tests.making import making
 from ttp import session
 from ttp.adapters.torch.loop.repeating import TRIALS
 from ttp.testing.digests import digest
 from ttp.update_function import _Given
+
+_dist: Any = dist
+Ddp: Any = DistributedDataParallel
 
 
 class Loader(Stateful):
@@ -102,6 +107,77 @@ def test_gradients_that_were_zeros_are_zeros_again(make: Callable[..., Job]) -> 
     assert job.repeating.refusal() == ""
     job.repeating.reset()
     assert all(grad is not None and not grad.any() for grad in job.gradients())
+
+
+def test_gradients_that_the_broken_call_dropped_are_zeros_again(make: Callable[..., Job]) -> None:
+    job = make()
+    job.calls(drop=False, after=lambda: job.optimizer.zero_grad(set_to_none=False))
+    job.broken()  # has dropped them, and computed others for a part of the model only
+    job.model[0].weight.grad = None
+    assert job.repeating.refusal() == ""
+    job.repeating.reset()
+    assert all(grad is not None and not grad.any() for grad in job.gradients())
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """Let this process be the only rank of a job."""
+    dist.init_process_group("gloo", store=_dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_reducer_has_reduced_nothing_when_the_call_begins_again(make: Callable[..., Job]) -> None:
+    """Half of the gradients of the broken call may be in its buckets, and a scaler may have looked at some."""
+    job = make(Ddp(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))))
+    scaler = job.repeating._scaler = torch.amp.GradScaler("cpu")
+    job.calls()
+    job.broken()
+    scaler._per_optimizer_states[id(job.optimizer)] = {"stage": "unscaled"}
+    before = job.model.reducer
+    assert job.repeating.refusal() == ""
+    job.repeating.reset()
+    assert job.model.reducer is not before and not scaler._per_optimizer_states
+    job.calls()
+    assert all(gradient is not None for gradient in job.gradients()), "it reduces as before"
+
+
+def made_late(job: Job) -> None:
+    job.seen.append(Ddp(job.model[0]))
+
+
+def compiled(job: Job) -> None:
+    job.model.append(type("OptimizedModule", (nn.Identity,), {})())  # as torch.compile(), whose import takes seconds
+
+
+def static(job: Job) -> None:
+    job.repeating._ddps = [Ddp(nn.Linear(2, 2), static_graph=True)]
+
+
+def sharded(job: Job) -> None:
+    job.repeating._layout = two_shards()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (made_late, "a DistributedDataParallel was made after wrap_optimizer(): a newcomer would make it alone"),
+        (compiled, "the model is compiled"),
+        (static, "the reducer of DistributedDataParallel with static_graph cannot be reset"),
+        (sharded, "only DistributedDataParallel and plain data parallelism can stay in their loops so far"),
+    ],
+)
+def test_a_model_whose_calls_are_never_made_again(
+    make: Callable[..., Job], change: Callable[[Job], None], why: str
+) -> None:
+    """It is known at the first call, long before a failure: the survivors then leave ``train()``."""
+    job = make()
+    change(job)
+    job.calls()
+    job.broken()
+    assert job.repeating.why_not == job.repeating.refusal() == why
 
 
 @pytest.mark.parametrize(
