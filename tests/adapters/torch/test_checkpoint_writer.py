@@ -234,11 +234,14 @@ def test_crc32_is_off_while_writing_and_as_before_afterwards(tmp_path: Path) -> 
 
 def test_a_garbled_table_is_a_clear_error(tmp_path: Path) -> None:
     piece = write(tmp_path, {"a": torch.ones(2)})
+    tensor = '{"format": 1, "items": [{"path": ["a"], "at": [0, 8], "dtype": "float32", "shape": [2, 1], %s}]}'
     for table, text in [
         ("", "no readable table"),
         ('{"format": 2, "items": []}', "update ttp"),
         ('{"format": 1, "items": [{"path": ["a"]}]}', "garbled"),
         ('{"format": 1, "items": [{"path": ["a"], "at": [-1, 3]}]}', "negative"),
+        (tensor % '"order": [0, 0]', "no order of 2 dimensions"),
+        (tensor % '"placed": [3]', "cuts more than 2 dimensions"),
     ]:
         with pytest.raises(CheckpointError, match=text):
             items_of([Piece(piece.file, 1, "", "shard", "", Rank(0), table)])

@@ -254,6 +254,30 @@ def test_a_damaged_job_state_is_refused(tmp_path: Path, manifest: Any, data: byt
     assert "No such file" in refused(tmp_path, *fresh(), manifest)
 
 
+def test_a_schedule_of_another_form_is_refused(tmp_path: Path, manifest: Any) -> None:
+    garbled: Any = [[{"last_epoch": 1}, "pending"]]
+    (tmp_path / "c" / "job_0.msgpack").write_bytes(JobState(version=2, several=garbled).encode())
+    assert "an entry of `several` is not the state of an LR scheduler" in refused(tmp_path, *fresh(), manifest)
+
+
+def test_a_checkpoint_with_two_job_states_is_refused(tmp_path: Path, manifest: Any) -> None:
+    """They may be of two versions, and nothing tells which of them counts."""
+    twice = replace(manifest, pieces=(*manifest.pieces, *(each for each in manifest.pieces if each.kind == "job")))
+    assert "has 2 job states instead of 1" in refused(tmp_path, *fresh(), twice)
+
+
+def test_a_job_with_another_number_of_schedules_keeps_its_own(tmp_path: Path) -> None:
+    """Which of the saved ones belongs to which is not guessed."""
+    model, optimizer = fresh(seed=3)
+    states = [[{"last_epoch": 5}, False]] * 2
+    manifest = write_checkpoint(tmp_path / "c", model, optimizer, JobState(version=2, several=states))
+    model, optimizer = fresh()
+    own = [torch.optim.lr_scheduler.StepLR(optimizer, 2) for _ in range(3)]
+    found = restore_into(tmp_path / "c", manifest, model=model, optimizer=optimizer, scheduler=own)
+    assert "the checkpoint has 2 LR schedulers and this job 3: they were not restored" in found.notes
+    assert [each.last_epoch for each in own] == [0, 0, 0]
+
+
 # ------------------------------------------------------------------------------------------------ buffers of all kinds
 
 

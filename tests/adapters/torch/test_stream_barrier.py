@@ -274,3 +274,52 @@ def _check(processes: list[Any], ranks: list[Any], number: int) -> None:
     said = [rank.recv() for rank in living]
     assert all(one["then"] == newest and not one["early"] for one in said), said
     assert all(one["held"] and one["admitted"] for one in said if one["version"] < newest), said
+
+
+class TestWhyTheHostWaits:
+    """The device may only wait alone where nothing but the device takes part in an update."""
+
+    @pytest.fixture
+    def model(self, device: Any) -> nn.Linear:
+        model = nn.Linear(2, 2)
+        for parameter in model.parameters():
+            device.device.put(parameter)
+        return model
+
+    @staticmethod
+    def why(model: nn.Module, optimizer: Any, *runtimes: Any, survivor: Any = None) -> str:
+        adapter: Any = registered(model, optimizer)
+        adapter.source.runtimes = runtimes
+        adapter._processor = SimpleNamespace(survivor=survivor)
+        return str(adapter._why_wait())
+
+    def test_not_if_all_is_on_one_device(self, model: nn.Linear, device: Any) -> None:
+        assert self.why(model, torch.optim.SGD(model.parameters()), device) == ""
+
+    def test_where_ranks_outlive_a_failure(self, model: nn.Linear, device: Any) -> None:
+        why = self.why(model, torch.optim.SGD(model.parameters()), device, survivor=object())
+        assert "TTP_CONTINUITY=keep" in why
+
+    def test_on_two_devices(self, model: nn.Linear, device: Any) -> None:
+        assert "on several devices" in self.why(model, torch.optim.SGD(model.parameters()), device, FakeRuntime())
+
+    @pytest.mark.parametrize("form", [list, tuple, lambda each: {"last": each}], ids=["list", "tuple", "dict"])
+    def test_with_moments_on_the_host_in_whatever_container(self, model: nn.Linear, device: Any, form: Any) -> None:
+        optimizer = torch.optim.SGD(model.parameters())
+        optimizer.state[model.weight] = {"step": torch.tensor(1.0), "name": "x", "history": form([])}
+        assert self.why(model, optimizer, device) == "", "single numbers are kept for each version"
+        optimizer.state[model.weight]["history"] = form([torch.ones(2)])
+        assert "partly on the host" in self.why(model, optimizer, device)
+
+    def test_with_two_optimizers(self, model: nn.Linear, device: Any) -> None:
+        both = [torch.optim.SGD([model.weight]), torch.optim.SGD([model.bias])]
+        assert "several optimizers" in self.why(model, both, device)
+
+
+def test_a_framework_may_tell_of_settled_state_where_ttp_is_switched_off() -> None:
+    """Its callback does not know: nothing is attached, so nothing is noted."""
+    model = nn.Linear(2, 2)
+    adapter = registered(model, torch.optim.SGD(model.parameters()))
+    adapter.settled()
+    adapter.step_done()
+    assert adapter.source.post_step is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -242,24 +241,6 @@ class TestAfterTheFirstUpdate:
             job.step()
         assert "the check whether this training state can be saved has failed" in caplog.text
         assert job.processor.gate.version == 3
-
-
-def test_an_update_waits_for_no_check_that_waits_for_a_device(tmp_path: Path) -> None:
-    job, arrived = Job(tmp_path).wrap(), threading.Event()
-    for _ in range(2):
-        job.step()
-    trial: Any = job.adapter._trial
-
-    def check() -> str:
-        arrived.wait()
-        return "it is wrong"
-
-    trial.start(check, waits=False)
-    job.step()
-    arrived.set()
-    trial._thread.join()
-    with pytest.raises(UsageError, match="it is wrong"):
-        job.step()
 
 
 class TestWhatChangesAfterWrapping:

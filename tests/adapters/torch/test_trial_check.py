@@ -1,0 +1,56 @@
+"""The check whether the state can be saved runs beside training: how long an update waits for it, and what it says."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.adapters.torch.test_trial import Job
+from ttp.adapters.torch.saving import trial as trial_module
+from ttp.errors import UsageError
+
+
+def test_a_check_that_does_not_end_is_told_and_training_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ``state_dict()`` of the program may wait for something that only the next update brings."""
+    monkeypatch.setattr(trial_module, "_PATIENCE_S", 0.01)
+    job, ends = Job(tmp_path).wrap(), threading.Event()
+    job.step()
+    trial: Any = job.adapter._trial
+
+    def check() -> str:
+        ends.wait()
+        return ""
+
+    job.step()
+    trial.start(check)
+    trial.start(lambda: "only one check runs at a time")
+    running = trial._thread
+    for _ in range(2):
+        job.step()
+    ends.set()
+    running.join()
+    said = [text for text in caplog.messages if "has not ended after 0.01 s" in text]
+    assert len(said) == 1 and job.processor.gate.version == 4
+
+
+def test_an_update_waits_for_no_check_that_waits_for_a_device(tmp_path: Path) -> None:
+    job, arrived = Job(tmp_path).wrap(), threading.Event()
+    for _ in range(2):
+        job.step()
+    trial: Any = job.adapter._trial
+
+    def check() -> str:
+        arrived.wait()
+        return "it is wrong"
+
+    trial.start(check, waits=False)
+    job.step()
+    arrived.set()
+    trial._thread.join()
+    with pytest.raises(UsageError, match="it is wrong"):
+        job.step()
