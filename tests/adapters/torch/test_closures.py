@@ -121,7 +121,7 @@ class Noted(SGD):
 
 
 class WithoutOne(SGD):
-    def step(self) -> Any:  # type: ignore[override] # some are written so
+    def step(self) -> Any:
         """It cannot be given a closure."""
 
 

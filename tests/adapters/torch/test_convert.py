@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as stock_load
 from tests.adapters.torch.checkpoints import train, whole_checkpoint, write_checkpoint
 from tests.adapters.torch.conversions import Trained, converted, facts, fresh, restored, same, sharded
 from tests.damage import flip
-from ttp.adapters.torch.convert import conversion, from_checkpoint, safetensors_file, torch_file
+from ttp.adapters.torch.convert import conversion, from_checkpoint, safetensors_file, to_checkpoint, torch_file
 from ttp.adapters.torch.convert.conversion import convert
 from ttp.adapters.torch.restoring import reader
 from ttp.adapters.torch.saving.checkpoint import write_shard
@@ -261,7 +261,7 @@ def test_a_damaged_checkpoint_is_not_converted(tmp_path: Path, checkpoint: Path)
 def test_a_new_checkpoint_is_verified(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that keeps something else is noticed while the file that was converted is still there."""
     file = converted(checkpoint, tmp_path / "f", "torch").target
-    written = conversion.write_checkpoint
+    written = to_checkpoint.write_checkpoint
 
     def rotten(*args: Any, **kwargs: Any) -> Path:
         path = written(*args, **kwargs)

@@ -15,7 +15,7 @@ from torch import nn
 
 from tests.adapters.torch.checkpoints import write_checkpoint
 from tests.adapters.torch.conversions import converted, facts, restored
-from ttp.adapters.torch.convert import conversion, safetensors_file
+from ttp.adapters.torch.convert import safetensors_file
 from ttp.adapters.torch.saving.job_state import JobState
 from ttp.errors import CheckpointError
 from ttp.store.manifest import Manifest
@@ -97,7 +97,7 @@ def test_a_moment_whose_name_could_not_be_read_back_is_refused(
 
 def test_a_tied_weight_with_the_name_of_an_entry_of_the_header_is_refused(tmp_path: Path) -> None:
     """The second name of a tied weight stands in the metadata, where ``format`` means something else to the library."""
-    model = nn.ModuleDict({"a": nn.Linear(2, 2)})
+    model: Any = nn.ModuleDict({"a": nn.Linear(2, 2)})
     model.register_parameter("format", model["a"].weight)
     path = checkpoint(tmp_path / "c", model, torch.optim.SGD(model.parameters()))
     with pytest.raises(CheckpointError, match="format cannot be the name of a weight in a safetensors file: use --to"):
@@ -125,7 +125,7 @@ def test_a_disk_that_changes_a_name_is_noticed(
         target.write_bytes(target.read_bytes().replace(b"weight", b"weighs"))
         return found
 
-    monkeypatch.setattr(conversion.safetensors_file, "write", rotten)
+    monkeypatch.setattr(safetensors_file, "write", rotten)
     with pytest.raises(CheckpointError, match="does not hold the names that were written"):
         converted(checkpoint(tmp_path / "c", model, optimizer), tmp_path / "w", "safetensors")
     assert [each.name for each in tmp_path.iterdir()] == ["c"]

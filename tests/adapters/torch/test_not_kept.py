@@ -143,7 +143,8 @@ def test_moments_of_a_sharded_model_are_distributed_again() -> None:
         take(state, whole, plain)
     assert not plain.state
     take(state, new, again)
-    for mine, its in zip(new.parameters(), old.parameters(), strict=True):
+    pairs: Any = zip(new.parameters(), old.parameters(), strict=True)
+    for mine, its in pairs:
         got, expected = again.state[mine], optimizer.state[its]
         assert got.keys() == expected.keys() and got.get("restarts") == expected.get("restarts")
         assert got["exp_avg"].placements == mine.placements and torch.equal(mine.to_local(), its.to_local())

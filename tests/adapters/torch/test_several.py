@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import ExponentialLR, StepLR
 
 import ttp
 from tests.adapters.torch.checkpoints import Net, digest
-from tests.adapters.torch.stub_processor import Loop, starting
+from tests.adapters.torch.stub_processor import Loop, registered, starting
 from ttp import session
 from ttp.errors import ConfigError, UsageError
 
@@ -151,3 +151,9 @@ def test_an_optimizer_that_shards_its_state_stands_alone(tmp_path: Path) -> None
 
     with pytest.raises(ConfigError, match="ReplicatedOptimizer shards its state"):
         Job(tmp_path, sharded)
+
+
+def test_none_at_all_is_refused() -> None:
+    """A list that a program builds may be empty: nothing would ever be an update, and nothing saved."""
+    with pytest.raises(UsageError, match="was given no optimizer: give it those that update the model, one or a list"):
+        registered(nn.Linear(2, 2), [])

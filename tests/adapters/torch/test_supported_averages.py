@@ -5,18 +5,23 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from tests.adapters.torch.going_on import Program, adamw, assert_goes_on_with_its_bits, data, net, plainly
-from tests.adapters.torch.stub_processor import Loop
+from tests.adapters.torch.stub_processor import Loop, registered
 from ttp.errors import UsageError
 
 supports = pytest.mark.supports
+_dist: Any = dist
 
 
 @supports("EMA")
@@ -227,3 +232,49 @@ def test_an_average_that_changes_after_its_version_is_told_once(
             loop.adapter.step_done()
     said = [text for text in caplog.messages if "a resumed run lacks the last change" in text]
     assert [text.partition(" ")[0] for text in said] == ["extra_state"] * told
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """Let this process be the only rank of a job."""
+    dist.init_process_group("gloo", store=_dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def averaged(directory: Path, average: Any) -> Any:
+    """Return a loop with a model that is sharded, and an average of its weights if there is one."""
+    model = net()
+    fully_shard(model)
+    adamw_ = torch.optim.AdamW(model.parameters())
+    return Loop(directory, model, adamw_, extra_state=average and {"ema": average}).start(directory / "pages")
+
+
+@supports("EMA")
+@pytest.mark.usefixtures("alone")
+def test_a_sharded_average_comes_back_in_its_shards(tmp_path: Path) -> None:
+    """Each rank reads what it holds of it, and no rank needs the memory for the whole."""
+    average, other = net(), net()
+    for each in (average, other):
+        fully_shard(each)
+    path = averaged(tmp_path, average).save(0)
+    whole: Any = {name: value.to_local().clone() for name, value in average.state_dict().items()}
+    again = registered(model := net(), adamw(model), extra_state={"ema": other})
+    assert again.load(path, 0, 1, protected=False) == 0
+    for name, value in other.named_parameters():
+        assert isinstance(value, DTensor) and torch.equal(value.to_local(), whole[name]), name
+
+
+@supports("EMA")
+@pytest.mark.usefixtures("alone")
+def test_an_average_that_a_program_has_only_now_begins_as_the_program_makes_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, other = averaged(tmp_path, None).save(0), net()
+    before = copy.deepcopy(other.state_dict())
+    model = net()
+    fully_shard(model)
+    registered(model, adamw(model), extra_state={"ema": other}).load(path, 0, 1, protected=False)
+    assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "extra_state['ema'] is not in the checkpoint: it keeps its initial value" in warned
