@@ -19,6 +19,9 @@ TORCH = os.environ.get("TORCH", "torch==2.13.0")
 
 PYTEST = ["pytest>=8,<9.1", "pytest-timeout>=2.3", "pytest-rerunfailures>=14", "hypothesis>=6.100"]
 
+SPREAD = ["-n", "4", "--max-worker-restart", "0", "--dist", "loadgroup"]
+"""Four tests at a time. A worker that is replaced hangs pytest-xdist."""
+
 PROTOS = [f"proto/ttp/wire/v1/{name}.proto" for name in ("barrier", "buddy", "controller", "recover", "rounds")]
 
 
@@ -200,8 +203,7 @@ def tests(session: nox.Session) -> None:
     """Run all tests except the slow campaigns."""
     session.install(TORCH)
     session.install("-e", ".[torch,test]")
-    spread = "-n", "4", "--max-worker-restart", "0", "--dist", "loadgroup"  # one that is replaced hangs pytest-xdist
-    session.run("python", "-m", "pytest", *spread, "--reruns", "1", *session.posargs)
+    session.run("python", "-m", "pytest", *SPREAD, "--reruns", "1", *session.posargs)
 
 
 @nox.session
@@ -214,7 +216,7 @@ def coverage(session: nox.Session) -> None:
     session.install(TORCH)
     session.install("-e", ".[torch,test]", "coverage==7.17.5")
     session.run("coverage", "erase")
-    session.run("coverage", "run", "-m", "pytest", *session.posargs, success_codes=[0, 1])
+    session.run("coverage", "run", "-m", "pytest", *SPREAD, "--reruns", "1", *session.posargs, success_codes=[0, 1])
     session.run("coverage", "combine", "--quiet")
     result = Path(session.create_tmp(), "coverage.json")
     session.run("coverage", "json", "--quiet", "-o", str(result))

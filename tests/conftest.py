@@ -7,6 +7,7 @@ import gc
 import importlib
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,11 +73,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _sigterm_is_given_back() -> Iterator[None]:
-    """A handler of ttp that a test leaves behind ends the worker a second after a SIGTERM of another test."""
-    before = signal.getsignal(signal.SIGTERM)
+def _sigterm_and_tracer_are_given_back() -> Iterator[None]:
+    """A handler of ttp that a test leaves behind ends the worker a second after a SIGTERM of another test.
+
+    Without its tracer coverage sees nothing of all tests that follow.
+    """
+    before, tracer = signal.getsignal(signal.SIGTERM), sys.gettrace()
     yield
     assert signal.getsignal(signal.SIGTERM) == before, "this test has left a handler of SIGTERM"
+    assert sys.gettrace() is tracer, "this test has left another tracer, or none"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
