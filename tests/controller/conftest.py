@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Coroutine, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import pytest
@@ -13,13 +15,21 @@ from tests.core.talk import answers
 from tests.forking import ForkedPython
 from tests.making import making
 from tests.ports import free_port
+from ttp.config import Config
+from ttp.controller.driver import Driver
+from ttp.controller.journal import Journal
+from ttp.controller.service import start_server, stop_server
 from ttp.core import messages as m
+from ttp.core.controller.events import ControllerTimeouts
 from ttp.core.layout import Layout
 from ttp.core.layout_messages import TellLayout
+from ttp.mindio.protocol.handler_recovery import HandlerRecovery
 from ttp.testing import toy
 from ttp.wire.channel import metadata, open_channel, stub
 from ttp.wire.convert import order_from_wire, report_to_wire
 from ttp.wire.v1 import controller_pb2 as pb
+
+T = TypeVar("T")
 
 
 class Controller:
@@ -61,6 +71,39 @@ class Controller:
         for rank in self.ranks:
             rank.drop()
         self.channel.close()
+
+
+class Served(Controller):
+    """A controller's services on a thread of this process, for tests that need no process that can be ended."""
+
+    def __init__(self, run_dir: Path, token: str = "") -> None:
+        self.port, self.token = free_port(), token
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self._journal = Journal(run_dir)
+        self.driver, self._server = self.do(self._serve())
+        self.channel = open_channel("127.0.0.1", self.port)
+        self.stub = stub(self.channel)
+        self.ranks: list[FakeRank] = []
+
+    async def _serve(self) -> tuple[Driver, grpc.aio.Server]:
+        driver = Driver(ControllerTimeouts(), self._journal, port=self.port, program=HandlerRecovery)
+        return driver, await start_server(driver, Config(token=self.token), self.port)
+
+    def do(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the thread of the controller, and return its result."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
+
+    def close(self) -> None:
+        self.do(stop_server(self._server, self.driver))
+        for rank in self.ranks:
+            rank.drop()
+        self.channel.close()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(30)
+        self._loop.close()
+        self._journal.close(5)
 
 
 class FakeRank:
@@ -112,8 +155,8 @@ def hello(rank: int, world_size: int = 2, layout: Layout | None = None, **change
 
 
 @pytest.fixture
-def controller(tmp_path: Path) -> Iterator[Controller]:
-    running = Controller(tmp_path)
+def controller(tmp_path: Path) -> Iterator[Served]:
+    running = Served(tmp_path)
     yield running
     running.close()
 

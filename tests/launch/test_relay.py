@@ -1,4 +1,4 @@
-"""A relay and a controller in real processes: reports arrive through it, and lines end with it."""
+"""A relay and a controller with real streams: reports arrive through it, and lines end with it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import grpc
 import psutil
 import pytest
 
-from tests.controller.conftest import Controller, FakeRank
+from tests.controller.conftest import Controller, FakeRank, Served
 from tests.controller.test_service import frozen, save_whatever_is_asked
 from tests.waiting import until
 from ttp.config import Config, RankEnv
@@ -43,7 +43,7 @@ class Relayed:
 
 @pytest.fixture
 def controller(tmp_path: Path) -> Iterator[Controller]:
-    running = Controller(tmp_path, token="secret")
+    running = Served(tmp_path, token="secret")
     yield running
     running.close()
 
