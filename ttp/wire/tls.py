@@ -141,13 +141,14 @@ SERVED: set[tuple[str, int]] = set()
 
 
 def add_port(server: Any, where: str) -> int:
-    """Make a gRPC server, threaded or asyncio, listen at ``where``. Return the port, or 0 if it cannot be bound.
+    """Make a gRPC server, threaded or asyncio, listen at ``where``. Return the port.
 
     With TLS the server checks its files for every connection and uses a renewed certificate, because a job may outlive
     its certificate. A problem with a renewed file is logged once, and the old certificate stays in use.
 
     Raises:
         ConfigError: see ``identity``.
+        RuntimeError: the port cannot be bound.
     """
     import grpc
 

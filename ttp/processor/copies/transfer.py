@@ -156,10 +156,7 @@ class Receiver(rpc.BuddyServicer):
             interceptors=access.guards(config),
         )
         rpc.add_BuddyServicer_to_server(self, self._server)
-        bind = access.listening_address(config)
-        self.port = tls.add_port(self._server, target(bind, 0))
-        if self.port == 0:
-            raise RuntimeError(f"no free port at {bind}")
+        self.port = tls.add_port(self._server, target(access.listening_address(config), 0))
         self._server.start()
 
     def close(self) -> None:
