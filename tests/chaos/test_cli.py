@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from tests.chaos.test_report import result
+from ttp.chaos import runner, world
 from ttp.chaos.reading import read
-from ttp.chaos.result import FILE
+from ttp.chaos.result import FILE, Result
+from ttp.chaos.script import Script
+from ttp.cli import chaos
 from ttp.cli.main import main
 
 
@@ -45,3 +53,82 @@ def test_several_hosts_are_refused_where_there_is_one(tmp_path: Path, capsys: py
     script = Path(__file__).parents[2] / "examples" / "chaos" / "two-hosts.toml"
     assert main(["chaos", "--plain", "--script", str(script), "--out", str(tmp_path / "out")]) == 64
     assert "needs several hosts" in capsys.readouterr().err
+
+
+class Campaign:
+    """Stands for the runner: tells these results without hurting a job, and notes what it was asked to run."""
+
+    results: Sequence[Result] = ()
+    asked: tuple[list[str], int, int]
+
+    def __init__(self, folder: Path, tell: Callable[[Result], None], keep: bool) -> None:
+        self._tell = tell
+
+    def run(self, scripts: Sequence[Script], jobs: int, first: int) -> None:
+        Campaign.asked = [run.title for script in scripts for run in script.runs], jobs, first
+        for each in self.results:
+            self._tell(each)
+
+
+@pytest.fixture
+def campaign(monkeypatch: pytest.MonkeyPatch) -> type[Campaign]:
+    monkeypatch.setattr(runner, "Runner", Campaign)
+    monkeypatch.setattr(
+        Campaign, "results", [result(), result(outcome="lost", problems=("2 finished steps are lost",))]
+    )
+    return Campaign
+
+
+def test_findings_are_told_and_are_the_exit_code(
+    campaign: type[Campaign], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A report is written after every run, and says how to repeat the campaign."""
+    report = tmp_path / "report.md"
+    arguments = ["chaos", "--plain", "--seed", "1", "--runs", "2", "--jobs", "2", "--match", "kill", "--include", "hang"]
+    assert main([*arguments, "--out", str(tmp_path / "one"), "--report", str(report)]) == 1
+    said = capsys.readouterr()
+    assert "1/2" in said.err and "2 finished steps are lost" in said.err
+    assert "1 of 2 states with a consistent checkpoint committed" in said.out and "1 run with findings" in said.out
+    assert "ttp chaos --runs 2 --seed 1 --jobs 2 --include hang --match 'kill'" in report.read_text()
+    monkeypatch.setattr(campaign, "results", [result()])
+    assert main(["chaos", "--plain", "--json", "--out", str(tmp_path / "two")]) == 0
+    (only,) = json.loads(capsys.readouterr().out)
+    assert (only["outcome"], only["findings"]) == ("saved", [])
+
+
+def test_on_a_terminal_only_runs_with_findings_have_a_line(
+    campaign: type[Campaign], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The progress bar stands for the others."""
+    monkeypatch.setattr(chaos, "aside", lambda: Console(file=sys.stderr, force_terminal=True, width=200))
+    assert main(["chaos", "--plain", "--runs", "2", "--out", str(tmp_path / "out")]) == 1
+    said = capsys.readouterr().err
+    assert "1/2  job-003" not in said and "2/2  job-003" in said
+
+
+def test_one_job_of_a_campaign_or_a_script_can_be_run_alone(
+    campaign: type[Campaign], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the number that it had in the campaign."""
+    monkeypatch.setattr(campaign, "results", [])
+    assert main(["chaos", "--plain", "--seed", "1", "--runs", "30", "--out", str(tmp_path / "all")]) == 0
+    everything, _, _ = campaign.asked
+    assert main(["chaos", "--plain", "--seed", "1", "--runs", "30", "--only", "2", "--out", str(tmp_path / "one")]) == 0
+    assert campaign.asked[2] == 2 and 0 < len(campaign.asked[0]) < len(everything)
+    script = Path(__file__).parents[2] / "examples" / "chaos" / "two-hosts.toml"
+    assert main(["chaos", "--draw", "--script", str(script), "--out", str(tmp_path / "script")]) == 0
+    assert [path.name for path in (tmp_path / "script").iterdir()] == ["job-000.toml"]
+
+
+def test_where_namespaces_can_be_made_the_campaign_runs_in_its_own(
+    campaign: type[Campaign], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The exit code is that of the command inside."""
+    monkeypatch.setattr(world, "obstacle", lambda: "")
+    monkeypatch.setattr(world, "enter", lambda arguments: 1)
+    assert main(["chaos", "--out", str(tmp_path / "out")]) == 1 and not (tmp_path / "out").exists()
+    settled: list[bool] = []
+    monkeypatch.setattr(world, "inside", lambda: True)
+    monkeypatch.setattr(world, "settle", lambda: settled.append(True))
+    monkeypatch.setattr(campaign, "results", [])
+    assert main(["chaos", "--out", str(tmp_path / "out"), "--runs", "1"]) == 0 and settled

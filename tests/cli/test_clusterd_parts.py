@@ -141,7 +141,7 @@ def test_words_are_passed_on_in_both_directions(
     words.close()  # nobody was managed yet
     assert not words.pass_on(None, None)
     stop = pb.RecoverSignal(job_id="job-1", uuid="1", signal_type="stopTrain", actions=["stop_train"])
-    assert not words.pass_on(stop, None) and not words.pass_on(stop, None), "a signal that is repeated is passed on once"
+    assert not words.pass_on(stop, None) and not words.pass_on(stop, None), "a repeated signal is passed on once"
     (manager,) = made
     assert [notice.kind for notice in manager.notices] == [NoticeKind.STOP_TRAIN]
     assert capsys.readouterr().err.count("handlers of its own") == 1
@@ -164,9 +164,7 @@ class HasHandlers(Eyes):
         self.has_handlers = True
 
 
-def test_of_a_job_with_handlers_all_but_the_end_is_decided_elsewhere(
-    ttp: Ttp, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_a_job_with_handlers_all_but_the_end_is_decided_elsewhere(ttp: Ttp, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = pb.RecoverStrategies(job_id="job-1", strategies=["recover"])
     heard: list[str] = []
 

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
+from rich.console import Console
 
-from tests.cli.conftest import REPOSITORY, Controller, Ttp
+from tests.cli.conftest import Controller, Ttp
 from tests.cli.test_saved import keys_in_help
 from tests.ports import free_port
 from ttp.cli import connection
+from ttp.cli import status as status_command
 from ttp.cli.connection import UnreachableError, Where, connected
 from ttp.cli.status import picture
 from ttp.config import Config
@@ -100,6 +103,25 @@ def test_what_a_job_could_go_back_to_is_shown() -> None:
     assert "second copies" not in rendered(pb.GetStatusResponse())
 
 
+def test_of_a_job_with_very_many_shards_the_first_are_shown() -> None:
+    groups = [pb.ShardGroup(name=f"s{number}", ranks=[number]) for number in range(20)]
+    said = rendered(pb.GetStatusResponse(groups=groups))
+    assert "shard s15: rank 15" in said and "s16" not in said and "and 4 more shards (--json lists them)" in said
+
+
+def test_an_incident_shows_what_it_does_now_and_where_its_checkpoint_is() -> None:
+    incident = pb.IncidentStatus(id="one", stage="saving", cause="rank 1 was lost")
+    assert "now saving" in rendered(pb.GetStatusResponse(last_incident=incident))
+    incident.outcome, incident.path = "exit 75", "/save/step_12"
+    said = rendered(pb.GetStatusResponse(last_incident=incident))
+    assert "now saving" not in said and "/save/step_12" in said
+
+
+def test_how_this_host_restarts_is_shown() -> None:
+    assert "will be warm" in str(status_command.restarts_line({"state": "preparing"}))
+    assert "are cold: no memory" in str(status_command.restarts_line({"state": "no memory"}))
+
+
 def test_what_becomes_of_the_others_when_a_rank_dies_is_shown() -> None:
     ranks = [pb.RankStatus(rank=r, state="live", can_continue=True) for r in range(3)]
     assert "when a rank dies the other ranks go on in their processes" in rendered(pb.GetStatusResponse(ranks=ranks))
@@ -109,31 +131,34 @@ def test_what_becomes_of_the_others_when_a_rank_dies_is_shown() -> None:
 
 
 def rendered(now: pb.GetStatusResponse, *, all_ranks: bool = False) -> str:
-    from rich.console import Console
-
     console = Console(width=200)
     with console.capture() as capture:
         console.print(picture(now, all_ranks))
     return capture.get()
 
 
-def test_watch_goes_on_when_the_controller_is_gone(start: Start) -> None:
+@pytest.mark.parametrize("shown", ["--json", "a pipe", "a terminal"])
+def test_watch_goes_on_when_the_controller_is_gone_until_ctrl_c(
+    ttp: Ttp, start: Start, monkeypatch: pytest.MonkeyPatch, shown: str
+) -> None:
+    """Another controller may lead then, and Ctrl-C is no error."""
     controller = start()
-    command = [sys.executable, "-m", "ttp", "status", "--watch", "--json", "--interval", "0.05"]
-    watching = subprocess.Popen(
-        [*command, "--port", str(controller.port)], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert watching.stdout is not None
-        assert json.loads(watching.stdout.readline())["stage"] == "waiting"
-        controller.close()
-        while "error" not in (seen := json.loads(watching.stdout.readline())):
-            assert seen["stage"] == "waiting"
-        assert "no ttp controller answers" in seen["error"]
-        assert watching.poll() is None
-    finally:
-        watching.kill()
-        watching.communicate()
+    pauses = iter([controller.close])
+
+    def sleep(_: float) -> None:
+        if (do := next(pauses, None)) is None:
+            raise KeyboardInterrupt
+        do()
+
+    monkeypatch.setattr(status_command, "time", SimpleNamespace(sleep=sleep))
+    if shown == "a terminal":
+        console = partial(Console, force_terminal=True, width=200, legacy_windows=False)
+        monkeypatch.setattr(status_command, "screen", lambda: console(file=sys.stdout))
+    said = ttp("status", "--watch", "--interval", "0.05", "--port", controller.port, *["--json"] * (shown == "--json"))
+    assert said.code == 0 and said.out.index("waiting") < said.out.index("no ttp controller answers")
+    if shown == "--json":
+        first, last = map(json.loads, said.out.splitlines())
+        assert first["stage"] == "waiting" and "no ttp controller answers" in last["error"]
 
 
 def test_a_failed_request_is_followed_by_a_new_connection() -> None:
