@@ -16,7 +16,7 @@ from ttp.cli.status import picture
 from ttp.cli.trace_events import trace_text
 from ttp.web.looks import Incidents, Progress
 from ttp.web.story import LANES_MAX, story
-from ttp.web.view import Pace, view
+from ttp.web.view import Pace, tell, view
 from ttp.wire.v1 import controller_pb2 as pb
 
 
@@ -138,3 +138,43 @@ def test_incidents_of_two_places_are_one_list_and_are_read_once(tmp_path: Path, 
     assert found.read("../one") is None and not found.look()
     monkeypatch.setattr("ttp.web.looks.read_incident", None)
     assert not found.look(), "nothing has changed: nothing is read"
+
+
+def test_what_the_others_wait_for_in_each_stage_is_said(tmp_path: Path) -> None:
+    """Nothing is said of a job in which nobody waits."""
+
+    def waits(stage: str, states: str, story: Any = None, **changes: Any) -> list[str]:
+        log = None if story is None else read_incident(write(tmp_path / stage, str(len(story)), story))
+        now = status(stage, states, **changes)
+        now.last_incident.id = "" if log is None else log.id
+        found: list[str] = view(now, log)["waits"]
+        return found
+
+    undecided = [*SAVED[:4], (1.0, "waits", {"reason": "rank 1 may supply version 13"})]
+    assert waits("freezing", "ffff", undecided) == ["no plan yet: rank 1 may supply version 13"]
+    assert waits("saving", "ffff") == ["all ranks wait for the ranks that write"]
+    assert waits("saving", "ffff", SAVED[:8]) == ["all ranks wait for rank 0 to write version 12"]
+    assert waits("saving", "ffff", SAVED[:9]) == []
+    assert waits("released", "frrr") == ["rank 0 has not left yet"]
+    assert waits("saved", "llrr") == ["ranks 0-1 have not left yet"]
+    assert waits("released", "rrrr") == [] and waits("forming", "llll") == []
+
+
+def test_pauses_are_shown_by_what_the_ranks_do() -> None:
+    now = status("training", "llll")
+    for rank in (now.ranks[0], now.ranks[2]):
+        rank.activity = "evaluation"
+    assert view(now, None)["waits"] == ["ranks 0,2: evaluation"]
+
+
+def test_what_became_of_an_incident_is_told(tmp_path: Path) -> None:
+    """A checkpoint in memory is not yet saved; a false alarm ends well; an incident that is open has no end."""
+    ends = {
+        "held": [*SAVED[:8], (9.0, "held", {"version": 12})],
+        "nothing_new": [*SAVED[:8], (9.0, "nothing_new", {"version": 12}), (10.0, "released", {"exit_code": 75})],
+        "thawed": [*SAVED[:3], (9.0, "thawed", {"reason": "rank 3 came back"})],
+    }
+    told = {end: tell(read_incident(write(tmp_path, end, story))) for end, story in ends.items()}
+    assert told["held"]["saved"] == "version 12 is held in memory, but not durable yet" and "good" not in told["held"]
+    assert (told["nothing_new"]["saved"], told["nothing_new"]["good"]) == ("version 12 was already on disk", True)
+    assert told["thawed"]["good"] is True and "saved" not in told["thawed"]
