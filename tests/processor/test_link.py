@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.processor.fake_source import no_thread
 from ttp.config import Config, RankEnv
+from ttp.core import messages as m
+from ttp.core.layout import Rank, Version
 from ttp.core.rank import actions as act
 from ttp.core.rank import events as ev
 from ttp.errors import ConfigError
@@ -204,3 +208,90 @@ def test_orders_do_not_wait_for_the_name_service(
     for look in reversed(aside):
         look()
     assert link._peers == ("ipv4:next:1",), "a late answer is about a stream that has ended"
+
+
+class Reading(FakeStream):
+    """A stream that notes what is sent, and asks its relay."""
+
+    def __init__(self, *places: object, **calls: Any) -> None:
+        super().__init__(*places, **calls)
+        self.sent: list[m.Report] = []
+
+    def send(self, report: m.Report) -> None:
+        self.sent.append(report)
+
+    def ask(self, answer: Callable[[float], None]) -> None:
+        answer(2.5)
+
+
+BEAT = m.Heartbeat(Rank(0), Version(1), m.Phase.IDLE)
+
+
+@pytest.mark.parametrize("still", [False, True])
+def test_a_relay_that_stands_still_is_left_at_the_next_heartbeat(
+    made: list[FakeStream], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, still: bool
+) -> None:
+    """Its streams stay open, so nothing else tells that no report arrives. The next stream needs no relay."""
+    monkeypatch.setattr(connecting, "Stream", Reading)
+    monkeypatch.setattr(connecting, "aside", lambda name, job: job())
+    said: list[ev.Event] = []
+    link, ended = link_of(tmp_path, said), list[int]()
+    shortcut: Any = SimpleNamespace(
+        port=lambda: 4711, stands_still=lambda: still, ended=lambda relay, why: ended.append(relay)
+    )
+    link._shortcut = shortcut
+    link.perform(act.Send(BEAT))  # there is no stream yet
+    link.perform(act.Connect(start_controller=False, address="127.0.0.1:1"))
+    (stream,) = made
+    link.perform(act.Send(m.Goodbye(Rank(0), m.GoodbyeReason.DONE, Version(1))))
+    assert stream.open
+    link.perform(act.Send(BEAT))
+    assert stream.open != still
+    link.perform(act.LookAtController())
+    assert said == [ev.Looked(2.5)], "the relay knows how long it has heard nothing of the controller"
+    stream.calls["on_up"]()
+    stream.calls["on_down"]("UNAVAILABLE: the relay is gone")
+    assert ended == [4711] and isinstance(said[-1], ev.StreamDown)
+
+
+def test_after_the_end_no_second_stream_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An order that is carried out late would leave a stream that nobody closes."""
+    link, performed = link_of(tmp_path, []), list[object]()
+    monkeypatch.setattr(link._second, "perform", performed.append)
+    link.perform(act.CloseAside())
+    link.finish(timeout_s=0.0)
+    assert len(performed) == 2
+    link.perform(act.CloseAside())
+    assert len(performed) == 2
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_setting_that_cannot_be_used_is_raised_in_the_program_or_logged_if_it_has_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, joined: bool
+) -> None:
+    """A certificate may be removed while the job trains."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise ConfigError("TTP_TLS_CERT=gone cannot be read")
+
+    monkeypatch.setattr(connecting, "Stream", fail)
+    said: list[ev.Event] = []
+    link, failed = link_of(tmp_path, said), list[Exception]()
+    monkeypatch.setattr(link._joining, "failed", failed.append)
+    if joined:
+        link._joining.joined()
+    link.connect(act.Connect(start_controller=False, address="127.0.0.1:1"))
+    assert bool(failed) != joined and ("TTP_TLS_CERT=gone" in caplog.text) == joined
+    assert [type(event) for event in said] == [ev.StreamDown]
+
+
+def test_a_rank_without_tls_in_a_job_with_it_fails_to_join_at_once(
+    made: list[FakeStream], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would otherwise try until its patience is over."""
+    link, failed = link_of(tmp_path, []), list[Exception]()
+    monkeypatch.setattr(link._joining, "failed", failed.append)
+    monkeypatch.setattr("ttp.wire.tls.diagnose", lambda *_: "the controller speaks TLS: set TTP_TLS_CERT")
+    link.connect(act.Connect(start_controller=False, address="127.0.0.1:1"))
+    made[0].calls["on_down"]("UNAVAILABLE: Socket closed")
+    assert [str(problem) for problem in failed] == ["the controller speaks TLS: set TTP_TLS_CERT"]

@@ -282,18 +282,19 @@ def resolve(address: str) -> str:
     """
     if not isinstance(address, str):
         raise ConfigError(f"{address!r} is not an address")
-    for attempt in range(RESOLVE_TRIES):
+    tries = RESOLVE_TRIES
+    while True:
         try:
             found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0]
         except (OSError, UnicodeError) as problem:
-            if attempt + 1 == RESOLVE_TRIES or not isinstance(problem, OSError):
+            tries -= 1
+            if tries == 0 or not isinstance(problem, OSError):
                 raise ConfigError(f"{address!r} is not an address: {problem}") from None
             time.sleep(RESOLVE_PAUSE_S)
         else:
             if found in ("0.0.0.0", "::"):
                 raise ConfigError(f"{address} stands for all addresses: give the one that ranks should use")
             return address
-    raise AssertionError
 
 
 def seconds(name: str, default: float, lowest: float, highest: float) -> float:

@@ -1,0 +1,172 @@
+"""The rank of a program with MindIO's names: what is called before it joins, and how its training function ends."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import ttp.compat.mindio.framework_ttp as tft
+from tests.compat.test_names import Told, fresh  # noqa: F401 - a fixture that is used in each test
+from ttp.compat.mindio import catching, rank
+from ttp.errors import ConfigError, UsageError
+from ttp.mindio.handlers import Ailment, HandlerKind, NextAction
+
+SETS = [{"rank_list": [0, 1], "replica_cnt": 1, "replica_shift": 0}]
+
+
+class Joining:
+    """A participant that notes what is done with it, in order."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.done: list[object] = []
+
+    def register(self, kind: HandlerKind, _: object) -> None:
+        self.done.append(kind)
+
+    def set_replicas(self, sets: list[Any]) -> None:
+        self.done.append([list(each.ranks) for each in sets])
+
+    def set_halt_before_dump(self, halt: bool) -> None:
+        self.done.append(halt)
+
+    def start(self) -> None:
+        self.done.append("joined")
+
+
+def test_what_was_registered_before_counts_from_the_moment_of_joining(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Another rank may die at once, and this one has to save then."""
+    this: Any = rank.THIS
+    monkeypatch.setattr(rank, "Participant", Joining)
+    monkeypatch.setenv("TTP_RUN_DIR", str(tmp_path))
+    with pytest.raises(UsageError, match=r"was called before tft_init_processor\(\)"):
+        this.start("127.0.0.1", 8000)
+    this.halt_before_dump()  # nobody has joined yet
+    tft.tft_init_processor(0, 2, False, enable_tls=False)
+    this.register(HandlerKind.SAVE, print, None)
+    this.set_replicas(0, SETS)
+    this.start("127.0.0.1", 8000)
+    joined = this.participant
+    assert joined.done == [HandlerKind.SAVE, [[0, 1]], "joined"]
+    this.register(HandlerKind.RENAME, print, None)
+    this.set_replicas(0, SETS)
+    this.halt_before_dump()
+    assert joined.done[3:] == [HandlerKind.RENAME, [[0, 1]], True]
+    for nothing in ([], None, 7):
+        with pytest.raises(ConfigError, match="an entry for each kind of optimizer"):
+            this.set_replicas(0, nothing)
+
+
+@pytest.mark.parametrize(("mindspore", "begun"), [("1", 1), ("", 0)])
+def test_an_end_without_a_beginning_is_one_of_mindspores_own_optimizer(
+    monkeypatch: pytest.MonkeyPatch, mindspore: str, begun: int
+) -> None:
+    """Its kernel marks the beginning by a library of the original. Elsewhere no update has begun."""
+    monkeypatch.setenv("MINDIO_FOR_MINDSPORE", mindspore)
+    marks: list[str] = []
+    participant: Any = SimpleNamespace(
+        begin_update=lambda: marks.append("begin") or True, end_update=lambda step: marks.append(f"end {step}")
+    )
+    monkeypatch.setattr(rank.THIS, "participant", participant)
+    tft.tft_end_updating_os(1)
+    assert marks == ["begin", "end 1"] * begun
+
+
+def test_a_name_that_is_not_known_yet_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of pods appear after their start. What can be no name is refused at once."""
+    asked: list[str] = []
+
+    def ask(name: str, *_: object, **__: object) -> Any:
+        asked.append(name)
+        if len(asked) < known_at:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        name.encode("idna")
+        return [(None, None, None, "", ("10.0.0.1", 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", ask)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    known_at = rank.RESOLVE_TRIES
+    assert rank.resolve("pod-0") == "pod-0" and len(asked) == rank.RESOLVE_TRIES
+    asked.clear()
+    known_at += 1
+    with pytest.raises(ConfigError, match="'pod-0' is not an address: .*not known"):
+        rank.resolve("pod-0")
+    for wrong in ("a" * 70, 7):
+        asked.clear()
+        known_at = 0
+        with pytest.raises(ConfigError, match="is not an address"):
+            rank.resolve(wrong)  # type: ignore[arg-type]  # what a program may give
+        assert len(asked) <= 1
+
+
+class Ended(BaseException):
+    """The process has ended."""
+
+
+@pytest.mark.parametrize("at", ["wait_next_action", "wait_repair_action"])
+def test_a_rank_that_is_not_repaired_ends_for_its_launcher_to_restart_it(
+    monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    told: Any = Told(monkeypatch)
+    for name in ("wait_next_action", "wait_repair_action"):
+        setattr(told, name, lambda name=name: NextAction.EXIT if name == at else NextAction.RETRY)
+    codes: list[int] = []
+
+    def end(code: int) -> None:
+        codes.append(code)
+        raise Ended
+
+    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+
+    def train() -> None:
+        raise RuntimeError("UCE ERROR")
+
+    with pytest.raises(Ended):
+        tft.tft_exception_handler(train)()
+    assert codes == [catching.RET_EXIT] and told.reports == [Ailment.MEMORY]
+
+
+@pytest.mark.parametrize(("code", "reported"), [(0, False), (None, False), (3, True)])
+def test_a_program_that_exits_in_its_training_function_has_ended_well_or_not(
+    monkeypatch: pytest.MonkeyPatch, code: int | None, reported: bool
+) -> None:
+    told = Told(monkeypatch)
+    with pytest.raises(SystemExit):
+        tft.tft_exception_handler(lambda: sys.exit(code))()
+    assert bool(told.reports) == reported and bool(told.left) != reported
+
+
+def test_the_memory_of_the_ended_loop_is_given_back_before_the_repair(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The repair allocates on the same device; one that is not there, or fails, does not stop it."""
+    emptied: list[str] = []
+
+    def device(name: str, there: bool) -> Any:
+        return SimpleNamespace(is_available=lambda: there, empty_cache=lambda: emptied.append(name))
+
+    for npu, cuda, wanted in ((True, False, ["npu"]), (False, True, ["cuda"])):
+        emptied.clear()
+        fake = SimpleNamespace(npu=device("npu", npu), cuda=device("cuda", cuda))
+        with monkeypatch.context() as patched:
+            patched.setitem(sys.modules, "torch", fake)  # type: ignore[arg-type]
+            catching._empty_cache(None)
+        assert emptied == wanted
+
+
+def test_a_handler_that_cannot_be_called_is_refused_when_it_is_registered() -> None:
+    table: Any = catching.TABLE
+    for arguments, kind, said in (
+        ((7, "RS_RETRY", print), ConfigError, "is not text"),
+        (("ODD", "RS_WEATHER", print), ConfigError, "is not one of RS_NORMAL"),
+        (("ODD", "RS_RETRY", None), TypeError, "cannot be called"),
+    ):
+        with pytest.raises(kind, match=said):
+            table.add(*arguments)
