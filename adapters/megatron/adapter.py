@@ -234,11 +234,11 @@ class MegatronAdapter(TorchAdapter):
         hand_to("load_state_dict() of the LR scheduler", scheduler.load_state_dict, job.scheduler)
         restore_groups(self._held, job)
         increment = job.extra[JOB_KEY]["increment"]
-        if job.scheduler_pending and not increment:
-            return ["the LR scheduler is one step behind: the save came before its step, and no earlier step is known"]
-        if job.scheduler_pending:
+        if job.scheduler_pending and increment:
             scheduler.step(increment=increment)
         self.source.increment, self._noted = increment, scheduler.num_steps
+        if job.scheduler_pending and not increment:
+            return ["the LR scheduler is one step behind: the save came before its step, and no earlier step is known"]
         return []
 
     def _number(self, restore: Restore) -> int:

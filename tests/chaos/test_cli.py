@@ -84,8 +84,8 @@ def test_findings_are_told_and_are_the_exit_code(
 ) -> None:
     """A report is written after every run, and says how to repeat the campaign."""
     report = tmp_path / "report.md"
-    arguments = "chaos --plain --seed 1 --runs 2 --jobs 2 --match kill --include hang".split()
-    assert main([*arguments, "--out", str(tmp_path / "one"), "--report", str(report)]) == 1
+    drawn = ["--seed", "1", "--runs", "2", "--jobs", "2", "--match", "kill", "--include", "hang"]
+    assert main(["chaos", "--plain", *drawn, "--out", str(tmp_path / "one"), "--report", str(report)]) == 1
     said = capsys.readouterr()
     assert "1/2" in said.err and "2 finished steps are lost" in said.err
     assert "1 of 2 states with a consistent checkpoint committed" in said.out and "1 run with findings" in said.out

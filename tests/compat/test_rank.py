@@ -97,7 +97,7 @@ def test_a_name_that_is_not_known_yet_is_asked_for_again(monkeypatch: pytest.Mon
     assert rank.resolve("pod-0") == "pod-0" and len(asked) == rank.RESOLVE_TRIES
     asked.clear()
     known_at += 1
-    with pytest.raises(ConfigError, match="'pod-0' is not an address: .*not known"):
+    with pytest.raises(ConfigError, match=r"'pod-0' is not an address: .*not known"):
         rank.resolve("pod-0")
     for wrong in ("a" * 70, 7):
         asked.clear()

@@ -94,7 +94,7 @@ def test_a_program_whose_process_groups_cannot_be_replaced_trains_and_is_restart
     survivor.enter()
     assert "no such function in torch" in survivor.why_not(LAYOUT, TORCH)
     survivor._next, survivor._thread = FOLLOWING, None
-    with pytest.raises(Left, match="this rank could not go on: .*; the job is saved, and all ranks are restarted"):
+    with pytest.raises(Left, match=r"this rank could not go on: .*; the job is saved, and all ranks are restarted"):
         survivor.enter()
 
 
@@ -162,7 +162,7 @@ def test_a_newcomer_gets_its_groups_when_it_wraps_its_optimizer(survivor: Contin
     groups.wrapped.assert_called_once()
     survivor._next, survivor._agreed = FOLLOWING, continuing._Agreed.STAY
     groups.renew = Mock(side_effect=RuntimeError("Connection refused"))
-    with pytest.raises(Left, match="could not go on: .*Connection refused"):
+    with pytest.raises(Left, match=r"could not go on: .*Connection refused"):
         survivor.wraps()
 
 
