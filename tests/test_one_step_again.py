@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 import ttp
-from ttp import update_function
+from ttp import session
 from ttp.core.layout import Version
+from ttp.processor import continuing
 from ttp.processor.gate.gate import Halted
 
 COLLECTIVE = RuntimeError("Connection closed by peer [127.0.0.1]:1")
@@ -97,8 +98,8 @@ class Job:
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     made = Job()
-    monkeypatch.setattr(update_function.session, "current", lambda: made)
-    monkeypatch.setattr(update_function.continuing, "current", lambda: made)
+    monkeypatch.setattr(session, "current", lambda: made)
+    monkeypatch.setattr(continuing, "current", lambda: made)
     yield made
 
 

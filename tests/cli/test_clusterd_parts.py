@@ -54,7 +54,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Job:
     return made
 
 
-def trains(save_dir: Path | None, *states: str, **incident: str) -> wire.GetStatusResponse:
+def trains(save_dir: Path | None, *states: str, **incident: Any) -> wire.GetStatusResponse:
     ranks = [wire.RankStatus(rank=r, host="h", state=state) for r, state in enumerate(states or ("live", "live"))]
     where = "" if save_dir is None else str(save_dir)
     last = wire.IncidentStatus(**incident) if incident else None
@@ -73,7 +73,7 @@ def test_how_a_job_ended_is_read_from_its_directory_when_no_controller_answers(j
     assert eyes.look() is None, "its incident is not over"
     write(tmp_path, "two", SAVED_ON_HOSTS)
     seen = eyes.look()
-    assert seen is not None and (seen.incident, seen.stage, seen.saved, seen.lost) == ("two", "closed", True, {3})
+    assert seen is not None and (seen.incident, seen.stage, seen.saved, [*seen.lost]) == ("two", "closed", True, [3])
     assert eyes.look() == seen
 
 
@@ -96,7 +96,7 @@ def test_ranks_that_died_in_an_incident_that_is_over_are_told_from_its_file(job:
     assert seen is not None and (seen.lost, seen.faulty) == (frozenset(), True), "without the file nobody is named"
     write(tmp_path, "one", SAVED_ON_HOSTS)
     seen = eyes.look()
-    assert seen is not None and (seen.lost, seen.saved, seen.text) == ({3}, True, "exit 75: saved version 12")
+    assert seen is not None and ([*seen.lost], seen.saved, seen.text) == ([3], True, "exit 75: saved version 12")
 
 
 def test_a_fault_that_no_controller_hears_of_is_told_again(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,7 +115,7 @@ class FakeManager:
 
     attached = closed = False
 
-    def __init__(self, *_: object, **callbacks: Any) -> None:
+    def __init__(self, **callbacks: Any) -> None:
         self.callbacks, self.notices = callbacks, list[Any]()
 
     def start(self) -> None:
@@ -136,7 +136,12 @@ def test_words_are_passed_on_in_both_directions(
 ) -> None:
     """Such a job can also retry and recover: ClusterD and its controller decide, and this command does not."""
     made: list[FakeManager] = []
-    monkeypatch.setattr(handlers, "Manager", lambda *a, **k: made.append(FakeManager(*a, **k)) or made[0])
+
+    def make(*_: object, **callbacks: Any) -> FakeManager:
+        made.append(FakeManager(**callbacks))
+        return made[-1]
+
+    monkeypatch.setattr(handlers, "Manager", make)
     words = Words("job-1", ("127.0.0.1", free_port(), None))
     words.close()  # nobody was managed yet
     assert not words.pass_on(None, None)
@@ -150,7 +155,8 @@ def test_words_are_passed_on_in_both_directions(
     say["report_stop_complete"](0, "stopped", {1: 0})
     say["report_strategies"]({1: 0}, ["retry", "dump"])
     say["report_result"](0, "repaired", {1: 0}, "retry")
-    faults, stopped, strategies, result = words.pass_on(None, None)
+    said: list[Any] = words.pass_on(None, None)
+    faults, stopped, strategies, result = said
     assert [f.rank_id for f in faults.fault_ranks] == ["1"] and stopped.status.info == "stopped"
     assert list(strategies.strategies) == ["retry", "dump"] and (result.strategy, result.status.code) == ("retry", 0)
     words.close()

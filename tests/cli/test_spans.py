@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -50,6 +50,8 @@ class Span:
 
 class Provider:
     """Makes spans with the ids of the generator that it is given."""
+
+    resource: ClassVar[dict[str, str]] = {}
 
     def __init__(self, *, resource: dict[str, str], id_generator: Any, **_: object) -> None:
         self.ids, Provider.resource = id_generator, resource
@@ -89,7 +91,7 @@ class Exporter:
 def sdk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the recorder stand for the SDK and for the exporters of both protocols."""
     status = SimpleNamespace(OK="ok", ERROR="error")
-    made = {
+    made: dict[str, dict[str, Any]] = {
         "trace": {
             "Status": lambda code, text="": (code, text), "StatusCode": status,
             "set_span_in_context": lambda span: span,

@@ -15,6 +15,7 @@ import pytest
 import ttp.compat.mindio.framework_ttp as tft
 from tests.compat.test_names import Told, fresh  # noqa: F401 - a fixture that is used in each test
 from ttp.compat.mindio import catching, rank
+from ttp.compat.mindio.values import RET_EXIT
 from ttp.errors import ConfigError, UsageError
 from ttp.mindio.handlers import Ailment, HandlerKind, NextAction
 
@@ -60,7 +61,8 @@ def test_what_was_registered_before_counts_from_the_moment_of_joining(
     this.set_replicas(0, SETS)
     this.halt_before_dump()
     assert joined.done[3:] == [HandlerKind.RENAME, [[0, 1]], True]
-    for nothing in ([], None, 7):
+    nothings: tuple[Any, ...] = ([], None, 7)
+    for nothing in nothings:
         with pytest.raises(ConfigError, match="an entry for each kind of optimizer"):
             this.set_replicas(0, nothing)
 
@@ -72,9 +74,12 @@ def test_an_end_without_a_beginning_is_one_of_mindspores_own_optimizer(
     """Its kernel marks the beginning by a library of the original. Elsewhere no update has begun."""
     monkeypatch.setenv("MINDIO_FOR_MINDSPORE", mindspore)
     marks: list[str] = []
-    participant: Any = SimpleNamespace(
-        begin_update=lambda: marks.append("begin") or True, end_update=lambda step: marks.append(f"end {step}")
-    )
+
+    def begin() -> bool:
+        marks.append("begin")
+        return True
+
+    participant: Any = SimpleNamespace(begin_update=begin, end_update=lambda step: marks.append(f"end {step}"))
     monkeypatch.setattr(rank.THIS, "participant", participant)
     tft.tft_end_updating_os(1)
     assert marks == ["begin", "end 1"] * begun
@@ -132,7 +137,7 @@ def test_a_rank_that_is_not_repaired_ends_for_its_launcher_to_restart_it(
 
     with pytest.raises(Ended):
         tft.tft_exception_handler(train)()
-    assert codes == [catching.RET_EXIT] and told.reports == [Ailment.MEMORY]
+    assert codes == [RET_EXIT] and told.reports == [Ailment.MEMORY]
 
 
 @pytest.mark.parametrize(("code", "reported"), [(0, False), (None, False), (3, True)])
@@ -154,9 +159,9 @@ def test_the_memory_of_the_ended_loop_is_given_back_before_the_repair(monkeypatc
 
     for npu, cuda, wanted in ((True, False, ["npu"]), (False, True, ["cuda"])):
         emptied.clear()
-        fake = SimpleNamespace(npu=device("npu", npu), cuda=device("cuda", cuda))
+        fake: Any = SimpleNamespace(npu=device("npu", npu), cuda=device("cuda", cuda))
         with monkeypatch.context() as patched:
-            patched.setitem(sys.modules, "torch", fake)  # type: ignore[arg-type]
+            patched.setitem(sys.modules, "torch", fake)
             catching._empty_cache(None)
         assert emptied == wanted
 

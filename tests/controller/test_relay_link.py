@@ -17,7 +17,7 @@ from ttp.core import messages as m
 from ttp.core.layout import Layout, Rank
 from ttp.core.layout_messages import TellLayout
 from ttp.core.relay import Frame, LineId
-from ttp.wire.relay import PROTOCOL, frame_to_wire, orders_from_wire
+from ttp.wire.relay import LINES_MAX, PROTOCOL, frame_to_wire, orders_from_wire
 from ttp.wire.v1 import controller_pb2 as pb
 
 ZERO, ONE, TWO = LineId(0), LineId(1), LineId(2)
@@ -26,7 +26,7 @@ ZERO, ONE, TWO = LineId(0), LineId(1), LineId(2)
 def joining(*ranks: int) -> pb.RelayFrame:
     """Return a frame in which these ranks join, each on the line of its number."""
     layout = Layout.data_parallel(3)
-    said = [(rank, hello(rank, layout=layout)) for rank in ranks]
+    said: list[tuple[int, m.Report]] = [(rank, hello(rank, layout=layout)) for rank in ranks]
     said += [(rank, part) for rank in ranks for part in answers(TellLayout(Rank(rank), layout.digest), layout)]
     return frame_to_wire(Frame(tuple(((LineId(rank),), report) for rank, report in said)))
 
@@ -89,7 +89,7 @@ def test_a_frame_that_cannot_be_parsed_ends_the_stream_and_its_ranks_may_join_wi
 ) -> None:
     relay.say(joining(0))
     relay.expect(m.Welcome)
-    too_many = pb.LineReport(lines=range(10, 10 + relay_link.LINES_MAX + 1))
+    too_many = pb.LineReport(lines=range(10, 10 + LINES_MAX + 1))
     relay.say(pb.RelayFrame(reports=[too_many]))
     relay.rest()  # which ends with the stream
     assert controller.rank(0).expect(m.Welcome)

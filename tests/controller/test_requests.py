@@ -20,7 +20,8 @@ from ttp.controller.__main__ import main
 from ttp.controller.journal import Happening
 from ttp.controller.spans import SpanSender
 from ttp.core import messages as m
-from ttp.core.layout import Layout
+from ttp.core.controller.events import Received
+from ttp.core.layout import Layout, Rank
 from ttp.testing import toy
 from ttp.wire.v1 import controller_pb2 as pb
 
@@ -93,8 +94,8 @@ def test_a_rank_that_does_not_read_its_orders_is_cut_off_and_counts_as_lost(
         stream = driver.connect(lambda: cut.append(True))
         layout = Layout.data_parallel(1)
         driver.machine.job.learn(layout)
-        driver.feed(driving.ce.Received(stream.id, toy.hello(0, layout)))
-        driver._send(stream.id, m.Freeze(m.Rank(0), 1, "i", "c", snapshot=False))
+        driver.feed(Received(stream.id, toy.hello(0, layout)))
+        driver._send(stream.id, m.Freeze(Rank(0), 1, "i", "c", snapshot=False))
         await asyncio.sleep(0)
         assert not driver.machine.job.live
 

@@ -182,7 +182,7 @@ def test_what_a_program_learns_after_it_has_joined_is_told(tmp_path: Path) -> No
 def test_the_end_waits_for_the_others_unless_the_user_has_ended_the_program(
     tmp_path: Path, interrupt: KeyboardInterrupt | None
 ) -> None:
-    part, ends = member(tmp_path), []
+    part, ends = member(tmp_path), list[object]()
     part._session = SimpleNamespace(left=ends.append, returned=lambda: ends.append("returned"))
     part._seat.gives_way = True
     part.leave(interrupt)

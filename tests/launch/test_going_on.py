@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,6 @@ import pytest
 
 dist: Any = pytest.importorskip("torch.distributed")
 
-from ttp.launch import going_on
 from ttp.launch.going_on import GoingOn
 
 
@@ -34,7 +34,7 @@ class Hosts:
 def then(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], None]:
     """Return a function that names what another host does while a launcher waits for the first time."""
     jobs: list[Callable[[], Any]] = []
-    monkeypatch.setattr(going_on.time, "sleep", lambda _: jobs and jobs.pop()())
+    monkeypatch.setattr(time, "sleep", lambda _: jobs and jobs.pop()())
     return jobs.append
 
 

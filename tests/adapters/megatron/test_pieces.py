@@ -19,7 +19,7 @@ from ttp.adapters.megatron.adapter import MegatronAdapter, _extra_state
 from ttp.adapters.megatron.contents import MegatronCheckpoint, Weight
 from ttp.adapters.megatron.geometry import Described, Geometry, TensorView, describe
 from ttp.adapters.megatron.optimizers import Holding, Inner, inner_optimizers
-from ttp.adapters.megatron.rank_state import Progress, samples_after
+from ttp.adapters.megatron.rank_state import PROGRESS, Progress, samples_after
 from ttp.adapters.megatron.replica_groups import IDLE, layout_of
 from ttp.adapters.megatron.restore import Wants, _is_saved, _refuse_foreign, restore_into
 from ttp.adapters.megatron.source import MegatronSource, _updated
@@ -313,7 +313,7 @@ def test_counters_are_those_of_the_first_page_that_is_left(tmp_path: Path, monke
     monkeypatch.setattr(stock, "read_local_state", lambda _draft, _pieces, rank: kept[rank])
     assert progress_of(tmp_path, ()) == {}
     monkeypatch.setattr(stock, "decode", lambda data: data)
-    kept[1].extra[stock.PROGRESS] = {"counters": {"iteration": 12}}
+    kept[1].extra[PROGRESS] = {"counters": {"iteration": 12}}
     assert progress_of(tmp_path, ()) == {"counters": {"iteration": 12}}
 
 

@@ -74,12 +74,14 @@ def args(made: nn.Module, own: Optimizer, scheduler: Scheduler | None, iteration
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return the module that makes checkpoints, for a job of one rank."""
-    from ttp.adapters.megatron import replicated_checkpoint as found
+    from megatron.core import parallel_state
 
-    state: Any = found.parallel_state
+    from ttp.adapters.megatron import replicated_checkpoint
+
+    found: Any = replicated_checkpoint
     for axis in ("tensor", "pipeline"):
-        monkeypatch.setattr(state, f"get_{axis}_model_parallel_rank", lambda: 0)
-        monkeypatch.setattr(state, f"get_{axis}_model_parallel_world_size", lambda: 1)
+        monkeypatch.setattr(parallel_state, f"get_{axis}_model_parallel_rank", lambda: 0)
+        monkeypatch.setattr(parallel_state, f"get_{axis}_model_parallel_world_size", lambda: 1)
     monkeypatch.setattr(found, "replicated", lambda each: each)
     monkeypatch.setattr(found, "set_streams", lambda _: ["a stream is not there"])
     monkeypatch.setattr(found, "gather_bytes", lambda mine: [mine])

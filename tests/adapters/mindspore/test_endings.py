@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+from ttp import api, session
 from ttp.adapters.mindspore import callbacks
 from ttp.adapters.mindspore.callbacks import Protection
 from ttp.adapters.mindspore.local_state import LocalState, Position
@@ -31,8 +33,8 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> Any:
     made = Mock()
     monkeypatch.setenv("MS_ENABLE_TFT", "{TTP:1}")
     monkeypatch.setenv("MINDIO_FOR_MINDSPORE", "1")
-    monkeypatch.setattr(callbacks.session, "current", lambda: made)
-    monkeypatch.setattr(callbacks.session, "reset", made.reset)
+    monkeypatch.setattr(session, "current", lambda: made)
+    monkeypatch.setattr(session, "reset", made.reset)
     monkeypatch.setattr(callbacks, "_decorated", lambda: False)
     return made
 
@@ -77,10 +79,15 @@ def test_between_the_trainings_of_a_decorated_function_the_rank_stays_in_the_job
 ) -> None:
     """It may prepare the next data set for minutes, which is no hang."""
     paused: list[str] = []
+
+    def pause(what: str) -> ExitStack:
+        paused.append(what)
+        return ExitStack()
+
     callback = protection()
     adapter = callback._adapter
     monkeypatch.setattr(callbacks, "_decorated", lambda: True)
-    monkeypatch.setattr(callbacks.api, "paused", lambda what: paused.append(what) or ExitStack())
+    monkeypatch.setattr(api, "paused", pause)
     callback.on_train_end(Mock())
     assert paused == ["between trainings"] and not ends.method_calls and not adapter.detach.called
     callback._adapter = adapter
@@ -97,11 +104,11 @@ def test_a_rank_that_learns_its_layout_in_the_first_step_joins_at_its_end() -> N
         callback: Any = Protection("d")
         callback._late, begun = True, list[int]()
         adapter = Mock()
-        joined = {"_adapter": adapter if joins else None}
-        callback._join = lambda _, of=callback, change=joined: vars(of).update(change)
+        context = Mock(original_args=lambda found=adapter if joins else None: found)
+        callback._join = partial(setattr, callback, "_adapter")  # as if MindSpore's parameters were the adapter
         callback._begin = lambda _adapter, _parameters, made, found=begun: found.append(made)
-        callback.on_train_step_end(Mock())
-        callback.on_train_step_end(Mock())
+        callback.on_train_step_end(context)
+        callback.on_train_step_end(context)
         assert begun == [1] * joins and adapter.step_ends.called == joins
 
 

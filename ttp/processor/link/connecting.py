@@ -75,7 +75,7 @@ class ControllerLink:
                     self._stream.ask(lambda silent_s: self._put(ev.Looked(silent_s)))
                 else:
                     self._put(ev.Looked(self._sockets.heard_of(self._peers)))
-            case _:  # of the second stream
+            case act.ConnectAside() | act.SendAside() | act.CloseAside():
                 with self._lock:
                     if not self._finished:
                         self._second.perform(action)
