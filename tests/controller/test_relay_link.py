@@ -140,10 +140,12 @@ def test_a_relay_that_does_not_read_is_cut_off_instead_of_filling_the_memory(
     cut: list[bool] = []
 
     async def run() -> list[bool]:
-        line = RelayLink(controller.driver, lambda: cut.append(True))._open(ONE, Rank(1))
+        link = RelayLink(controller.driver, lambda: cut.append(True))
+        line = link._open(ONE, Rank(1))
         order = m.Freeze(Rank(1), 1, "i", "c", snapshot=False)
         put = [line.put(order) for _ in range(4)]
         line.end()
+        assert link._orders == [(ONE, order)] * 2
         return put
 
     assert controller.do(run()) == [True, True, False, True], "what comes after the cut is dropped"
