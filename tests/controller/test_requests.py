@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.controller.conftest import Served
 from tests.controller.test_connection import DriverWithLoop, driver
@@ -50,6 +51,12 @@ def test_pids_that_are_not_of_the_ranks_are_refused_in_words(controller: Served)
 def test_who_takes_a_controller_for_a_relay_hears_what_it_is(controller: Served) -> None:
     with pytest.raises(grpc.RpcError, match="this is a controller, not a relay"):
         ask(controller, pb.LookRequest())
+
+
+def test_health_is_served(controller: Served) -> None:
+    health: Any = health_pb2_grpc.HealthStub(controller.channel)
+    for name in ("", "ttp.wire.v1.Controller"):
+        assert health.Check(health_pb2.HealthCheckRequest(service=name), timeout=10).status == 1
 
 
 def test_a_watcher_that_falls_behind_hears_that_it_has_missed_events(

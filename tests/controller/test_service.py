@@ -18,7 +18,6 @@ from typing import Any
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.controller.conftest import Controller, hello
 from tests.waiting import until
@@ -165,12 +164,6 @@ def test_watchers_see_the_past_and_the_present(controller: Controller) -> None:
     event = next(watch)
     assert (event.kind, json.loads(event.json)["rank"]) == ("joined", 1)
     watch.cancel()
-
-
-def test_health_is_served(controller: Controller) -> None:
-    health: Any = health_pb2_grpc.HealthStub(controller.channel)
-    for name in ("", "ttp.wire.v1.Controller"):
-        assert health.Check(health_pb2.HealthCheckRequest(service=name), timeout=10).status == 1
 
 
 @pytest.mark.parametrize(("module", "code"), [(["ttp.controller"], EXIT_PORT_TAKEN), (["ttp", "controller"], 64)])
