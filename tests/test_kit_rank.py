@@ -97,7 +97,7 @@ def test_it_dies_in_the_phase_of_the_plan_after_so_many_steps(
     assert program.done == STEP * 2 + done and sum(program.changed()) == changed
 
 
-def test_a_phase_of_the_program_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_phase_of_the_program_is_its_own() -> None:
     """An evaluation has no gradient, and is no forward pass of a step."""
     program, killer = Program(), kit_rank.Killer({"phase": "on_log", "after": 1})
     killer.at("on_log")

@@ -27,7 +27,7 @@ class Job:
 
     def __init__(self) -> None:
         self.enters = 0
-        self.released = self.clock_runs = self.reported = False
+        self.released = self.reported = False
         self.stay, self.restored, self.wrong = True, Version(0), None
         self.asked: list[tuple[int, str]] = []
         self.version = Version(0)
