@@ -327,11 +327,22 @@ def test_a_shard_without_a_copy_costs_nothing_if_no_rank_has_finished_a_newer_ve
         assert "; version 6 is lost: a restart goes on with step 6, or with" in talk.facts("released")["text"]
 
 
-def test_what_was_restored_is_on_disk() -> None:
+def restored_at_5() -> Talk:
     talk = Talk(formed=False)
     for rank in range(3):
         talk.hello(rank, version=5, base_version=5)
     talk.fault(0)
+    return talk
+
+
+def test_what_was_restored_is_not_lost_if_nobody_answers() -> None:
+    talk = restored_at_5()
+    talk.after(360)
+    assert talk.facts("released")["text"] == "nothing was saved within 360 s (TTP_OT)"
+
+
+def test_what_was_restored_is_on_disk() -> None:
+    talk = restored_at_5()
     for rank in range(3):
         talk.frozen(rank, 5)
     assert "version 5 is on disk already; a restart goes on with step 6" in talk.orders(m.Release)[0].text

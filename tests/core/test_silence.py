@@ -167,6 +167,31 @@ def test_who_comes_back_without_the_version_or_does_not_answer_is_not_waited_for
     assert any(isinstance(getattr(said, "order", None), m.Release) for said in talk.passes(PATIENCE.answer_s + 0.1))
 
 
+def saved_with_one_behind(talk: Hosts, *ranks: int) -> None:
+    """Let a job save that has to end. With its two versions the newest one is known, whatever others answer."""
+    talk.fault(ranks[0])
+    orders: list[m.Save] = []
+    for rank in ranks:
+        talk.frozen(rank, 7 - (rank == ranks[0]))
+        orders += talk.orders(m.Save)
+    for order in orders:
+        talk.saved(order.rank, order.generation)
+    talk.write()
+
+
+def test_a_rank_that_is_asked_later_than_others_has_its_own_time_to_answer() -> None:
+    talk = in_doubt()
+    saved_with_one_behind(talk, 0, 1, 4, 5)
+    talk.cut()
+    assert "Freeze:2 [retracted] Freeze:3" in talk.beat(2)
+    talk.passes(0.8 * PAGES_S)
+    talk.lost(3)
+    assert "Freeze:3" in talk.back(3, host="h1", incident=talk.id)
+    talk.passes(0.8 * PAGES_S)
+    assert talk.machine.stage == "saved"
+    assert "Release(75)" in line(talk.passes(0.3 * PAGES_S))
+
+
 @pytest.mark.parametrize("committing", [False, True])
 def test_a_save_with_their_pages_takes_no_longer_than_all_before_it(*, committing: bool) -> None:
     """The checkpoint exists: a storage that has become slow may not keep the job from its restart for ``TTP_OT``."""
@@ -197,14 +222,7 @@ def test_a_storage_that_takes_no_more_is_not_left_for_the_fallback_directory() -
 
 def test_a_rank_that_came_back_in_an_update_is_waited_for_a_moment_if_it_cannot_have_a_newer_version() -> None:
     talk = in_doubt()
-    talk.fault(0)
-    orders: list[m.Save] = []
-    for rank, version in ((0, 6), (1, 7), (4, 7), (5, 7)):
-        talk.frozen(rank, version)
-        orders += talk.orders(m.Save)
-    for order in orders:
-        talk.saved(order.rank, order.generation)
-    talk.write()
+    saved_with_one_behind(talk, 0, 1, 4, 5)
     talk.cut()
     talk.beat(2)
     for rank in (2, 3):
