@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -81,7 +82,7 @@ def look_back(
     if search.newest is None and not (later and any(search.offers.values())):
         if search.unlisted:
             raise search.unlisted[0]
-        return Found(skipped=(*search.skipped, *_none_whole(directories)))
+        return Found(skipped=(*search.skipped, *_none_whole(chain.from_iterable(search.entries.values()))))
     where = search.places()
     candidates = sorted(where, key=lambda c: (c.version, c in search.verified), reverse=True)
     in_fallback = [c for c in candidates if where[c].parent == fallback_dir]
@@ -90,10 +91,9 @@ def look_back(
     return Found(tuple(candidates), (*search.skipped, *notes), frozenset(search.verified), where, readings)
 
 
-def _none_whole(directories: Iterable[Path]) -> list[str]:
-    """Return a note if there are checkpoints in these directories, of which none is whole."""
-    entries = (entry for directory in directories for entry in scan(directory) if entry.kind == "checkpoint")
-    newest = max((entry.version or Version(0) for entry in entries), default=Version(0))
+def _none_whole(entries: Iterable[CatalogEntry]) -> list[str]:
+    """Return a note if there are checkpoints among these entries, of which none is whole."""
+    newest = max((entry.version or Version(0) for entry in entries if entry.kind == "checkpoint"), default=Version(0))
     return [none_whole_note(newest)] if newest else []
 
 
