@@ -85,8 +85,9 @@ def test_a_renamed_checkpoint_is_a_problem(world: World) -> None:
 def test_an_unlisted_file_is_only_a_note(world: World) -> None:
     path = world.make(12)
     (path / "notes.txt").write_text("of the user")
+    (path / "up").symlink_to(path.parent)
     assert verify_checkpoint(path) == []
-    assert unlisted_files(path, Manifest.load(path)) == ["notes.txt"]
+    assert unlisted_files(path, Manifest.load(path)) == ["notes.txt", "up"], "links are not followed"
 
 
 def test_without_a_manifest_the_problem_is_that(tmp_path: Path) -> None:

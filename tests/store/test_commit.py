@@ -120,15 +120,22 @@ def test_pages_are_taken_over_from_the_published_checkpoint_first(world: World) 
     assert [is_provisional(pieces, rank) for rank in range(3)] == [False, True, True]
 
 
-def test_pages_that_cannot_be_read_are_not_taken_over(world: World) -> None:
-    order = world.order(12)
-    draft = world.write_draft(12)
-    piece = write_local_piece(draft, "rank_local_0_1.msgpack", Pages({Rank(0): b"page"}, (), {}), Rank(0))
-    path, _ = world.commit(replace(order, pieces=(*order.pieces, piece), missing_pages=(Rank(1),)), lend=lent)
-    flip(path / piece.file)
+@pytest.mark.parametrize("damaged", [(0,), (0, 1)])
+def test_pages_that_cannot_be_read_are_not_taken_over_and_are_missing(world: World, damaged: tuple[int, ...]) -> None:
+    order, draft = world.order(12), world.write_draft(12)
+    pieces = [
+        write_local_piece(draft, f"rank_local_{rank}_1.msgpack", Pages({Rank(rank): b"page"}, (), {}), Rank(rank))
+        for rank in (0, 1)
+    ]
+    path, _ = world.commit(replace(order, pieces=(*order.pieces, *pieces), missing_pages=()), lend=lent)
+    for rank in damaged:
+        flip(path / pieces[rank].file)
     world.write_draft(12, "second")
-    world.commit(world.order(12, "second"), lend=lent)
-    assert world.holds(path, 12, "second") and Manifest.load(path).missing_pages == (0,)
+    world.commit(replace(world.order(12, "second"), missing_pages=(Rank(0), Rank(1))), lend=lent)
+    manifest = Manifest.load(path)
+    assert manifest.incident == "second" and not verify_checkpoint(path)
+    assert manifest.missing_pages == damaged
+    assert ranks_kept(manifest.pieces) == [rank for rank in (0, 1) if rank not in damaged]
 
 
 @pytest.mark.parametrize("why", ["another launch", "disputed", "damaged", "other bytes"])

@@ -43,7 +43,7 @@ def test_the_old_file_survives_a_full_disk(tmp_path: Path, monkeypatch: pytest.M
 
     write_durably(tmp_path / "file", b"old")
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(OSError, match=r"No space.*/file'"):
         write_durably(tmp_path / "file", b"new")
     assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("file", b"old")]
 
@@ -103,7 +103,9 @@ def test_another_name_of_the_old_bytes_keeps_them(tmp_path: Path) -> None:
 
 
 def test_only_directories_are_synced_as_directories(tmp_path: Path) -> None:
+    handles = len([*Path("/proc/self/fd").iterdir()])
     sync_directory(tmp_path)
+    assert len([*Path("/proc/self/fd").iterdir()]) == handles
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError):
         sync_directory(tmp_path / "file")

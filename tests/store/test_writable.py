@@ -15,7 +15,7 @@ from tests.store.storage import as_nobody
 from ttp.core.restore_choice import LOOK_AGAIN_S
 from ttp.errors import ConfigError
 from ttp.store.disk import Disk
-from ttp.store.writable import check_places, check_writable
+from ttp.store.writable import absolute, check_places, check_writable
 
 METHODS = ["make_directory", "write", "sync_directory", "rename"]
 
@@ -53,6 +53,14 @@ def test_the_path_is_absolute_and_home_is_known(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert check_writable("checkpoints") == check_writable("~/checkpoints") == tmp_path / "checkpoints"
+
+
+def test_two_dots_lead_where_the_kernel_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "far" / "deep").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "far" / "deep")
+    monkeypatch.chdir(tmp_path)
+    assert absolute("link/../saved").resolve() == tmp_path / "far" / "saved"
+    assert absolute("far/../saved") == tmp_path / "saved", "equal on all ranks, however they are told"
 
 
 def test_what_a_killed_rank_was_trying_is_removed(tmp_path: Path) -> None:
