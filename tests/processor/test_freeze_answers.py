@@ -169,6 +169,7 @@ def test_who_waits_for_its_peers_with_its_gradient_has_a_moment_to_come_to_the_g
     assert made.gate.admit()
     training.join(PATIENCE_S)
     assert admitted == [True]
+    assert not made.gate.state().near, "the next answer does not wait"
 
 
 def test_who_hangs_there_is_answered_for_all_the_same(

@@ -80,6 +80,7 @@ class TestMirror:
                 data = f"{version} {final}".encode()
                 host.write(version, final, data)
                 host.wait_for(version, final, INCARNATION, data)
+        assert len(host.receiver.got) == 4, "each of them once"
         assert not host.mirror._wake.is_set(), "it sleeps"
 
     def test_behind_a_slow_receiver_changes_gather(self, host: Host) -> None:

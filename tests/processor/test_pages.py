@@ -52,6 +52,7 @@ def data_of(directory: Path, version: int) -> bytes:
 def test_what_was_written_is_read_back(directory: Path, writer: PageWriter) -> None:
     assert writer.write(7, True, [b"ab", memoryview(b"cde"), bytearray(b"f"), b""])
     assert read(directory, 7) == Page(7, True, b"abcdef")
+    assert writer.write(8, True, [b"ab", b"c"]) and data_of(directory, 8) == b"abc"
 
 
 def test_three_versions_are_held_at_once(directory: Path, writer: PageWriter) -> None:
