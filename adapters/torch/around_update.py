@@ -20,9 +20,11 @@ from ttp.adapters.torch.saving.unsaved import (
     counts_of,
     numbers_of,
     refuse_unsaved,
+    switches_of,
     tell_changed,
     tell_counts,
     tell_late,
+    tell_switched,
 )
 from ttp.adapters.torch.sharding.data_parallel import LayoutWatch
 from ttp.adapters.torch.sharding.exchange import connected
@@ -62,7 +64,11 @@ class AroundUpdate:
     barrier: UpdateBarrier | None
     compared: tuple[ModelNames, Optimizer] | None
     _numbers: tuple[Numbers, ...] | None = None  # of optimizers and modules, after the first update; later empty
+    _switches: Numbers = field(init=False)  # of modules, before the first forward pass
     _late: set[str] = field(default_factory=set)  # names of the extra states that ``changed_late`` has looked at
+
+    def __post_init__(self) -> None:
+        self._switches = switches_of(self.model, self.extra.objects)
 
     def calls(self) -> Calls:
         """Return the functions to call around an update."""
@@ -128,6 +134,7 @@ class AroundUpdate:
             (numbers, counts), (later_numbers, later_counts) = self._numbers, self._numbers_now()
             tell_changed(numbers, later_numbers)
             tell_counts(counts, later_counts)
+            tell_switched(self._switches, switches_of(self.model, self.extra.objects))
             self._numbers = ()
             self.extra.refuse_late()
 

@@ -6,7 +6,7 @@ import logging
 import random
 import sys
 from collections import Counter, OrderedDict, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -149,31 +149,60 @@ def counts_of(model: nn.Module, extra: Collection[Any]) -> Numbers:
     cache, so tensors count only of modules without weights whose class or name says that they are a loss, and of those
     of ``extra``.
     """
-    objects = [each for each in extra if not isinstance(each, nn.Module)]
-    held = [value for each in objects for value in getattr(each, "__dict__", {}).values()]
-    saved = {id(each) for value in held for each in (value.modules() if isinstance(value, nn.Module) else [value])}
-    within = {*model.modules()}
     averages = [each for each in extra if isinstance(each, nn.Module)]
+    within = {*model.modules()}
     beside = {module for each in averages for module in each.modules()} - within
     named = ((f"{name} {type(module).__name__}".lower(), module) for name, module in model.named_modules())
     losses = [module for words, module in named if "loss" in words or "criterion" in words]
     bare = {each for each in (*losses, *averages) if next(each.parameters(), None) is None}
-    found: Numbers = {}
-    for module in (*within, *beside):
-        own = type(module).__module__.partition(".")[0] not in ("torch", "ttp")
-        if not own or id(module) in saved or type(module).get_extra_state is not nn.Module.get_extra_state:
-            continue
+    saved, found = _held_by(extra), Numbers()
+    for module in _forgetful((*within, *beside), saved):
         values = {f"{type(module).__name__}.{name}": value for name, value in list(vars(module).items())}
         others = [each for each in values.items() if type(each[1]) not in _USUAL and id(each[1]) not in saved]
         kept_as = ((name, _kept_as(value, module in bare)) for name, value in others)
         found |= {(id(vars(module)), name): text for name, text in kept_as if text}
-        kept = [t for key, t in module._buffers.items() if key not in module._non_persistent_buffers_set]
+        kept = _kept_buffers(module)
         if kept or module in beside:
             found |= {(id(module), name): repr(value) for name, value in values.items() if type(value) is int}
         if kept and module not in beside:
             marks = [None if t is None or t.is_inference() else (id(t), t._version) for t in kept]
             found[id(module), ""] = repr(marks)
     return found
+
+
+def switches_of(model: nn.Module, extra: Collection[Any]) -> Numbers:
+    """Return what is true or false in attributes of modules that have weights or buffers of their own.
+
+    A layer that sets those from its first batch often remembers in such an attribute that it has done so. Loading code
+    of the module's own would not help: a restore does not call it. Arguments as in ``counts_of``.
+    """
+    return {
+        (id(module), f"{type(module).__name__}.{name}"): repr(value)
+        for module in _forgetful(model.modules(), _held_by(extra))
+        if _kept_buffers(module) or any(p is not None for p in module._parameters.values())
+        for name, value in list(vars(module).items())
+        if type(value) is bool and name != "training"
+    }
+
+
+def _held_by(extra: Collection[Any]) -> set[int]:
+    """Return the identities of all that objects of ``extra`` hold, and so save, modules inside of it too."""
+    objects = [each for each in extra if not isinstance(each, nn.Module)]
+    held = [value for each in objects for value in getattr(each, "__dict__", {}).values()]
+    return {id(each) for value in held for each in (value.modules() if isinstance(value, nn.Module) else [value])}
+
+
+def _forgetful(modules: Iterable[nn.Module], saved: Collection[int]) -> Iterator[nn.Module]:
+    """Yield the modules whose attributes are in no checkpoint, but for those of torch's own classes."""
+    for module in modules:
+        if id(module) in saved or type(module).get_extra_state is not nn.Module.get_extra_state:
+            continue
+        if any(kind.__module__.partition(".")[0] not in ("torch", "ttp", "builtins") for kind in type(module).__mro__):
+            yield module  # ``fully_shard`` makes a class of torch's out of the module's own, which is a base of it
+
+
+def _kept_buffers(module: nn.Module) -> list[Tensor | None]:
+    return [t for key, t in module._buffers.items() if key not in module._non_persistent_buffers_set]
 
 
 def _kept_as(value: Any, tensors: bool) -> str:
@@ -207,6 +236,19 @@ def tell_counts(before: Numbers, after: Numbers) -> None:
             "and the resumed run may have other bits. Keep it in a buffer, or give an object that saves and loads it "
             "as extra_state. If one does already, or the module never reads it, there is nothing to do",
             ", ".join(names),
+        )
+
+
+def tell_switched(before: Numbers, after: Numbers) -> None:
+    """Warn, on rank 0, of switches of modules that the first updates have set: a restarted program sets them again."""
+    switched = sorted({name for (owner, name), text in after.items() if before.get((owner, name), text) != text})
+    if switched and tells():
+        log.warning(
+            "%s was switched by the first iterations and is in no checkpoint, as it is no buffer: after a restore it "
+            "is what it was at the start. If the module sets itself up from its first batch by it, it does so once "
+            "more, over what was restored. Keep it in a buffer, or give an object that saves and loads it as "
+            "extra_state. If one does already, or nothing depends on it, there is nothing to do",
+            ", ".join(switched),
         )
 
 

@@ -235,3 +235,76 @@ def test_what_modules_keep_for_a_look_or_cannot_be_read_is_no_news(
         criterion(model(data())).backward()
         optimizer.step()
     assert not [text for text in caplog.messages if "is in no checkpoint" in text]
+
+
+class Codebook(nn.Module):
+    """A layer that takes its codes from its first batch, and remembers so in an attribute, as many public ones do."""
+
+    codes: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.zeros(4, 3))
+        self.ready, self.fast = False, False
+
+    def forward(self, x: Tensor) -> Any:
+        if not self.ready:
+            self.codes.copy_(x.detach()[:4])
+            self.ready = True
+        return (x - self.codes.mean(0)).square().mean()
+
+
+class Scaled(Codebook):
+    """A layer with a weight in place of the buffer, as ActNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.codes
+        self.codes = nn.Parameter(torch.zeros(4, 3))
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.no_grad():
+            return super().forward(x) + self.codes.sum()
+
+
+class Bare(Codebook):
+    """It has nothing that it could overwrite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.codes
+
+    def forward(self, x: Tensor) -> Any:
+        self.ready = True
+        return x.square().mean()
+
+
+class Ready(Place):
+    def state_dict(self) -> dict[str, Any]:
+        return {"ready": self.modules.loss.ready}
+
+
+@pytest.mark.supports("weights initialised from the first batch")
+@pytest.mark.parametrize(
+    ("kind", "as_extra", "told"),
+    [
+        (Codebook, False, ["Codebook.ready"]),
+        (Codebook, True, []),
+        (Scaled, False, ["Scaled.ready"]),
+        (Bare, False, []),
+    ],
+)
+def test_a_layer_that_would_set_itself_up_again_is_told_once(
+    kind: type[Codebook], as_extra: bool, told: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, layer = net(), kind()
+    both = nn.ModuleDict({"model": model, "loss": layer})
+    optimizer = torch.optim.SGD(both.parameters(), lr=0.1)
+    extra = {"extra_state": {"ready": Ready(both)}} if as_extra else {}
+    Loop(tmp_path, both, optimizer, **extra).start(tmp_path / "pages")
+    for _ in range(4):
+        optimizer.zero_grad()
+        (model(data()).square().mean() + layer(model(data()))).backward()
+        optimizer.step()
+    said = [text for text in caplog.messages if "was switched by the first iterations" in text]
+    assert [text.split(" was switched")[0] for text in said] == told
