@@ -292,7 +292,7 @@ def _names_elsewhere(views: Sequence[RankShards], mine: Mapping[Key, Iterable[Sh
             continue
         names = decode(broadcast_bytes(encode(own.get(digest, [])), speaker))
         clash = [name for name in names if known.setdefault(name, digest) != digest]
-        problem = problem or (_clash(clash, describe(views[speaker], speaker)) if clash else "")
+        problem = problem or (_clash(clash, describe(views[speaker], speaker), len(views)) if clash else "")
         if digest not in own:
             others.update(names)
     if problem:
@@ -310,6 +310,10 @@ def _alone(layout: Layout) -> str:
     )
 
 
-def _clash(names: Sequence[str], where: str) -> str:
+def _clash(names: Sequence[str], where: str, world_size: int) -> str:
     listed = first_of([name.partition(".")[2] for name in names], _LISTED_MAX)
-    return f"{where} and other ranks have different tensors under the same name ({listed}): {RENAME}"
+    return (
+        f"{where} and other ranks have different tensors under the same name ({listed}), or equal ones beside tensors "
+        f"that differ. If they differ, {RENAME}. If they are copies that the program keeps equal (the outer weights of "
+        f"DiLoCo), give wrap_optimizer() layout=ttp.Layout({world_size}, {{shard: ranks, ...}}) and shard_of="
+    )

@@ -179,7 +179,9 @@ class TestIgnoredByDistributedDataParallel:
         assert told[case] == [[0, 1], [1]]
 
     def test_under_one_name_they_have_to_be_alike(self, told: dict[str, Any]) -> None:
-        assert told["tables of one name"].startswith("have different tensors under the same name (mine.")
+        text = told["tables of one name"]
+        assert text.startswith("have different tensors under the same name (mine.")
+        assert "give wrap_optimizer() layout=ttp.Layout(2, {shard: ranks, ...}) and shard_of=" in text  # the other cure
 
     def test_the_words_are_the_same_where_nothing_is_wrong(self) -> None:
         views = [
