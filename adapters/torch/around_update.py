@@ -116,7 +116,7 @@ class AroundUpdate:
         if self.compared is not None and len(self.source.processor.layout.groups) == 1 and connected(env.world_size):
             names, optimizer = self.compared
             reduced = self.buckets.reduced
-            state = held_state(optimizer, env.world_size, reduced)
+            state = held_state(optimizer, env.world_size, reduced, self.extra.objects)
             self.trial.start(
                 lambda: different_weights(swapped.early(), names, state, reduced, env, version),
                 waits=not self.source.on_device,  # an update may not wait for a device

@@ -48,9 +48,10 @@ _SPREAD = (
 )
 
 _SAME_WEIGHTS = (
-    "the optimizer's state for %s differs from that of rank %s, although the weights are equal: after a failure all "
-    "ranks get the state of one of them. If each rank makes updates of its own between averages (DiLoCo), or keeps an "
-    "error of compression in this state, the job then goes on with other numbers than without the failure"
+    "the optimizer's state differs from that of rank %s (compared: %s), although the weights are equal: after a "
+    "failure all ranks get the state of one of them. If each rank makes updates of its own between averages (DiLoCo), "
+    "or keeps an error of compression in this state, the job then goes on with other numbers than without the failure: "
+    "give this optimizer as extra_state= too, and each rank gets its own state back"
 )
 _DIVERGED = (
     "the weights of rank %s differ from those of rank %s, although a DistributedDataParallel has them: after a failure "
@@ -78,15 +79,17 @@ class Held(NamedTuple):
     """Some bytes of each parameter on the host that a DistributedDataParallel should keep equal."""
 
 
-def held_state(optimizer: Optimizer, ranks: int, reduced: Collection[int]) -> Held:
+def held_state(optimizer: Optimizer, ranks: int, reduced: Collection[int], extra: Collection[Any] = ()) -> Held:
     """Return the state that an optimizer has now, which the loop may empty or add to at any time.
 
     Args:
         optimizer: the registered optimizer.
         ranks: number of ranks.
         reduced: identities of the parameters that a DistributedDataParallel should keep equal.
+        extra: the user's objects of ``extra_state``. Of an optimizer among them each rank gets back its own state.
     """
-    every = ((each, kept) for each, kept in optimizer.state.items() if isinstance(each, Tensor))
+    own = {id(each) for saved in extra if isinstance(saved, Optimizer) for each in parameters_of(saved)}
+    every = ((each, kept) for each, kept in optimizer.state.items() if isinstance(each, Tensor) and id(each) not in own)
     state = {each: dict(kept) for each, kept in every if isinstance(kept, Mapping) and kept}
     shares: list[tuple[Tensor, Tensor]] = []
     for each, kept in state.items():
@@ -160,7 +163,7 @@ def different_weights(
     if equal_there != equal:
         log.warning(_DIVERGED, env.rank, other)
     if their_state != own_state:
-        log.warning(_SAME_WEIGHTS, listed, other)
+        log.warning(_SAME_WEIGHTS, other, listed)
     return ""
 
 

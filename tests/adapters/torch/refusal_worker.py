@@ -50,9 +50,10 @@ class Experts(nn.Module):
         return self.experts[self.name](self.common(x))
 
 
-def adapter(model: nn.Module, **given: Any) -> TorchAdapter:
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return registered(model, torch.optim.AdamW(trained, lr=0.1), **given)
+def adapter(model: nn.Module, own: bool = False, **given: Any) -> TorchAdapter:
+    """Register the model; with ``own`` its optimizer is an extra state too, of which each rank gets back its own."""
+    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.1)
+    return registered(model, optimizer, **given, **({"extra_state": {"optimizer": optimizer}} if own else {}))
 
 
 def refused(call: Callable[[], object]) -> str:
@@ -93,6 +94,7 @@ def everything(directory: Path, rank: int) -> dict[str, Any]:
         "now and then": reduced_by_hand(directory / "then", rank, every=4),
         "always": reduced_by_hand(directory / "always", rank, every=1),
         "state of their own": reduced_by_hand(directory / "state", rank, every=1, error=rank),
+        "state of their own as extra state": reduced_by_hand(directory / "s", rank, every=1, error=rank, own=True),
         "counts of their own": reduced_by_hand(directory / "counts", rank, every=1, error=rank, shape=()),
         "state on one rank": spread(directory / "spread", rank),
         "rows of a parameter": spread(directory / "rows", rank, OwnRows),

@@ -90,7 +90,9 @@ class TestGradientsReducedByHand:
     def test_a_state_of_the_optimizer_that_differs_is_told(self, told: dict[str, Any]) -> None:
         """Weights that are averaged in every version (DiLoCo) are equal; what the ranks' own updates leave is not."""
         first, second = sorted(told["state of their own"])
-        assert first == "" and second.startswith("the optimizer's state for bias, weight differs from that of rank")
+        assert first == "" and second.startswith("the optimizer's state differs from that of rank")
+        assert "(compared: bias, weight)" in second and "give this optimizer as extra_state= too" in second
+        assert told["state of their own as extra state"] == ["", ""]
 
     @pytest.mark.supports("weights initialised from the first batch")
     @pytest.mark.parametrize("case", ["initialised by each rank", "past the DDP", "beside a distributed tensor"])

@@ -124,6 +124,7 @@ def test_it_stays_behind_where_others_disagree(tmp_path: Path, caplog: pytest.Lo
     path = job.save()
     assert restored(path, 1) == 1
     assert "rank 1 died in the update to version 0" in caplog.text and "one update behind" in caplog.text
+    assert "keep what differs between ranks (a mean of its losses) in an object of its own" in caplog.text
 
 
 def test_an_object_that_takes_what_it_lacks_from_others_itself_is_not_behind(
