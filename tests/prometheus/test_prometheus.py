@@ -73,6 +73,26 @@ def test_every_query_of_the_dashboard_is_one(tmp_path: Path) -> None:
     assert f"{len(rules)} rules found" in promtool("check", "rules", file) and len(rules) > 10
 
 
+@needs_promtool
+def test_panels_take_no_value_of_a_standby_controller(tmp_path: Path) -> None:
+    """It serves metrics too, and knows nothing of the job: its versions are 0, and it waits for ranks."""
+    leads = {'ttp_version_oldest{job="a",instance="n0"}': 9, 'ttp_stage{job="a",instance="n0",stage="training"}': 1}
+    stands_by = {'ttp_version_oldest{job="a",instance="n1"}': 0, 'ttp_stage{job="a",instance="n1",stage="waiting"}': 1}
+    roles = {'ttp_controller_leader{job="a",instance="n0"}': 1, 'ttp_controller_leader{job="a",instance="n1"}': 0}
+    wanted = {"ttp_version_oldest": ("{}", 9), "ttp_stage": ('ttp_stage{job="a",instance="n0",stage="training"}', 1)}
+    expected = [
+        {"expr": query, "eval_time": "1m", "exp_samples": [{"labels": labels, "value": value}]}
+        for query in panels()
+        for name, (labels, value) in wanted.items()
+        if name in query
+    ]
+    series = [{"series": name, "values": f"{value}x5"} for name, value in {**leads, **stands_by, **roles}.items()]
+    test = {"interval": "1m", "input_series": series, "promql_expr_test": expected}
+    file = tmp_path / "panels.yml"
+    file.write_text(json.dumps({"rule_files": [], "tests": [test]}))
+    assert len(expected) == len(wanted) and "SUCCESS" in promtool("test", "rules", file)
+
+
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
     metrics = {"TTP_METRICS_PORT": str(free_port())}
