@@ -134,6 +134,36 @@ def test_what_is_told(tmp_path: Path) -> None:
     assert (none.code, outside.code) == (404, 404)
 
 
+def test_what_the_files_tell_meanwhile_is_no_answer_of_the_job(tmp_path: Path) -> None:
+    """The first request after a long time found the state of then: files had changed, and made a view before the job."""
+    answers, may_answer = [status("training", "llll"), status("saving", "ffff")], threading.Event()
+
+    def asked() -> Any:
+        if len(answers) == 1:
+            may_answer.wait(20)
+        return answers.pop(0) if len(answers) > 1 else answers[0], "here:1", None
+
+    async def run() -> str:
+        looks = Looks(asked, Incidents(tmp_path))
+        running = asyncio.create_task(looks.run())
+        try:
+            app = make_app(looks, "secret", 8780)
+            await get(app, "/api/v1/status", BEARER)
+            write(tmp_path, "one", SAVED)
+            again = asyncio.create_task(get(app, "/api/v1/status", BEARER))
+            while not json.loads(looks.text)["incidents"]:  # until the files have made a view
+                await asyncio.sleep(0.01)
+            may_answer.set()
+            return str(json.loads((await again).text)["stage"])
+        finally:
+            may_answer.set()
+            running.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await running
+
+    assert asyncio.run(run()) == "saving"
+
+
 def test_a_file_name_that_is_not_utf8_hides_no_other_incident(tmp_path: Path) -> None:
     write(tmp_path, "\udcff", SAVED)
     of_it = [f"/api/v1/incidents/\ufffd{end}" for end in ("", "/trace.json")]

@@ -171,7 +171,7 @@ class _Pages:
 
     async def plain(self, request: Request) -> Response:
         """Send ``ttp status`` and the list of incidents as text, for terminals and browsers without scripts."""
-        await self._fresh()
+        await self._looks.fresh(FIRST_S)
         out = io.StringIO()
         console = Console(file=out, width=140, force_terminal=False, highlight=False)
         error = json.loads(self._looks.text).get("error", "")
@@ -189,13 +189,9 @@ class _Pages:
     def _listed(self) -> list[dict[str, Any]]:
         return self._looks.incidents.listed
 
-    async def _fresh(self) -> None:
-        """Wait for a view that is newer than this call, at most ``FIRST_S`` seconds."""
-        await self._looks.newer(self._looks.number, FIRST_S)
-
     async def status(self, request: Request) -> Response:
         """Send a new view as JSON."""
-        await self._fresh()
+        await self._looks.fresh(FIRST_S)
         return Response(self._looks.text, media_type="application/json")
 
     async def incidents(self, request: Request) -> Response:

@@ -191,6 +191,8 @@ class Looks:
         self.incidents = incidents
         self.number = 0
         """Number of the latest view."""
+        self.answers = 0
+        """How often the job has been asked, whether it answered or not: a change of the files alone makes a view, too."""
         self.text = "{}"
         """The latest view as JSON; see ``ttp.web.view``."""
         self.status: pb.GetStatusResponse | None = None
@@ -215,11 +217,19 @@ class Looks:
 
     async def newer(self, number: int, timeout_s: float) -> bool:
         """Wait up to ``timeout_s`` seconds for a view newer than ``number``, and return whether there is one."""
+        await self._until(lambda: self.number > number, timeout_s)
+        return self.number > number
+
+    async def fresh(self, timeout_s: float) -> None:
+        """Wait up to ``timeout_s`` seconds until the job has been asked: the last answer may be hours old."""
+        answers = self.answers
+        await self._until(lambda: self.answers > answers, timeout_s)
+
+    async def _until(self, holds: Callable[[], bool], timeout_s: float) -> None:
         self.want()
         async with self._news:
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._news.wait_for(lambda: self.number > number), timeout_s)
-        return self.number > number
+                await asyncio.wait_for(self._news.wait_for(holds), timeout_s)
 
     async def run(self) -> None:
         """Poll the job until cancelled."""
@@ -245,8 +255,12 @@ class Looks:
             await asyncio.sleep(1.0 if self._view["error"] else max(LOOK_S, share_s))
 
     async def _look_at_job(self) -> None:
+        await self._ask_job()
+        self.answers += 1
+        await self._publish()
+
+    async def _ask_job(self) -> None:
         if self._ask is None:
-            await self._publish()
             return
         try:
             now, controller, run_dir = await asyncio.to_thread(self._ask)
@@ -260,7 +274,6 @@ class Looks:
             self.incidents.belong_to(now.save_dir, run_dir)
             pace = self._progress.at(now, time.monotonic())
             self._view = {**view(now, self.incidents.newest, pace), "controller": controller}
-        await self._publish()
 
     async def _recorded_end(self) -> str:
         """Return ``Incidents.ended``; empty if that takes longer than ``ENDED_S``, as the storage may hang."""
