@@ -6,7 +6,8 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import torch.distributed
 from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousStoreInfo
@@ -15,6 +16,7 @@ logger = logging.getLogger("ttp.launch")
 
 SAY_S = 10.0
 """Seconds after which a launcher says that it waits for those of other hosts."""
+SILENT = "the rendezvous does not answer: its host is lost, or not to be reached"
 MISSING = (
     "they have not started yet, or one has left, as its log says. If it does not come back, end the job on all hosts "
     "with SIGTERM and start it again; what was saved stays"
@@ -50,6 +52,27 @@ def told_if_late(what: Callable[[], str] = lambda: MISSING) -> Iterator[None]:
         yield
     finally:
         late.cancel()
+
+
+Answer = TypeVar("Answer")
+
+
+def asked_aside(question: Callable[[], Answer]) -> Future[Answer]:
+    """Ask the rendezvous or one of its stores on another thread, because torch's C++ code does not stop to wait.
+
+    If their host has lost its power, the answer comes when the kernel gives up, after a quarter of an hour. Torch's own
+    time-outs do not hold there, and no signal reaches a thread that waits so.
+    """
+    answer: Future[Answer] = Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(question())
+        except Exception as problem:
+            answer.set_exception(problem)
+
+    threading.Thread(target=ask, daemon=True).start()
+    return answer
 
 
 def serve_store(address: str) -> Any:

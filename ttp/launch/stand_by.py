@@ -27,7 +27,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousE
 
 from ttp.errors import ConfigError
 from ttp.launch.refusal import heard
-from ttp.launch.rendezvous import WrappedRendezvous, told_if_late
+from ttp.launch.rendezvous import SILENT, WrappedRendezvous, asked_aside, told_if_late
 
 logger = logging.getLogger("ttp.launch")
 
@@ -66,16 +66,12 @@ class Rescheduling(WrappedRendezvous):
     def num_nodes_waiting(self) -> int:
         """Return how many hosts want to join; 0 if the rendezvous has gone: the workers need it only to start again.
 
-        If its host has lost its power, torch would wait for the answer until the kernel gives up, a quarter of an hour,
-        and this host's workers would not be looked after. A store of torch that has gone does not come back, and its
-        C++ code writes a stack trace for each attempt, so it is not asked again.
+        This host's workers are looked after meanwhile (``asked_aside``). A store of torch that has gone does not come
+        back, and its C++ code writes a stack trace for each attempt, so it is not asked again.
         """
         if self._gone and self._inner.get_backend() == "c10d":
             return 0
-        if self._asked is None:
-            self._asked = Future()
-            threading.Thread(target=_ask, args=(self._asked, self._inner.num_nodes_waiting), daemon=True).start()
-        asked = self._asked
+        self._asked = asked = self._asked or asked_aside(self._inner.num_nodes_waiting)
         if not wait([asked], ANSWER_S).done:
             return 0
         self._asked = None
@@ -98,7 +94,7 @@ class Rescheduling(WrappedRendezvous):
             RendezvousConnectionError: the rendezvous does not answer.
         """
         if self._asked is not None and not wait([self._asked], GONE_S).done:
-            raise RendezvousConnectionError("the rendezvous does not answer: its host is lost, or not to be reached")
+            raise RendezvousConnectionError(SILENT)
         self._asked = None  # the answer would be about the last round
         limited = self._seated and self._wait_s > 0
         if limited:
@@ -219,13 +215,6 @@ class StandBy(Rescheduling):
             meeting = self._inner._state_holder.state
             self._turn = self._inner._get_store().add(f"{TURN_KEY}/{meeting.round + meeting.complete}", 1)
         return self._turn <= empty or for_s >= LATE_S
-
-
-def _ask(answer: Future[int], question: Callable[[], int]) -> None:
-    try:
-        answer.set_result(question())
-    except Exception as problem:
-        answer.set_exception(problem)
 
 
 def pass_barrier(store: Any, hosts: int) -> None:
