@@ -14,7 +14,7 @@ from ttp.core.layout import compact_ranks, ranks_text
 
 Facts = Mapping[str, Any]
 
-TEXT_MAX = 120
+TEXT_MAX = 240
 """Maximum number of characters of an error that are shown."""
 ALIKE_MAX = 16
 """Maximum number of lines of one kind about a single rank that are shown one by one; the ranks of others are listed."""
