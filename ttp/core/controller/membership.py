@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ttp.core import messages as m
@@ -50,16 +50,9 @@ class Guest:
 
 
 @dataclass(slots=True)
-class Membership:
-    """The ranks of the current incarnation. Everything that is needed for each event takes constant time."""
+class Ranks:
+    """The ranks of one incarnation. All of it is forgotten when the next one begins."""
 
-    term: int = 1
-    """The term of this controller; raised above that of every other controller that a rank has seen."""
-    incarnation: int = 0
-    run_id: str = ""
-    layout: Layout | None = None
-    layouts: OrderedDict[str, Layout] = field(default_factory=OrderedDict)
-    """Layouts by digest: that of the job, and the last few that ranks announced; see ``layout_exchange``."""
     members: dict[Rank, Member] = field(default_factory=dict)
     live: set[Rank] = field(default_factory=set)
     """Connected ranks."""
@@ -67,8 +60,6 @@ class Membership:
     """Lost ranks that may come back within the grace, and the start of that grace, the earliest first."""
     suspects_on: Counter[str] = field(default_factory=Counter)
     """Number of suspects on each host."""
-    back_at: float = 0.0
-    """Time at which a suspect has last come back."""
     silent: set[Rank] = field(default_factory=set)
     """Connected ranks whose host is in doubt; see ``silence``."""
     broken: set[Rank] = field(default_factory=set)
@@ -79,8 +70,6 @@ class Membership:
 
     Before that the job has not trained: ranks may join, leave and be replaced.
     """
-    ended: bool = True
-    """True if this incarnation is over or there was none yet: the next one may start."""
     by_connection: dict[ConnectionId, set[Rank]] = field(default_factory=dict)
     gone: dict[Rank, int] = field(default_factory=dict)
     """Ranks that have left a job that is not formed yet, and the launch number of each."""
@@ -93,12 +82,29 @@ class Membership:
     """How missing ranks ended, as their launchers have told a controller that takes over."""
     gather_until: float | None = None
     """Time until which missing ranks may say hello to a controller that takes over; None: it waits for none."""
+    at_home: Rank = Rank(-1)  # noqa: RUF009 - a number, which all instances may share
+    """A rank of the controller's host; -1: there is none yet."""
 
+
+@dataclass(slots=True)
+class Membership(Ranks):
+    """The job and the ranks of its current incarnation. All that is needed for each event takes constant time."""
+
+    term: int = 1
+    """The term of this controller; raised above that of every other controller that a rank has seen."""
+    incarnation: int = 0
+    run_id: str = ""
+    layout: Layout | None = None
+    layouts: OrderedDict[str, Layout] = field(default_factory=OrderedDict)
+    """Layouts by digest: that of the job, and the last few that ranks announced; see ``layout_exchange``."""
+    back_at: float = 0.0
+    """Time at which a suspect has last come back."""
+    ended: bool = True
+    """True if this incarnation is over or there was none yet: the next one may start."""
     places: set[str] = field(default_factory=set)
     """The directory that the job saves to, as the ranks of any launch name it: each host may have its own name."""
     home: str = ""
-    at_home: Rank = Rank(-1)  # noqa: RUF009 - a number, which all instances may share
-    """A rank of ``home``, which is the host of this controller; -1: there is none yet."""
+    """The host of this controller."""
 
     @property
     def save_dir(self) -> str:
@@ -137,11 +143,9 @@ class Membership:
         self.ended = True
 
     def _forget_ranks(self) -> None:
-        self.members, self.by_connection, self.gone = {}, {}, {}
-        self.suspects, self.suspects_on = OrderedDict(), Counter()
-        self.live, self.silent, self.broken, self.done = set(), set(), set(), set()
-        self.formed, self.gather_until, self.seats = False, None, set()
-        self.moving, self.guests, self.exited, self.at_home = set(), {}, {}, Rank(-1)
+        none = Ranks()
+        for each in fields(none):
+            setattr(self, each.name, getattr(none, each.name))
 
     def learn(self, layout: Layout) -> None:
         """Remember a layout by its digest; only the last few are kept."""

@@ -51,7 +51,7 @@ class StandIn:
 
     def _begin(self) -> None:
         """Begin without ranks: the next rank that comes may be of another job."""
-        self.job = Membership(NO_TERM)
+        self.job = Membership(term=NO_TERM)
         self._outbox = Outbox(self.job)
         self._layouts = Layouts(self.job, self._outbox)
         mirrors = Mirrors(self.job, self._outbox)
