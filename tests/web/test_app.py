@@ -135,7 +135,7 @@ def test_what_is_told(tmp_path: Path) -> None:
 
 
 def test_what_the_files_tell_meanwhile_is_no_answer_of_the_job(tmp_path: Path) -> None:
-    """The first request after a long time found the state of then: files had changed, and made a view before the job."""
+    """The first request after a long time found the state of then: files had changed, and made a view first."""
     answers, may_answer = [status("training", "llll"), status("saving", "ffff")], threading.Event()
 
     def asked() -> Any:

@@ -192,7 +192,7 @@ class Looks:
         self.number = 0
         """Number of the latest view."""
         self.answers = 0
-        """How often the job has been asked, whether it answered or not: a change of the files alone makes a view, too."""
+        """How often the job has been asked, whether it answered or not. Changed files alone make a view, too."""
         self.text = "{}"
         """The latest view as JSON; see ``ttp.web.view``."""
         self.status: pb.GetStatusResponse | None = None
