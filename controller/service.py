@@ -278,14 +278,14 @@ def _rank_status(driver: Driver, rank: Rank, now: float) -> pb.RankStatus:
 
 
 def _incident_status(incident: Incident, *, open_now: bool, now: float) -> pb.IncidentStatus:
-    plan, release = incident.draft.plan, incident.release
+    plan = incident.draft.plan
     return pb.IncidentStatus(
         id=incident.id,
         stage=incident.stage.value if open_now else "closed",
         cause=incident.cause,
         version=plan.version if plan else 0,
         outcome=incident.outcome,
-        reason=plan.reason if plan else release.text if release else "",
+        reason=incident.why if open_now or plan is None else plan.reason,
         path=incident.path,
         opened_unix_s=time.time() - (now - incident.opened_at),
     )

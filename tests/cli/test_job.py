@@ -18,12 +18,14 @@ from rich.console import Console
 
 from tests.cli.conftest import Controller, Ttp
 from tests.cli.test_saved import keys_in_help
+from tests.core.test_other_directory import everybody_fails, saving
 from tests.ports import free_port
 from ttp.cli import connection
 from ttp.cli import status as status_command
 from ttp.cli.connection import UnreachableError, Where, connected
 from ttp.cli.status import picture
 from ttp.config import Config
+from ttp.controller.service import _incident_status
 from ttp.errors import ConfigError
 from ttp.launch import ring
 from ttp.launch.job_verdict import ask_verdict
@@ -72,6 +74,15 @@ def test_status_of_a_job(ttp: Ttp, start: Start) -> None:
     assert "training · run digits · incarnation 1 · 4 ranks · torch" in said
     assert "shard model: ranks 0-3" in said
     assert re.search(r"3 +right +103 +7 +idle +live", said)
+
+
+def test_it_says_that_the_storage_refuses_a_save() -> None:
+    """It is tried again for minutes, in which somebody may free space; the status said only "now freezing"."""
+    talk = saving(rescue_s=60.0)
+    everybody_fails(talk)
+    incident = _incident_status(talk.incident, open_now=True, now=talk.incident.opened_at)
+    said = rendered(pb.GetStatusResponse(stage="freezing", last_incident=incident))
+    assert "now freezing: the storage refused rank 0 (disk full): the save is tried again after 0.1 s" in said
 
 
 def test_a_large_job_shows_who_stands_out() -> None:

@@ -235,7 +235,7 @@ def _table_of(ranks: list[pb.RankStatus]) -> RenderableType:
 
 
 def _incident_lines(incident: pb.IncidentStatus) -> Text:
-    said = incident.outcome or f"now {incident.stage}"
+    said = incident.outcome or f"now {incident.stage}: {incident.reason}"
     lines = [f"last incident {incident.id}, {when_text(incident.opened_unix_s)}: {incident.cause}", f"  {said}"]
     if incident.path:
         lines.append(f"  {incident.path}")
