@@ -31,7 +31,11 @@ from ttp.chaos.rank_connection import END, HOLD, LAUNCH, RankConnection
 from ttp.processor import continuing
 
 ACCUMULATION = 2
-RANK = int(os.environ.get("RANK", "0"))
+
+
+def own_rank() -> int:
+    """Return this process's rank. A module that read it while it is imported would make every restart a cold one."""
+    return int(os.environ.get("RANK", "0"))
 
 
 def life() -> tuple[int, int]:
@@ -54,7 +58,7 @@ class Here:
     def __init__(self) -> None:
         self.step = 0
         self.life = life()
-        self.line = RankConnection(RANK, self.life)
+        self.line = RankConnection(own_rank(), self.life)
 
     @classmethod
     def now(cls) -> Here:
@@ -173,9 +177,9 @@ class Training:
         self.schedule = Schedule(self.optimizer, lambda s: min(1.0, (s + 1) / 5) * 0.97**s)
         Schedule.here = Losses.here = here  # only now: the constructor of a schedule calls its step()
         self.losses = Losses()
-        torch.manual_seed(100 + RANK)  # every rank has its own dropout stream
-        random.seed(200 + RANK)
-        np.random.seed(300 + RANK)
+        torch.manual_seed(100 + own_rank())  # every rank has its own dropout stream
+        random.seed(200 + own_rank())
+        np.random.seed(300 + own_rank())
 
     def one_step(self, step: int) -> None:
         """Train ``step`` (from 0), which makes version ``step + 1``."""
@@ -200,7 +204,7 @@ class Training:
         note("state", step + 1, *self.digests())
 
     def _loss(self, step: int, micro: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(1000 * step + 100 * micro + RANK)
+        generator = torch.Generator().manual_seed(1000 * step + 100 * micro + own_rank())
         data, target = torch.randn(8, 16, generator=generator), torch.randint(0, 4, (8,), generator=generator)
         data = data + 0.01 * random.random() + 0.01 * float(np.random.rand())
         return nn.functional.cross_entropy(self.model(data), target) / ACCUMULATION
@@ -239,7 +243,7 @@ def digest(parts: Iterable[Any], last: bytes) -> str:
 def note(kind: str, value: int, *more: str) -> None:
     """Append a line to this rank's notes: time, life, kind, value and digests. One write survives a SIGKILL."""
     words = (f"{time.monotonic():.6f}", "{}.{}".format(*life()), kind, str(value), *more)
-    with (Path(os.environ["CHAOS_DIR"]) / f"rank{RANK}.log").open("a") as log:
+    with (Path(os.environ["CHAOS_DIR"]) / f"rank{own_rank()}.log").open("a") as log:
         log.write(" ".join(words) + "\n")
 
 
