@@ -44,6 +44,8 @@ _LOCAL = ("get_rank", "get_world_size", "get_backend", "get_backend_config")
 """Functions of torch that call ``_MEMBER`` as collectives do, but communicate with no other rank."""
 _OF_C10D = (c10d.__name__, "torch.distributed.c10d_logger")
 """Modules of torch whose frames lie between a collective and the code that calls it."""
+_NEW_NCCL = "ProcessGroupNCCL2"
+"""Class name of the backend that ``nccl`` names from torch 2.15 on."""
 _ALONE = "FakeProcessGroup"
 """Class name of torch's backend that connects to no rank."""
 
@@ -160,7 +162,8 @@ class Groups:
         transport = self._transports.get(name)
         if transport is None or transport.backend != kind:
             only = "gloo and NCCL" if len(self._transports) > 1 else "gloo"
-            return f"a process group uses {kind}; only the backends of {only} can be exchanged"
+            todo = ": start the job with TORCH_DIST_USE_NCCL2=0" if kind == _NEW_NCCL and name == "nccl" else ""
+            return f"a process group uses {kind}; only the backends of {only} can be exchanged{todo}"
         if name not in self._tried:  # late: at the entry of train() a program may not have chosen its device
             self._tried[name] = transport.why_not() or ("" if name == "gloo" else self_test(transport, device))
         return self._tried[name]

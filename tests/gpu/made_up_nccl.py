@@ -122,6 +122,8 @@ class Kernel:
 def install() -> None:
     """Make this NCCL torch's."""
     _c10d.ProcessGroupNCCL, _c10d._NCCL_AVAILABLE = ProcessGroupNCCL, True
+    if (use_former := getattr(_c10d, "_register_builtin_nccl_as_legacy", None)) is not None:  # torch 2.15 has two
+        use_former()
     if unkind := UNKIND.get(os.environ.get("MADE_UP_NCCL", "")):  # but in a group of one, as it is tried at first
         ProcessGroupNCCL.on_abort = staticmethod(lambda backend: unkind(backend) if backend.size() > 1 else None)
 

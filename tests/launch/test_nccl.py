@@ -131,6 +131,7 @@ class TestGoingOn:
             ({"TORCH_NCCL_PROPAGATE_ERROR": "true"}, "with TORCH_NCCL_PROPAGATE_ERROR=true "),
             ({"NCCL_NVLS_ENABLE": "2"}, "with NCCL_NVLS_ENABLE=2 .* SHARP"),
             ({"NCCL_NVLS_ENABLE": None}, "without NCCL_NVLS_ENABLE=0 .* SHARP"),
+            ({"TORCH_DIST_USE_NCCL2": "1"}, "with TORCH_DIST_USE_NCCL2=1 .* cannot exchange"),
             ({"TORCH_NCCL_BLOCKING_WAIT": "1"}, "TORCH_NCCL_BLOCKING_WAIT=1 the host waits"),
             ({HEARTBEAT: "380"}, "TIMEOUT_SEC=380 .* 390 s of going on"),
         ],
@@ -141,7 +142,12 @@ class TestGoingOn:
         assert re.search(words, found), found
 
     @pytest.mark.parametrize(
-        "environ", [{"TORCH_NCCL_PROPAGATE_ERROR": None}, {HEARTBEAT: "5", "TORCH_NCCL_ENABLE_MONITORING": "0"}]
+        "environ",
+        [
+            {"TORCH_NCCL_PROPAGATE_ERROR": None},
+            {"TORCH_DIST_USE_NCCL2": None},  # no torch before 2.15 has it
+            {HEARTBEAT: "5", "TORCH_NCCL_ENABLE_MONITORING": "0"},
+        ],
     )
     def test_what_leaves_it_alone(self, environ: dict[str, str | None]) -> None:
         merged = self.all | environ

@@ -19,6 +19,10 @@ communicators once the state is saved. No other code may react to such an abort,
 NCCL cannot abort communicators that use it. Values that a user has set are kept; the job is then started anew after a
 failure.
 
+Torch 2.15 has two backends of NCCL. Its new one, the default, acts on ``TORCH_NCCL_ASYNC_ERROR_HANDLING`` in the same
+way and has no monitor (``torch/csrc/distributed/c10d/nccl2``). ttp can exchange only the former one, for which
+survivors that go on need ``TORCH_DIST_USE_NCCL2=0``; older versions of torch ignore that.
+
 A process group reads these variables when it is made. Launchers of ttp export them to the workers. Under another
 launcher ``import ttp`` sets them, early enough in almost every program. ``wrap_optimizer`` can only check them.
 """
@@ -53,10 +57,11 @@ TO_GO_ON = {
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "NCCL's watchdog ends the process at an error of the device",
     "TORCH_NCCL_PROPAGATE_ERROR": "other ranks treat the abort of one rank as a failure",
     "NCCL_NVLS_ENABLE": "communicators that use NVLink SHARP cannot be aborted",
+    "TORCH_DIST_USE_NCCL2": "torch uses a backend of NCCL that ttp cannot exchange",
 }
 """Names of settings that have to be 0 if survivors go on in their processes, each with the reason."""
 _OFF = ("0", "f", "false", "n", "no")
-_OFF_BY_DEFAULT = ("TORCH_NCCL_PROPAGATE_ERROR",)
+_OFF_BY_DEFAULT = ("TORCH_NCCL_PROPAGATE_ERROR", "TORCH_DIST_USE_NCCL2")
 
 _HANDLING_OF_TORCH = 3
 _HANDLING_OF_TORCHRUN = "1"

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import cache
 from math import prod
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint import filesystem
@@ -93,16 +94,24 @@ def _describe(chunks: Sequence[IndexEntry]) -> TensorStorageMetadata | BytesStor
     if not first.is_tensor:
         return BytesStorageMetadata()
     return TensorStorageMetadata(
-        properties=_properties(first.torch_dtype),
+        properties=_properties(first.torch_dtype, _strides(first.shape)),
         size=torch.Size(first.shape),
         chunks=[ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in chunks],
     )
 
 
 @cache
-def _properties(dtype: torch.dtype) -> TensorProperties:
-    """Return the same object for all tensors of a dtype, so that the pickle holds it once and refers to it."""
-    return TensorProperties(dtype=dtype)
+def _properties(dtype: torch.dtype, strides: tuple[int, ...] | None) -> TensorProperties:
+    """Return the same object for all tensors of a kind, so that the pickle holds it once and refers to it."""
+    properties: Any = TensorProperties(dtype=dtype)
+    if strides is not None:
+        properties.strides = strides
+    return cast(TensorProperties, properties)
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the strides of a whole tensor; None: this torch, older than 2.15, has no place for them."""
+    return torch.empty(tuple(shape), device="meta").stride() if hasattr(TensorProperties, "strides") else None
 
 
 def _place(item: IndexEntry, index: int) -> tuple[MetadataIndex, filesystem._StorageInfo]:

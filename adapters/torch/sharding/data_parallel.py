@@ -24,6 +24,9 @@ from ttp.adapters.torch.sharding.names import ModelNames
 
 _log = logging.getLogger("ttp.adapters.torch")
 
+_PUTS_BUFFERS_BACK = "_pre_metadata_inference_backup"
+"""A method of pipeline stages that restore the buffers after a trial pass, from torch 2.15 on."""
+
 Layouts = str | dict[str, str]
 """The bucket layout of the only DistributedDataParallel, as ``bucket_layout`` returns it. If there are several: their
 known layouts, by the name of each module's first parameter."""
@@ -267,6 +270,8 @@ def _say_trial_passes(model: nn.Module) -> None:
         parts = list(stage.submod.modules())
         if any(isinstance(part, DistributedDataParallel) for part in parts):
             changed = "DistributedDataParallel then reduces gradients of the first microbatch on its own"
+        elif hasattr(stage, _PUTS_BUFFERS_BACK):
+            continue
         elif any(getattr(part, "running_mean", None) is not None for part in parts):
             changed = "it changes the running statistics of normalisation layers"
         else:

@@ -27,6 +27,7 @@ from ttp.adapters.torch.sharding.data_parallel import (
 )
 from ttp.adapters.torch.sharding.ddp_buckets import apply_bucket_layout, renew_reducer
 from ttp.adapters.torch.sharding.names import ModelNames
+from ttp.adapters.versions import numbers
 
 Ddp: Any = DistributedDataParallel
 
@@ -323,9 +324,11 @@ class TestTrialPassesOfAPipeline:
         assert "reduces gradients of the first microbatch" in said[0]
 
     def test_statistics_count_it(self, caplog: pytest.LogCaptureFixture) -> None:
+        """Before torch 2.15, which restores them after the trial pass."""
         model = layers().append(nn.BatchNorm1d(2))
-        assert "it changes the running statistics" in "".join(self.said(model, caplog))
-        assert model[2].num_batches_tracked == 3
+        told = "it changes the running statistics" in "".join(self.said(model, caplog))
+        assert model[2].num_batches_tracked == (3 if told else 2)
+        assert told == (numbers(torch.__version__) < (2, 15))
 
     def test_a_stage_that_knows_its_shapes_makes_none(self, caplog: pytest.LogCaptureFixture) -> None:
         model = layers().append(nn.BatchNorm1d(2))

@@ -279,6 +279,11 @@ class TestRefusal:
     def test_it_was_not_switched_on(self, nccl: type[ProcessGroupNCCL]) -> None:
         assert self.why_not(False).startswith("a process group uses ProcessGroupNCCL; only the backends of gloo can")
 
+    def test_the_new_one_of_torch(self, nccl: type[ProcessGroupNCCL], monkeypatch: pytest.MonkeyPatch) -> None:
+        """From torch 2.15 on ``nccl`` names another backend."""
+        monkeypatch.setattr(c10d, "ProcessGroupNCCL", type("ProcessGroupNCCL2", (nccl,), {}))
+        assert self.why_not().endswith("can be exchanged: start the job with TORCH_DIST_USE_NCCL2=0")
+
     def test_an_old_one(self, nccl: type[ProcessGroupNCCL], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(nccl, "version", (2, 25, 1))
         assert "NCCL is 2.25.1" in self.why_not() and "2.26" in self.why_not_again()
