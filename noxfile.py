@@ -22,6 +22,9 @@ PYTEST = ["pytest>=8,<9.1", "pytest-timeout>=2.3", "pytest-rerunfailures>=14", "
 SPREAD = ["-n", "4", "--max-worker-restart", "0", "--dist", "loadgroup"]
 """Four tests at a time. A worker that is replaced hangs pytest-xdist."""
 
+PARTS_OF_TORCH = [f"tests/{part}" for part in ("adapters/torch", "cli", "processor", "store", "wire")]
+"""Tests that need torch and no other framework."""
+
 PROTOS = [f"proto/ttp/wire/v1/{name}.proto" for name in ("barrier", "buddy", "controller", "recover", "rounds")]
 
 
@@ -189,13 +192,20 @@ def oldest(session: nox.Session) -> None:
     least = [*project["dependencies"], *project["optional-dependencies"]["torch"]]
     session.install(*(each.replace(">=", "==") for each in least), "safetensors>=0.4", "pytest-xdist>=3.6", *PYTEST)
     session.install("--no-deps", "-e", ".")
-    parts = [f"tests/{part}" for part in ("adapters/torch", "cli", "processor", "store", "wire")]
     others = ["--ignore=tests/adapters/torch/test_sharding.py", "--ignore=tests/cli/test_reshard.py"]
     others += [
         "--deselect",
         "tests/adapters/torch/test_transport.py::test_a_part_of_a_message_keeps_no_thread_of_gloo_busy",
     ]
-    session.run("python", "-m", "pytest", "-W", "default", *others, *parts, *session.posargs)
+    session.run("python", "-m", "pytest", "-W", "default", *others, *PARTS_OF_TORCH, *session.posargs)
+
+
+@nox.session
+def newest(session: nox.Session) -> None:
+    """Test the same with the newest torch on PyPI, which brings CUDA."""
+    session.install("--upgrade", "-e", ".[torch]", "safetensors", "scikit-learn", "pytest-xdist>=3.6", *PYTEST)
+    others = "--ignore=tests/cli/test_reshard.py"  # needs MindSpore
+    session.run("python", "-m", "pytest", "-W", "default", others, *PARTS_OF_TORCH, *session.posargs)
 
 
 @nox.session
