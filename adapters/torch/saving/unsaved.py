@@ -197,7 +197,8 @@ def _forgetful(modules: Iterable[nn.Module], saved: Collection[int]) -> Iterator
     for module in modules:
         if id(module) in saved or type(module).get_extra_state is not nn.Module.get_extra_state:
             continue
-        if any(kind.__module__.partition(".")[0] not in ("torch", "ttp", "builtins") for kind in type(module).__mro__):
+        kinds = (kind for kind in type(module).__mro__ if issubclass(kind, nn.Module))  # others: ``ABC``, ``Generic``
+        if any(kind.__module__.partition(".")[0] not in ("torch", "ttp") for kind in kinds):
             yield module  # ``fully_shard`` makes a class of torch's out of the module's own, which is a base of it
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tests.adapters.torch.going_on import Program, assert_goes_on_with_its_bits, data, net
 from tests.adapters.torch.stub_processor import Loop
 from ttp.adapters.torch.loop import followers
+from ttp.adapters.torch.saving.unsaved import switches_of
 from ttp.errors import UsageError
 
 
@@ -308,3 +309,25 @@ def test_a_layer_that_would_set_itself_up_again_is_told_once(
         optimizer.step()
     said = [text for text in caplog.messages if "was switched by the first iterations" in text]
     assert [text.split(" was switched")[0] for text in said] == told
+
+
+def test_what_a_program_switches_itself_before_its_first_iteration_is_no_news(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It does so in each launch: it turns on checkpointing of activations, or says that a layer has been set up."""
+    layer = Codebook()
+    both = nn.ModuleDict({"model": net(), "loss": layer})
+    optimizer = torch.optim.SGD(both.parameters(), lr=0.1)
+    Loop(tmp_path, both, optimizer).start(tmp_path / "pages")
+    layer.ready = True
+    for _ in range(3):
+        optimizer.zero_grad()
+        layer(both["model"](data())).backward()
+        optimizer.step()
+    assert not [text for text in caplog.messages if "was switched by the first iterations" in text]
+
+
+def test_switches_of_torchs_own_modules_are_not_looked_at() -> None:
+    """Some of them have abstract or generic classes of Python among their bases."""
+    observer = torch.ao.quantization.HistogramObserver()
+    assert "reduce_range" in vars(observer) and not switches_of(nn.ModuleList([observer]), ())
