@@ -94,7 +94,7 @@ def _describe(chunks: Sequence[IndexEntry]) -> TensorStorageMetadata | BytesStor
     if not first.is_tensor:
         return BytesStorageMetadata()
     return TensorStorageMetadata(
-        properties=_properties(first.torch_dtype, _strides(first.shape)),
+        properties=_properties(first.torch_dtype, _strides(first)),
         size=torch.Size(first.shape),
         chunks=[ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in chunks],
     )
@@ -109,9 +109,11 @@ def _properties(dtype: torch.dtype, strides: tuple[int, ...] | None) -> TensorPr
     return cast(TensorProperties, properties)
 
 
-def _strides(shape: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the strides of a whole tensor; None: this torch, older than 2.15, has no place for them."""
-    return torch.empty(tuple(shape), device="meta").stride() if hasattr(TensorProperties, "strides") else None
+def _strides(item: IndexEntry) -> tuple[int, ...] | None:
+    """Return the strides of the whole tensor; None: this torch, older than 2.15, has no place for them."""
+    if not hasattr(TensorProperties, "strides"):
+        return None
+    return torch.empty_permuted(item.shape, item.order or tuple(range(len(item.shape))), device="meta").stride()
 
 
 def _place(item: IndexEntry, index: int) -> tuple[MetadataIndex, filesystem._StorageInfo]:

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import state_dict_loader
-from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.metadata import StorageMeta, TensorProperties
 
 from tests.adapters.torch.checkpoints import whole_checkpoint
 from ttp.adapters.torch.restoring.reader import read_values
@@ -136,6 +136,17 @@ def test_our_reader_touches_neither_pickle_nor_metadata_file(tmp_path: Path, mon
     state = read_values(tmp_path, items)
     assert state["a"]["b"] == 1 and torch.equal(state["a"]["t"], torch.ones(2))
     assert build_metadata(items, StorageMeta()).planner_data == {"a.b": ("a", "b"), "a.t": ("a", "t")}
+
+
+def test_from_torch_2_15_on_strides_tell_the_order_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As stock torch writes them, also of a whole that is spread over shards."""
+    monkeypatch.setattr(TensorProperties, "strides", None, raising=False)
+    images = torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    tensors = {"turned": torch.ones(3, 2).T, "images": images, "one": torch.tensor(1.0), "empty": torch.ones(0, 5)}
+    found = build_metadata(items_of(shards(tmp_path, {**tensors, "cut": chunk(0, 0, 4, 6)})), StorageMeta())
+    described: Any = found.state_dict_metadata
+    strides = {name: described[name].properties.strides for name in described}
+    assert strides == {name: tensor.stride() for name, tensor in (*tensors.items(), ("cut", WHOLE))}
 
 
 def test_a_truncated_file_is_a_clear_error(tmp_path: Path) -> None:
