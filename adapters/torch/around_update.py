@@ -65,7 +65,6 @@ class AroundUpdate:
     compared: tuple[ModelNames, Optimizer] | None
     _numbers: tuple[Numbers, ...] | None = None  # of optimizers and modules, after the first update; later empty
     _switches: Numbers = field(init=False)  # of modules, before the first forward pass
-    _forward: bool = False  # there was one; its hook is not called if the model is compiled in place
     _late: set[str] = field(default_factory=set)  # names of the extra states that ``changed_late`` has looked at
 
     def __post_init__(self) -> None:
@@ -74,27 +73,11 @@ class AroundUpdate:
     def calls(self) -> Calls:
         """Return the functions to call around an update."""
         calls = Calls(self._before_gate, after_update=self._updated, after_end=self._after_end)
-        calls = calls._replace(before_forward=self._entered, evaluating=self._evaluates)
-        if (swapped := self.source.swapped) is not None:
-            calls = calls._replace(before_backward=swapped.used)
+        if (s := self.source.swapped) is not None:
+            calls = calls._replace(before_forward=s.entered, before_backward=s.used, evaluating=s.evaluates)
         if (preimage := self.source.preimage) is not None:
             return calls._replace(before_update=preimage.before_update, before_turn=lambda *_: not preimage.broken)
         return calls._replace(before_turn=self.between.before_turn)
-
-    def _entered(self) -> None:
-        self._note_switches()
-        if (swapped := self.source.swapped) is not None:
-            swapped.entered()
-
-    def _evaluates(self) -> None:
-        self._note_switches()
-        if (swapped := self.source.swapped) is not None:
-            swapped.evaluates()
-
-    def _note_switches(self) -> None:
-        """Note them once more: what the program has set since wrap_optimizer(), it sets after a restore, too."""
-        if not self._forward:
-            self._forward, self._switches = True, switches_of(self.model, self.extra.objects)
 
     def _before_gate(self) -> None:
         self.trial.before_update()

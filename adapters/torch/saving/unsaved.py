@@ -241,14 +241,15 @@ def tell_counts(before: Numbers, after: Numbers) -> None:
 
 
 def tell_switched(before: Numbers, after: Numbers) -> None:
-    """Warn, on rank 0, of switches of modules that the first updates have set: a restarted program sets them again."""
+    """Warn, on rank 0, of switches of modules that have changed since the start: a restarted module sets them again."""
     switched = sorted({name for (owner, name), text in after.items() if before.get((owner, name), text) != text})
     if switched and tells():
         log.warning(
-            "%s was switched by the first iterations and is in no checkpoint, as it is no buffer: after a restore it "
-            "is what it was at the start. If the module sets itself up from its first batch by it, it does so once "
-            "more, over what was restored. Keep it in a buffer, or give an object that saves and loads it as "
-            "extra_state. If one does already, or nothing depends on it, there is nothing to do",
+            "%s was switched after wrap_optimizer() and is in no checkpoint, as it is no buffer: after a restore it is "
+            "what it was at the start. If the module sets itself up from its first batch by it, it does so once more, "
+            "over what was restored. Keep it in a buffer, or give an object that saves and loads it as extra_state. If "
+            "one does already, if the program itself sets it in each launch, or if nothing depends on it, there is "
+            "nothing to do",
             ", ".join(switched),
         )
 
