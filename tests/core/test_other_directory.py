@@ -90,6 +90,7 @@ def test_who_failed_of_something_else_is_not_asked_again() -> None:
     first = min(talk.incident.draft.pending)
     talk.save_failed(first, may_pass=False)
     assert everybody_fails(talk).endswith("[retry]")
+    assert "storage refused rank" in talk.incident.why and f"rank {first}" not in talk.incident.why
     while (incident := talk.machine.incident) is not None and incident.retries < 3:
         talk.after(11)
         assert first not in {order.rank for order in talk.orders(m.Save) if order.order.shards}

@@ -56,7 +56,7 @@ class Retries:
         incident.retries += 1
         self._outbox.record("retry", after_s=pause_s, failures=dict(sorted(ranks.failures.items())), reason=reason)
         incident.look_again_at = now + pause_s
-        rank, text = next(iter(ranks.failures.items()))
-        why = f"the storage refused rank {rank} ({text}): the save is tried again after {pause_s:g} s"
+        rank = min(ranks.passing)
+        why = f"the storage refused rank {rank} ({ranks.failures[rank]}): the save is tried again after {pause_s:g} s"
         incident.begin_again(why, "", ranks.passing)
         return True
