@@ -18,6 +18,7 @@ from rich.console import Console
 
 from tests.cli.conftest import Controller, Ttp
 from tests.cli.test_saved import keys_in_help
+from tests.core.talk import Talk
 from tests.core.test_other_directory import everybody_fails, saving
 from tests.ports import free_port
 from ttp.cli import connection
@@ -76,13 +77,12 @@ def test_status_of_a_job(ttp: Ttp, start: Start) -> None:
     assert re.search(r"3 +right +103 +7 +idle +live", said)
 
 
-def test_it_says_that_the_storage_refuses_a_save() -> None:
-    """It is tried again for minutes, in which somebody may free space; the status said only "now freezing"."""
-    talk = saving(rescue_s=60.0)
-    everybody_fails(talk)
-    incident = _incident_status(talk.incident, open_now=True, now=talk.incident.opened_at)
-    said = rendered(pb.GetStatusResponse(stage="freezing", last_incident=incident))
-    assert "now freezing: the storage refused rank 0 (disk full): the save is tried again after 0.1 s" in said
+def test_it_says_what_an_incident_waits_for() -> None:
+    (asked := Talk()).fault(1)
+    everybody_fails(refused := saving(rescue_s=60.0))
+    for talk, why in (asked, "not all ranks have reported"), (refused, "the storage refused rank 0 (disk full): "):
+        now = _incident_status(talk.incident, open_now=True, now=0.0)
+        assert f"now freezing: {why}" in rendered(pb.GetStatusResponse(last_incident=now))
 
 
 def test_a_large_job_shows_who_stands_out() -> None:
