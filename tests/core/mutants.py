@@ -111,6 +111,15 @@ def _differences(old: types.CodeType, new: types.CodeType) -> Iterator[tuple[typ
             yield from _differences(before, after)
 
 
+def _outside(text: str) -> str:
+    """Return what a module does beside the code of its functions: constants, defaults, decorators, attributes."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            node.body = []
+    return ast.dump(tree)
+
+
 def _place(code: types.CodeType) -> tuple[str, str, int]:
     return code.co_filename, code.co_name, code.co_firstlineno
 
@@ -125,6 +134,12 @@ def _patch(module: str, tree: ast.Module | str) -> None:
     for function in functions:
         if (code := changed.get(_place(function.__code__))) is not None:
             function.__code__ = code
+
+
+def apply(module: str, text: str) -> None:
+    """Put a mutant in the place of a module that others have imported already. What only an import does is refused."""
+    assert _outside(text) == _outside(_source(module)), f"it changes {module} outside of functions"
+    _patch(module, text)
 
 
 @dataclass(eq=False)
@@ -208,7 +223,7 @@ def _run(session: pytest.Session, items: Items, after: Callable[[pytest.Item], o
 
 
 def _run_mutant(session: pytest.Session, items: Items, name: str) -> bool:
-    _patch(MUTANTS[name][0], _mutated(name))
+    apply(MUTANTS[name][0], _mutated(name))
     return _run(session, items)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.core.mutants import MUTANTS, ROOT
+from tests.core.mutants import MUTANTS, ROOT, _source, apply
 
 
 @pytest.mark.slow
@@ -25,3 +25,11 @@ def test_the_place_to_break_is_there(name: str) -> None:
     source = (ROOT / Path(*module.split("."))).with_suffix(".py").read_text()
     assert source.count(old) == 1
     assert old != new
+
+
+def test_a_mutant_that_would_take_effect_in_part_only_is_refused() -> None:
+    """The modules are imported already: a constant that is another one in the text stays as it is."""
+    module = "ttp.core.controller.retries"
+    mutant = _source(module).replace("REFUSALS_MAX = 16", "REFUSALS_MAX = 15").replace("retries += 1", "retries += 2")
+    with pytest.raises(AssertionError, match="outside of functions"):
+        apply(module, mutant)
