@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import threading
 from collections.abc import Coroutine, Iterator
 from functools import partial
@@ -88,7 +89,8 @@ class Served(Controller):
         self.ranks: list[FakeRank] = []
 
     async def _serve(self) -> tuple[Driver, grpc.aio.Server]:
-        driver = Driver(ControllerTimeouts(), self._journal, port=self.port, program=HandlerRecovery)
+        host = socket.gethostname()  # as ranks name it: one of another host would start a standby controller
+        driver = Driver(ControllerTimeouts(), self._journal, host, self.port, HandlerRecovery)
         return driver, await start_server(driver, Config(token=self.token), self.port)
 
     def do(self, work: Coroutine[Any, Any, T]) -> T:
