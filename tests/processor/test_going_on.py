@@ -48,6 +48,7 @@ def survivor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, groups: Any) -> It
     monkeypatch.setattr("ttp.adapters.torch.regroup.self_test", lambda: "")
     monkeypatch.setattr(continuing, "_continuing", found)
     yield found
+    found.releasing = False  # ends the thread that would end this process if a later test sleeps in torch
     found.clock.stop() if found.clock.runs else None
 
 
