@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
@@ -29,6 +31,7 @@ from tests.e2e.harness import Job
 from tests.ports import free_port
 from ttp.cli.incident_reader import read_incident
 from ttp.cli.spans import spans, trace_id
+from ttp.store.history import line_of
 
 __all__ = ["ttp"]
 
@@ -95,6 +98,9 @@ def test_an_incident_is_sent_from_its_file_and_twice_is_the_same(
     facts = {a.key: a.value.string_value or a.value.int_value for a in root.attributes}
     assert (facts["ttp.incident.id"], facts["ttp.version"], facts["ttp.exit.code"]) == ("one", 12, 75)
     assert collector.service == "ttp-controller" and any("rank 3 was lost" in event.name for event in root.events)
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
+    ttp("incidents", tmp_path, "--last", "--otlp")
+    assert collector.service == "mine"
 
 
 def test_what_failed_is_an_error(tmp_path: Path) -> None:
@@ -106,14 +112,33 @@ def test_what_failed_is_an_error(tmp_path: Path) -> None:
     found = {span.name: span for span in spans(read_incident(write(tmp_path, "one", story)))}
     assert found["ttp.save.shard"].status.description == "No space left"
     assert not found["ttp.incident"].status.is_ok
+    (only,) = spans(read_incident(write(tmp_path, "two", [(1.0, "thawed", {})])))
+    assert only.status.is_ok and "ttp.version" not in only.attributes, "a false alarm"
 
 
-def test_a_collector_that_is_not_there_is_said(tmp_path: Path, ttp: Ttp, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("protocol", ["grpc", "http/protobuf"])
+def test_a_collector_that_is_not_there_is_said_with_the_reason(
+    protocol: str, tmp_path: Path, ttp: Ttp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", protocol)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{free_port()}")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
     write(tmp_path, "one", SAVED)
     said = ttp("incidents", tmp_path, "--last", "--otlp")
-    assert said.code == 1 and "the collector did not accept the spans" in said.err
+    assert said.code == 1 and "the collector did not accept the spans: Failed to export" in said.err, said.err
+
+
+def test_a_launch_that_has_restored_nothing_has_no_trace(
+    tmp_path: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in collector.env.items():
+        monkeypatch.setenv(name, value)
+    launch = {"run_id": "job", "incarnation": 2, "world_size": 2, "save_dir": str(tmp_path)}
+    lines = line_of("incarnation", 10.0, launch)
+    for restored in ("", line_of("restored", 12.0, {"version": 12, "bytes": 2000})):
+        command = [sys.executable, "-m", "ttp.cli.spans", "one", "--restore"]
+        subprocess.run(command, input=(lines + restored).encode(), check=True, timeout=60)
+        assert [span.name for span in collector.spans] == ["ttp.restore"] * bool(restored)
 
 
 @pytest.fixture
