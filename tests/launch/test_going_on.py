@@ -11,6 +11,7 @@ import pytest
 
 dist: Any = pytest.importorskip("torch.distributed")
 
+from ttp.launch import going_on
 from ttp.launch.going_on import GoingOn
 
 
@@ -34,7 +35,8 @@ class Hosts:
 def then(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], None]:
     """Return a function that names what another host does while a launcher waits for the first time."""
     jobs: list[Callable[[], Any]] = []
-    monkeypatch.setattr(time, "sleep", lambda _: jobs and jobs.pop()())
+    timing = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: jobs and jobs.pop()())
+    monkeypatch.setattr(going_on, "time", timing)  # other threads of this process sleep, too
     return jobs.append
 
 

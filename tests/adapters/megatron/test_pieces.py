@@ -207,7 +207,7 @@ def restoring(scheduler: Scheduler | None) -> Any:
 
 @pytest.mark.parametrize(
     ("pending", "increment", "steps", "note"),
-    [(False, 4, 40, ""), (True, 4, 44, ""), (True, 0, 40, "the LR scheduler is one step behind")],
+    [(False, 4, 40, ""), (False, 0, 40, ""), (True, 4, 44, ""), (True, 0, 40, "the LR scheduler is one step behind")],
 )
 def test_a_step_of_the_scheduler_that_was_due_at_the_save_is_made(
     pending: bool, increment: int, steps: int, note: str
