@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -31,11 +30,19 @@ class Hosts:
         self.later = GoingOn(group, rendezvous, 1)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def then(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], None]:
     """Return a function that names what another host does while a launcher waits for the first time."""
     jobs: list[Callable[[], Any]] = []
-    timing = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: jobs and jobs.pop()())
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        assert sum(slept) < 60, "it waits on"
+        if jobs:
+            jobs.pop()()
+
+    timing = SimpleNamespace(monotonic=lambda: sum(slept), sleep=sleep)
     monkeypatch.setattr(going_on, "time", timing)  # other threads of this process sleep, too
     return jobs.append
 
