@@ -136,7 +136,8 @@ def _kill(ranks: Iterable[Popen[bytes]]) -> None:
 def kill_all(job: Popen[bytes]) -> None:
     """Kill a launcher with all processes below it."""
     for child in psutil.Process(job.pid).children(recursive=True) if job.poll() is None else []:
-        child.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            child.kill()
     _kill([job])
 
 
