@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-torch: Any = pytest.importorskip("torch")
-
+import torch
 from torch import nn
 from torch.nn.modules import module as modules
 from torch.optim import adam, optimizer, sgd

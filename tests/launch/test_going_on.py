@@ -7,11 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-dist: Any = pytest.importorskip("torch.distributed")
+import torch.distributed
 
 from ttp.launch import going_on
 from ttp.launch.going_on import GoingOn
+
+dist: Any = torch.distributed
 
 
 class Hosts:

@@ -6,9 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("safetensors")
-
 import torch
 from safetensors import safe_open
 from torch import nn
