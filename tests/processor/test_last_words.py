@@ -88,3 +88,15 @@ def test_a_program_that_has_closed_its_stderr_is_reported_like_any_other(monkeyp
     assert "ValueError: x" in log_error(0, ValueError("x"))
     complain("y")
     assert "before" in said
+
+
+@pytest.mark.parametrize(("rank", "shown"), [("3", 3), ("", "?")])
+def test_the_rank_of_a_json_line_is_a_number(rank: str, shown: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collectors compare it with the ranks of incidents, which are numbers."""
+    for name in ("ttp", ""):
+        monkeypatch.setattr(logging.getLogger(name), "handlers", [])
+    monkeypatch.setattr(sys, "stderr", stderr := io.StringIO())
+    monkeypatch.setenv("RANK", rank)
+    configure_logging(Config(port=1, log_format="json"))
+    logging.getLogger("ttp").error("x")
+    assert json.loads(stderr.getvalue())["rank"] == shown

@@ -67,9 +67,9 @@ def configure_logging(config: Config) -> None:
             tell(record)
 
     handler.handleError = told  # type: ignore[method-assign] # a subclass could not be generic in Python 3.10
-    rank = "?"
-    with contextlib.suppress(ConfigError):  # no rank is known here; code that needs the rank raises the error
-        rank = in_torchruns_names(os.environ).get("RANK", "?")
+    rank: int | str = "?"
+    with contextlib.suppress(ConfigError, KeyError, ValueError):  # unknown; code that needs the rank raises the error
+        rank = int(in_torchruns_names(os.environ)["RANK"])
     handler.setFormatter(
         formatter(config.log_format, f"%(asctime)s %(levelname)s [ttp rank {rank}] %(message)s", rank=rank)
     )

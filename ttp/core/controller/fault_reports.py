@@ -66,10 +66,9 @@ class FaultReports:
 
     def _stream_lost(self, member: Member, now: float, *, first_of_host: bool) -> None:
         rank, silent_s = member.hello.rank, now - member.last_seen
-        text = f"{member.name} was lost: its stream ended without a goodbye"
         cut_off = silent_s > self._parts.timeouts.silent_s
-        if cut_off:
-            text += f", after {silent_s:.1f} s of silence"
+        silence = f"silent for {silent_s:.1f} s, then " if cut_off else ""
+        text = f"{member.name} was lost: {silence}its stream ended without a goodbye"
         self._rescue.fault(rank, m.FaultKind.LOST, text, now)
         if cut_off and first_of_host:
             self._parts.indirect_probe.ask(rank)
