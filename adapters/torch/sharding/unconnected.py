@@ -70,8 +70,10 @@ _numbers = itertools.count()
 class Held(NamedTuple):
     """The state of an optimizer after an update."""
 
-    by_parameter: Mapping[Tensor, Mapping[str, Any]]
-    """The parameters that have state, and this state."""
+    parameters: Collection[Tensor]
+    """The parameters that have state."""
+    equal: Mapping[Tensor, Mapping[str, Any]]
+    """The state by parameter that should be equal on all ranks."""
     shares: Sequence[tuple[Tensor, Tensor]]
     """Tensors of the size of a rank's share, each with the parameter of which it may be a share; of a param group it is
     the first one."""
@@ -88,8 +90,7 @@ def held_state(optimizer: Optimizer, ranks: int, reduced: Collection[int], extra
         reduced: identities of the parameters that a DistributedDataParallel should keep equal.
         extra: the user's objects of ``extra_state``. Of an optimizer among them each rank gets back its own state.
     """
-    own = {id(each) for saved in extra if isinstance(saved, Optimizer) for each in parameters_of(saved)}
-    every = ((each, kept) for each, kept in optimizer.state.items() if isinstance(each, Tensor) and id(each) not in own)
+    every = ((each, kept) for each, kept in optimizer.state.items() if isinstance(each, Tensor))
     state = {each: dict(kept) for each, kept in every if isinstance(kept, Mapping) and kept}
     shares: list[tuple[Tensor, Tensor]] = []
     for each, kept in state.items():
@@ -100,8 +101,9 @@ def held_state(optimizer: Optimizer, ranks: int, reduced: Collection[int], extra
         for first in group["params"][:1]:
             whole = len(group["params"]), *first.shape
             shares += [(first, tensor) for tensor in _tensors(group) if _is_share(tensor.shape, whole, ranks)]
-    equal = (parameter for parameter in parameters_of(optimizer) if id(parameter) in reduced)
-    return Held(state, shares, {parameter: b"".join(_some([parameter])) for parameter in equal})
+    weights = {each: b"".join(_some([each])) for each in parameters_of(optimizer) if id(each) in reduced}
+    own = {id(each) for saved in extra if isinstance(saved, Optimizer) for each in parameters_of(saved)}
+    return Held([*state], {each: kept for each, kept in state.items() if id(each) not in own}, shares, weights)
 
 
 def _is_share(shape: Sequence[int], whole: Sequence[int], ranks: int) -> bool:
@@ -133,9 +135,9 @@ def different_weights(
     """
     compared = {parameter: data for parameter, data in noted if id(parameter) not in reduced}
     connected = (data for parameter, data in (*noted, *state.weights.items()) if id(parameter) in reduced)
-    holds = sorted(map(names.of, state.by_parameter))
+    holds = sorted(map(names.of, state.parameters))
     mine, equal = (xxhash.xxh3_128_hexdigest(b"".join(each)) for each in (compared.values(), connected))
-    own = (_tensors(state.by_parameter.get(each, {})) for each in compared)
+    own = (_tensors(state.equal.get(each, {})) for each in compared)
     own_state = xxhash.xxh3_128_hexdigest(b"".join(part for tensors in own for part in _some(tensors)))
     held = xxhash.xxh3_128_hexdigest(str(holds).encode())
     parts = [tensor for _, tensor in state.shares]

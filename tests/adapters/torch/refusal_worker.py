@@ -97,7 +97,9 @@ def everything(directory: Path, rank: int) -> dict[str, Any]:
         "state of their own as extra state": reduced_by_hand(directory / "s", rank, every=1, error=rank, own=True),
         "counts of their own": reduced_by_hand(directory / "counts", rank, every=1, error=rank, shape=()),
         "state on one rank": spread(directory / "spread", rank),
+        "state on one rank, and as extra state": spread(directory / "too", rank, own=True),
         "rows of a parameter": spread(directory / "rows", rank, OwnRows),
+        "rows of a parameter, and as extra state": spread(directory / "rows too", rank, OwnRows, own=True),
         "parameters of a group": spread(directory / "group", rank, OwnOfGroup),
         "one parameter of a group": spread(directory / "one", rank, OwnOfGroup, bias=False),
         "as small as a share": spread(directory / "small", rank, SmallState),
@@ -202,10 +204,13 @@ class SmallState(OwnShare):
             parameter.sub_(momentum.add_(parameter.grad[:1]).sum(), alpha=0.1)
 
 
-def spread(directory: Path, rank: int, kind: type[OwnShare] = OwnShare, bias: bool = True) -> list[str]:
+def spread(
+    directory: Path, rank: int, kind: type[OwnShare] = OwnShare, bias: bool = True, own: bool = False
+) -> list[str]:
     """The gradients are reduced by a DistributedDataParallel, and the optimizer has its state on one rank each."""
     torch.manual_seed(3)
     model = Ddp(nn.Linear(2, 2, bias=bias))
+    optimizer = kind(model.parameters())
 
     def iterate(_step: int, update: Callable[[], None]) -> None:
         for number, parameter in enumerate(model.parameters()):  # not after the update, which only one rank refuses
@@ -214,7 +219,7 @@ def spread(directory: Path, rank: int, kind: type[OwnShare] = OwnShare, bias: bo
         model(torch.full((1, 2), 1.0 - 2 * rank)).sum().backward()
         update()
 
-    return trained(registered(model, kind(model.parameters())), directory, rank, iterate)
+    return trained(registered(model, optimizer, extra_state=optimizer if own else None), directory, rank, iterate)
 
 
 def made_anew(directory: Path, rank: int) -> list[str]:

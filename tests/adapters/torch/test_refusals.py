@@ -108,15 +108,26 @@ class TestGradientsReducedByHand:
 
 
 @pytest.mark.supports("state spread by the optimizer itself")
-def test_a_state_of_the_optimizer_that_only_one_rank_has_is_refused(told: dict[str, Any]) -> None:
-    """A checkpoint is written by one of the ranks, which lacks the state of the others."""
-    first, second = sorted(told["state on one rank"])
+@pytest.mark.parametrize("case", ["state on one rank", "state on one rank, and as extra state"])
+def test_a_state_of_the_optimizer_that_only_one_rank_has_is_refused(told: dict[str, Any], case: str) -> None:
+    """A checkpoint is written by one of the ranks, which lacks the state of the others. What a rank has given as extra
+    state too is lost with its host.
+    """
+    first, second = sorted(told[case])
     assert first == "" and second.startswith("UsageError: the optimizer keeps its state spread over the ranks: rank ")
     assert "has state for 1 parameter (weight)" in second or "has state for 1 parameter (bias)" in second
 
 
 @pytest.mark.supports("state spread by the optimizer itself")
-@pytest.mark.parametrize("case", ["rows of a parameter", "parameters of a group", "one parameter of a group"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "rows of a parameter",
+        "rows of a parameter, and as extra state",
+        "parameters of a group",
+        "one parameter of a group",
+    ],
+)
 def test_shares_of_a_state_are_refused(told: dict[str, Any], case: str) -> None:
     """Of the rows of each parameter, as with modded-nanogpt's DistAdam, or of the parameters of a group (NorMuon)."""
     first, second = sorted(told[case])
@@ -145,7 +156,7 @@ def test_ranks_are_not_compared_if_the_keeper_of_the_store_has_died(
     del kept
     names = ModelNames(model := nn.Linear(2, 2), torch.optim.SGD(model.parameters()))
     assert (
-        different_weights([], names, Held({}, [], {}), (), RankEnv(0, 2, 0, "127.0.0.1", "none", 0), Version(5)) == ""
+        different_weights([], names, Held([], {}, [], {}), (), RankEnv(0, 2, 0, "127.0.0.1", "none", 0), Version(5)) == ""
     )
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
