@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ttp import session
 from ttp.config import of_launcher
 from ttp.core.layout import Version
 from ttp.core.restore_choice import LOOK_AGAIN_S, is_fallback_note
@@ -63,7 +64,7 @@ class Restoring:
             found, chosen = self._find_in_time()
             choice.warn_of_lost_steps(found.candidates, chosen)
             if self._processor is not None and self._first and not chosen.name:
-                choice.warn_of_new_beginning(self._save_dir, self._processor.env)
+                choice.warn_of_new_beginning(self._save_dir, self._processor.env, session.BEGAN_IN)
             checkpoint = found.where.get(chosen, self._save_dir / chosen.name)
             version = self._load(checkpoint, chosen, verified=chosen in found.verified) if chosen.name else Version(0)
         if chosen.name:

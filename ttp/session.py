@@ -36,6 +36,11 @@ trained: set[Path | None] = set()
 """The directories of the trainings of this process that have ended."""
 
 _TWICE = "wrap_optimizer() was called twice: give one list, or decorate each phase of a training"
+BEGAN_IN = ""
+"""The working directory when this process imported ttp; empty: it had been removed."""
+with contextlib.suppress(OSError):
+    BEGAN_IN = str(Path.cwd())
+
 TELL_S = 60.0
 """Seconds after which a rank says that it waits for the ranks whose ``train()`` has not returned."""
 _WAITS = (

@@ -15,6 +15,7 @@ from ttp.errors import CheckpointError, RestoreError
 from ttp.store import catalog
 from ttp.store.choice import Found, check_chosen, look_back, warn_of_new_beginning
 from ttp.store.manifest import Manifest, load_with_digest
+from ttp.store.writable import absolute
 
 if TYPE_CHECKING:
     from tests.store.conftest import World
@@ -121,9 +122,37 @@ def test_a_restart_that_finds_nothing_is_told_once(
     rank: int, launch: int, warns: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     env = RankEnv(rank, 2, rank, "localhost", "run", launch)
-    warn_of_new_beginning(Path("/runs/10-31-07"), env)
+    warn_of_new_beginning(Path("/runs/10-31-07"), env, "/elsewhere")
     assert len(caplog.records) == warns
     assert all("start 2 of this job finds no checkpoint in /runs/10-31-07" in text for text in caplog.messages)
+
+
+@pytest.mark.parametrize(
+    ("rank", "began_in", "where", "warns"),
+    [(0, "", "ck", 1), (0, "10-31-07", "ck", 0), (0, "", "../ck", 0), (1, "", "ck", 0), (0, None, "ck", 0)],
+)
+def test_a_save_dir_in_a_directory_of_this_launch_is_told_at_the_first_start(
+    rank: int,
+    began_in: str | None,
+    where: str,
+    warns: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Hydra changes to a directory with the time in its name. It was told when a restart had found nothing."""
+    (tmp_path / "10-31-07").mkdir()
+    monkeypatch.chdir(tmp_path / "10-31-07")
+    began = "" if began_in is None else str(tmp_path / began_in)
+    warn_of_new_beginning(absolute(where), RankEnv(rank, 2, rank, "localhost", "run", 0), began)
+    assert [f"changed its working directory from {tmp_path} to" in text for text in caplog.messages] == [True] * warns
+
+
+def test_a_working_directory_that_was_removed_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    warn_of_new_beginning(tmp_path, RankEnv(0, 2, 0, "localhost", "run", 0), str(tmp_path))
 
 
 def test_no_manifest_is_parsed_twice(world: World, other: World, monkeypatch: pytest.MonkeyPatch) -> None:

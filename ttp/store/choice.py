@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -198,15 +199,34 @@ def checkpoint_bytes(checkpoint: Path) -> int:
         return 0
 
 
-def warn_of_new_beginning(save_dir: Path, env: RankEnv) -> None:
-    """Warn, on the first rank of a restart, that no checkpoint was found."""
-    if env.launch and not env.rank:
-        log.warning(
-            "start %s of this job finds no checkpoint in %s: training begins with step 1. If the job has saved before, "
-            "save_dir had another name then: give it one that is the same at each start, without a time in it",
-            env.launch + 1,
-            save_dir,
-        )
+def warn_of_new_beginning(save_dir: Path, env: RankEnv, began_in: str) -> None:
+    """Warn, on the first rank, that a restart has found no checkpoint, or that one may not find any.
+
+    Args:
+        save_dir: the directory without checkpoints.
+        env: the place of this rank.
+        began_in: the working directory of the program when it began; empty: not known.
+    """
+    if env.rank:
+        return
+    if not env.launch:
+        with contextlib.suppress(OSError):  # the working directory was removed
+            if began_in and save_dir.is_relative_to(now := Path.cwd()) and now != Path(began_in):
+                log.warning(
+                    "the program has changed its working directory from %s to %s, and save_dir is in there (%s). If "
+                    "each launch changes to another one (hydra.job.chdir), a restart finds no checkpoint, and begins "
+                    "with step 1: give an absolute save_dir, the same at each start",
+                    began_in,
+                    now,
+                    save_dir,
+                )
+        return
+    log.warning(
+        "start %s of this job finds no checkpoint in %s: training begins with step 1. If the job has saved before, "
+        "save_dir had another name then: give it one that is the same at each start, without a time in it",
+        env.launch + 1,
+        save_dir,
+    )
 
 
 def warn_of_lost_steps(found: tuple[Candidate, ...], chosen: Candidate) -> None:
