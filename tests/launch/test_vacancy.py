@@ -143,7 +143,8 @@ def test_the_limit_that_ended_a_meeting_is_named(
             raise RendezvousTimeoutError
         return met.pop()
 
-    inner = SimpleNamespace(settings=SimpleNamespace(timeout=RendezvousTimeout()), next_rendezvous=meet)
+    timeouts = SimpleNamespace(timeout=RendezvousTimeout())
+    inner = SimpleNamespace(settings=timeouts, next_rendezvous=meet, num_nodes_waiting=lambda: 0)
     rendezvous = Rescheduling(inner, wait_s)
     for _ in met[:]:
         rendezvous.next_rendezvous()
@@ -173,6 +174,7 @@ def test_a_host_that_waits_says_for_how_long_and_who_is_here(
         settings=SimpleNamespace(timeout=RendezvousTimeout(), max_nodes=4),
         _state_holder=SimpleNamespace(state=state),
         next_rendezvous=lambda: until(lambda: caplog.messages),
+        num_nodes_waiting=lambda: 0,
     )
     meeting = Rescheduling(inner, 270.0)
     for within in ("--rdzv-conf join_timeout=600 s", "TTP_RESCHEDULE_S=270 s"):
@@ -249,8 +251,13 @@ def test_a_lost_host_is_noticed_sooner_than_by_torch(flags: list[str], expected:
     assert _parse([*flags, "x.py"]).rdzv_conf == expected
 
 
-def test_workers_are_looked_after_and_end_while_the_rendezvous_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host that keeps it has lost its power, so that nothing refuses the connection."""
+@pytest.mark.parametrize("looked", [True, False])
+def test_workers_are_looked_after_and_end_while_the_rendezvous_does_not_answer(
+    looked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host that keeps it has lost its power, so that nothing refuses the connection, perhaps just when all ranks of
+    this host died, before the launcher has looked at them again.
+    """
     monkeypatch.setattr(stand_by, "ANSWER_S", 0.05)
     monkeypatch.setattr(stand_by, "GONE_S", 0.05)
     answers = threading.Event()
@@ -259,9 +266,11 @@ def test_workers_are_looked_after_and_end_while_the_rendezvous_does_not_answer(m
     inner.num_nodes_waiting.side_effect = lambda: answers.wait() and 3
     meeting = Rescheduling(inner, wait_s=0)
     meeting.next_rendezvous()
-    assert meeting.num_nodes_waiting() == meeting.num_nodes_waiting() == 0
+    if looked:
+        assert meeting.num_nodes_waiting() == meeting.num_nodes_waiting() == 0
     with pytest.raises(RendezvousConnectionError, match="does not answer"):
         meeting.next_rendezvous()
+    assert inner.next_rendezvous.call_count == 1, "it would not return"
     assert meeting.shutdown()
     inner.shutdown.assert_not_called()
     answers.set()

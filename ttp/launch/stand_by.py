@@ -40,7 +40,7 @@ LEAVE_S = 5.0
 ANSWER_S = 1.0
 """Seconds that a launcher waits in each look at its workers for the rendezvous to say whether hosts want to join."""
 GONE_S = 30.0
-"""Seconds that a restart waits for a rendezvous that has not answered before, as its host may be lost."""
+"""Seconds that a restart waits for a rendezvous that does not answer, as its host may be lost."""
 TURN_KEY = "ttp/turn"
 """Prefix of the key, one per round, that counts the hosts that want an empty place of that round."""
 
@@ -93,6 +93,8 @@ class Rescheduling(WrappedRendezvous):
             ConfigError: another host refused its settings and closed the rendezvous (``ttp.launch.refusal``).
             RendezvousConnectionError: the rendezvous does not answer.
         """
+        if self._seated and not self._gone:  # torch would not return before the kernel gives up
+            self._asked = self._asked or asked_aside(self._inner.num_nodes_waiting)
         if self._asked is not None and not wait([self._asked], GONE_S).done:
             raise RendezvousConnectionError(SILENT)
         self._asked = None  # the answer would be about the last round
