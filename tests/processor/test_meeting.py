@@ -237,6 +237,18 @@ def test_whoever_closes_the_gate_wakes_the_training_thread(words: Words, monkeyp
     assert left == [True]
 
 
+def test_a_sleeper_is_woken(words: Words, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise each update would begin late: the sleeper looks again after ``NET_S``."""
+    monkeypatch.setattr("ttp.processor.gate.meeting.NET_S", 20.0)
+    woken: list[bool] = []
+    sleeper = threading.Thread(target=lambda: woken.append(run(words.sleep(0, 0))), daemon=True)
+    sleeper.start()
+    while sleeper.is_alive():
+        run(words.wake(0))  # again and again, as it may not sleep yet
+        sleeper.join(0.01)
+    assert woken == [True]
+
+
 def test_who_has_left_by_order_is_not_counted_for_somebody_else(words: Words) -> None:
     ahead, behind = meetings(words, 2)
 

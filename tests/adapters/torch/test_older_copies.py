@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.adapters.torch.checkpoints import Net, adamw, train
 from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, commit, join, leave, registered
 from ttp.adapters.torch.restoring.restore import restore_into
+from ttp.adapters.torch.saving.job_state import SETTINGS, JobState
 from ttp.core.decide import How
 from ttp.core.layout import Rank, Shard, Version
 from ttp.core.messages import Commit, SaverOrder
@@ -49,3 +51,21 @@ def test_a_copy_from_before_the_schedules_step_gets_the_rates_that_belong_to_the
     assert restore_into(path, manifest, model=other, optimizer=again, scheduler=resumed).notes == ()
     assert [group["lr"] for group in again.param_groups] == [group["lr"] for group in optimizer.param_groups]
     assert resumed.get_last_lr() == scheduler.get_last_lr() == [0.001 / 4, 0.01 / 4]
+
+
+GROUPS = [{"lr": 1.0, "params": ["a"]}, {"lr": 2.0, "params": ["b"]}]
+
+
+@pytest.mark.parametrize(
+    ("groups", "kept", "expected"),
+    [
+        (GROUPS, [{"lr": 3.0}, {"new": 1}], [{"lr": 3.0, "params": ["a"]}, GROUPS[1]]),
+        (GROUPS, [{"lr": 3.0}], GROUPS),
+        (GROUPS, None, GROUPS),
+        ({"a": {"lr": 1.0}}, [{"lr": 3.0}], {"a": {"lr": 1.0}}),
+    ],
+    ids=["those of a group", "other groups", "none", "by name"],
+)
+def test_settings_that_do_not_belong_to_these_groups_are_ignored(groups: Any, kept: Any, expected: Any) -> None:
+    """A checkpoint may be of another version of ttp, or converted from a file."""
+    assert JobState(1, extra={SETTINGS: kept}).with_settings(groups) == expected
