@@ -177,7 +177,7 @@ class MegatronAdapter(TorchAdapter):
         self.capture.capture(processor.gate.version, final=True)
 
     def _at_gate(self, processor: Processor, barrier: UpdateBarrier | None) -> None:
-        self._progress.iteration_begins(forward=False)
+        self._progress.update_begins()
         self._held.extra_states.take(processor.gate.version + 1)
         if barrier is not None:
             barrier.wait()

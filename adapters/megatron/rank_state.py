@@ -53,26 +53,34 @@ class Progress:
         """Note that no iteration has begun since the registration, or since a restore."""
         self._begun: dict[str, int] | None = None  # the counters when the running iteration began
         self._start, self._early = self._counters(), set[str]()
-        self._open = False
+        self._open = self._forward = False
 
     def updated(self) -> None:
         """Note that an update has ended."""
         self._open = False
 
+    def update_begins(self) -> None:
+        """Note that an update has begun: it shows an iteration of which no other pass was seen."""
+        if not self._open:
+            self.iteration_begins(forward=False)
+
     def iteration_begins(self, *, forward: bool = True) -> None:
         """Note that an iteration has begun.
 
         Args:
-            forward: its forward pass begins; else its backward pass or update, which count only if no forward pass was
-                seen.
+            forward: its forward pass begins; else its backward pass, which counts only if no forward pass was seen. If
+                gradients have overflowed, no update has ended the iteration before, but the loop has counted it.
         """
-        if self._args is None or (self._open and not forward):
+        if self._args is None:
             return
-        self._open = True
         now, before = self._counters(), self._begun
+        if self._open and not forward and (self._forward or now.get("iteration") == (before or {}).get("iteration")):
+            return
+        self._open, self._forward = True, forward
         if before is None:
             more, raised = self._of_iteration(), {name: n - self._start.get(name, n) for name, n in now.items()}
-            if raised.get(LEFT_OUT, 0) <= more[LEFT_OUT]:  # else Megatron's loop has skipped iterations
+            loaded = raised.get("iteration", 0) > more["iteration"]  # from a checkpoint of the program's own
+            if not loaded and raised.get(LEFT_OUT, 0) <= more[LEFT_OUT]:  # else Megatron's loop has skipped iterations
                 self._early = {k for k in more if raised.get(k) and raised[k] == (more[k] or raised[k])}
             if SAMPLES in now and SAMPLES not in self._early and not more[SAMPLES]:
                 log.warning(UNKNOWN_BATCH, SAMPLES)

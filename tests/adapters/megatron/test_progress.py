@@ -88,7 +88,7 @@ def test_a_loop_may_count_between_its_forward_pass_and_its_update() -> None:
     for iteration in (3, 4, 5):
         progress.iteration_begins()
         count(args)
-        progress.iteration_begins(forward=False)
+        progress.update_begins()
         assert of(progress) == (iteration + 1, (iteration + 1) * BATCH)
         progress.updated()
 
@@ -97,10 +97,46 @@ def test_the_update_shows_an_iteration_whose_forward_pass_was_not_seen() -> None
     """A program may call a module inside of the registered model."""
     args, progress = made()
     for iteration in (3, 4, 5):
-        progress.iteration_begins(forward=False)
+        progress.update_begins()
         assert of(progress) == (iteration + 1, (iteration + 1) * BATCH)
         progress.updated()
         count(args)
+
+
+def test_an_iteration_that_overflowed_is_over_although_no_forward_pass_is_seen() -> None:
+    """A checkpoint of the next update had the counters of the iteration before."""
+    args, progress = made()
+    for _ in range(2):  # microbatches
+        progress.iteration_begins(forward=False)
+    count(args)
+    progress.iteration_begins(forward=False)
+    progress.update_begins()
+    assert of(progress) == (5, 5 * BATCH)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_loop_may_count_after_a_backward_pass_whose_forward_pass_was_not_seen(at_once: bool) -> None:
+    args, progress = made()
+    progress.iteration_begins(forward=False)
+    if at_once:
+        count(args)
+    else:  # a loader that counts each microbatch when it fetches it
+        args.consumed_train_samples += BATCH // 2
+        progress.iteration_begins(forward=False)
+        args.consumed_train_samples += BATCH // 2
+    progress.update_begins()
+    assert of(progress) == (4, 4 * BATCH)
+
+
+def test_a_checkpoint_of_the_programs_own_is_no_early_count(caplog: pytest.LogCaptureFixture) -> None:
+    """It is loaded after ``protect()``. Every checkpoint then lacked the samples of one batch, without a word."""
+    args, progress = made(global_batch_size=None)
+    args.iteration, args.consumed_train_samples = 100, 100 * BATCH
+    for _ in range(2):
+        progress.iteration_begins()
+        found = of(progress)
+        count(args)
+    assert found == (102, 102 * BATCH) and "set args.global_batch_size" in caplog.text
 
 
 def test_a_batch_of_unknown_size_is_as_large_as_the_one_before(caplog: pytest.LogCaptureFixture) -> None:
