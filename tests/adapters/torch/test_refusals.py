@@ -156,7 +156,8 @@ def test_ranks_are_not_compared_if_the_keeper_of_the_store_has_died(
     del kept
     names = ModelNames(model := nn.Linear(2, 2), torch.optim.SGD(model.parameters()))
     assert (
-        different_weights([], names, Held([], {}, [], {}), (), RankEnv(0, 2, 0, "127.0.0.1", "none", 0), Version(5)) == ""
+        different_weights([], names, Held([], {}, [], {}), (), RankEnv(0, 2, 0, "127.0.0.1", "none", 0), Version(5))
+        == ""
     )
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
