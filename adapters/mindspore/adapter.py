@@ -27,8 +27,8 @@ from ttp.core.restore_choice import agree
 from ttp.core.restore_messages import Candidate, RestoreView
 from ttp.errors import ConfigError, UsageError
 from ttp.launch.standby import own_address
+from ttp.store.catalog import newest_name
 from ttp.store.manifest import Manifest
-from ttp.store.names import parse_checkpoint_name
 
 if TYPE_CHECKING:
     from ttp.processor.processor import Processor
@@ -349,6 +349,5 @@ def _python_handles_sigterm() -> None:
 def _warn_of_newer(save_dir: Path, version: Version) -> None:
     """Warn if ``save_dir`` has a newer version than ``version``, with which this training begins."""
     with contextlib.suppress(OSError):
-        newest = max((parse_checkpoint_name(path.name) or 0 for path in save_dir.iterdir()), default=0)
-        if newest > version:
+        if (newest := newest_name(save_dir)) > version:
             log.warning(NEWER, save_dir, newest, version)

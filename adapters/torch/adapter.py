@@ -25,7 +25,7 @@ from ttp.adapters.torch.loop.device_marks import with_marks
 from ttp.adapters.torch.loop.followers import Followers, called, untrained
 from ttp.adapters.torch.loop.hook import Hook
 from ttp.adapters.torch.loop.hooks import Attachment, gathering
-from ttp.adapters.torch.loop.misuse import capturing, refuse_lazy
+from ttp.adapters.torch.loop.misuse import capturing, refuse_lazy, tell_not_restored
 from ttp.adapters.torch.loop.post_step_state import PostStepState
 from ttp.adapters.torch.loop.repeating import Repeating
 from ttp.adapters.torch.loop.turns import Turns
@@ -53,6 +53,8 @@ from ttp.adapters.torch.source import TorchSource
 from ttp.core.layout import Layout, Rank
 from ttp.errors import ConfigError, UsageError
 from ttp.processor.continuing import current
+from ttp.store.catalog import newest_name
+from ttp.store.room import Room
 
 if TYPE_CHECKING:
     from ttp.processor.processor import Processor
@@ -265,6 +267,10 @@ class TorchAdapter(Restoring):
         trial.problems = lambda: buckets.look_again(self._model, resumed=self._resumed)
         trial.scheduled = bool(self._schedulers or self._extra.objects)
         trial.fresh = lambda: processor.gate.version == 0
+        if not processor.env.rank:
+            with contextlib.suppress(OSError):
+                trial.room, trial.shards_of_job = Room.of(processor.save_dir), len(processor.layout.groups)
+                trial.begins_fresh = partial(tell_not_restored, processor.save_dir, newest_name(processor.save_dir))
         mine = processor.layout.shards_of(Rank(processor.env.rank))
         trial.shards = max(1, len(mine))
         if not is_sharded(self._optimizer):  # a sharding optimizer assigns new parameters to ranks itself

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from ttp.store import names, verify
 from ttp.store.digest import Progress
 from ttp.store.disk import Disk
 from ttp.store.manifest import ForeignCheckpointError, Manifest, load_with_digest
+from ttp.store.room import Room
 from ttp.store.share import WHOLE, Share
 from ttp.store.walk import ATTEMPTS, NotTriedError, walk_back
 
@@ -194,10 +194,16 @@ def tidy(save_dir: Path, keep: int, newest: str, *, verified: bool) -> list[str]
 def _warn_of_no_room(checkpoint: Path) -> None:
     """Warn if the disk has no room for the next checkpoint, which is about as large as this one."""
     with contextlib.suppress(OSError, CheckpointError):
-        stat, size = os.statvfs(checkpoint), sum(piece.size for piece in Manifest.load(checkpoint).pieces)
-        if stat.f_blocks and (free := stat.f_bavail * stat.f_frsize) < size:
-            text = "%s has %.0f MiB free, but a checkpoint needs some %.0f MiB: free some, or none can be saved there"
-            _log.warning(text, checkpoint.parent, free / 2**20, size / 2**20)
+        Room.of(checkpoint.parent).check(sum(piece.size for piece in Manifest.load(checkpoint).pieces))
+
+
+def newest_name(save_dir: Path) -> Version:
+    """Return the version of the newest checkpoint by the names in ``save_dir`` alone; 0 if none is there.
+
+    Raises:
+        OSError: ``save_dir`` cannot be listed.
+    """
+    return Version(max((names.parse_checkpoint_name(path.name) or 0 for path in save_dir.iterdir()), default=0))
 
 
 def prune(

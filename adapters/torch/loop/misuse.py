@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -16,8 +18,11 @@ from ttp.adapters.torch.local_state.extra_state import by_name
 from ttp.adapters.torch.loop.hook import Hook
 from ttp.adapters.torch.loop.unwrap_optimizer import held_by
 from ttp.adapters.torch.sharding.names import parameters_of
+from ttp.core.layout import Version
 from ttp.errors import ConfigError, UsageError
 from ttp.processor.faults import is_collective_error
+
+_log = logging.getLogger("ttp.adapters.torch")
 
 graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 """Returns the number of the backward pass that runs on this thread; -1 if none runs, or if torch cannot tell."""
@@ -74,6 +79,18 @@ def refuse_lazy(model: nn.Module) -> None:
                 f"{name} has no shape yet, because its layer is a lazy one: call the model once with a batch, then "
                 "make the optimizer, then call wrap_optimizer()"
             )
+
+
+def tell_not_restored(save_dir: Path, newest: Version) -> None:
+    """Log that ``ttp.restore()`` was not called, if there is a checkpoint (``newest`` is its version, else 0)."""
+    if newest:
+        _log.error(
+            "%s holds a checkpoint of step %d, and this program counts its steps from 0, because it has not called "
+            "ttp.restore(): what it saves counts as older than that checkpoint. Call ttp.restore() after "
+            "wrap_optimizer(), and begin the loop with what it returns. To start from scratch, give another save_dir",
+            save_dir,
+            newest,
+        )
 
 
 def outside_megatron(model: nn.Module, *, layout_given: bool) -> nn.Module:

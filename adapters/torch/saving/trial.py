@@ -24,6 +24,7 @@ from ttp.adapters.torch.saving.flatten_state import StateValue, dump, leaves
 from ttp.adapters.torch.sharding.dtensor_chunks import local
 from ttp.adapters.torch.sharding.names import ModelNames, first_of, parameters_of
 from ttp.errors import ConfigError, UsageError
+from ttp.store.room import Room
 
 _log = logging.getLogger("ttp.adapters.torch")
 
@@ -114,10 +115,16 @@ class Trial:
         """False if no scheduler, and no object that may hold one, is saved."""
         self.fresh: Callable[[], bool] = bool
         """Returns whether no update has been made or restored."""
+        self.begins_fresh: Callable[[], object] = bool
+        """Called before the first update if it is the first of all."""
         self.saved: Callable[[], Collection[str]] = self._all
         """Returns the names of the parameters in this rank's shards."""
         self.shards = 1
         """Number of shards that this rank holds; each of them is saved to a file of its own."""
+        self.room: Room | None = None
+        """The room for checkpoints at the start, if this rank shall tell whether it suffices."""
+        self.shards_of_job = 1
+        """Number of shards that a checkpoint has."""
         self._devices = _devices(model)
         fixed = names.buffers.keys() - names.of_any_shape
         self._shapes = {name: tuple(buffer.shape) for name, buffer in names.buffers.items() if name in fixed}
@@ -140,8 +147,10 @@ class Trial:
         if not self._checked:
             self._checked = True
             self._refuse_replaced()
-            if self.fresh() and any(map(_has_state, self._optimizers)):
-                _log.warning(_EARLIER)
+            if self.fresh():
+                self.begins_fresh()
+                if any(map(_has_state, self._optimizers)):
+                    _log.warning(_EARLIER)
         for number, optimizer in enumerate(self._optimizers):
             known = self._groups[number]
             if len(optimizer.param_groups) != known:
@@ -187,10 +196,18 @@ class Trial:
         state = self._make_state()
         self._say(left_out(state))
         found = refusal(state, self._model) or "; ".join([*self._grown(), *self._made_late()])
-        limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-        if not found and resource.RLIM_INFINITY != limit < (size := _bytes(state) // self.shards):
-            _log.warning(_LIMITED, limit, size)
+        if not found:
+            self._tell_sizes(_bytes(state) // self.shards)
         return found
+
+    def _tell_sizes(self, size: int) -> None:
+        """Warn if a shard of ``size`` bytes cannot be written to one file, or all shards not to the disk."""
+        limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if resource.RLIM_INFINITY != limit < size:
+            _log.warning(_LIMITED, limit, size)
+        if self.room is not None:
+            self.room.check(size * self.shards_of_job)
+            self.room = None  # said once
 
     def _run(self, check: Callable[[], str]) -> None:
         try:
