@@ -265,6 +265,7 @@ def register(
 ) -> None:
     """Register an adapter and join the job, for ``wrap_optimizer`` and ``protect``. Raises as ``wrap_optimizer``."""
     from ttp.launch import nccl, other_jobs
+    from ttp.store.history import was_launched
     from ttp.store.writable import absolute, check_places
 
     current = session.current()
@@ -275,10 +276,10 @@ def register(
     path = absolute(directory)
     if current.enabled:
         env = RankEnv.from_env()
-        restart = env.launch > 0
         with _refused_everywhere(adapter.refused):
-            path = check_places(directory, current.config.fallback_dir, restart=restart)
-            if env.rank == 0 and not restart:
+            again = env.launch > 0 or was_launched(path)  # a requeued job, or a new pod, counts its launches anew
+            path = check_places(directory, current.config.fallback_dir, restart=again)
+            if env.rank == 0 and not env.launch:
                 other_jobs.refuse_shared(path, current.config, env.run_id)
             nccl.check(current.config)
     if path in session.trained:

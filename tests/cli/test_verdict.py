@@ -27,6 +27,9 @@ def begins(run_id: str = "job", at_s: float = 100.0, **facts: Any) -> str:
 
 SAVED = line_of("committed", 110.0, {"version": 7}) + line_of("released", 111.0, {"exit_code": 75, "text": "saved"})
 NOTHING_NEW = line_of("released", 111.0, {"exit_code": 75, "text": "is on disk already", "progress": False})
+PREEMPTED = line_of(
+    "released", 111.0, {"exit_code": 75, "text": "nothing to lose", "progress": False, "preempted": True}
+)
 LOST = line_of("released", 111.0, {"exit_code": 70, "text": "no copy is whole"})
 DONE = line_of("finished", 120.0, {"version": 9})
 WRONG = line_of("wrong", 109.0, {"text": "rank 3 exited with code 64"})
@@ -43,6 +46,17 @@ STORIES: dict[str, tuple[str, str, int]] = {
     "trained, then cut off": (begins() + DONE + begins(), "lost", 70),
     "twice in vain": (2 * (begins() + NOTHING_NEW), "saved", 75),
     "three times in vain": (3 * (begins() + NOTHING_NEW), "lost", 70),
+    "three times preempted": (3 * (begins() + PREEMPTED), "saved", 75),
+    "twice in vain, with a preemption in between": (
+        begins() + NOTHING_NEW + begins() + PREEMPTED + begins() + NOTHING_NEW,
+        "saved",
+        75,
+    ),
+    "three times in vain, with a preemption in between": (
+        begins() + NOTHING_NEW + begins() + PREEMPTED + 2 * (begins() + NOTHING_NEW),
+        "lost",
+        70,
+    ),
     "twice cut off, then in vain": (2 * begins() + begins() + NOTHING_NEW, "lost", 70),
     "a new version in between": (begins() + NOTHING_NEW + begins() + SAVED + 2 * (begins() + NOTHING_NEW), "saved", 75),
     "half a line": (begins() + SAVED[:-20], "lost", 70),

@@ -300,14 +300,17 @@ def test_a_controller_that_was_stopped_for_longer_reads_that_the_update_is_finis
         assert "Release(70):1" in talk.after(PATIENCE.answer_s)
 
 
-def test_the_untouched_beginning_needs_no_checkpoint() -> None:
+@pytest.mark.parametrize("kind", [m.FaultKind.EXCEPTION, m.FaultKind.PREEMPTED])
+def test_the_untouched_beginning_needs_no_checkpoint(kind: m.FaultKind) -> None:
     talk = Talk()
-    talk.fault(0)
+    talk.fault(0, kind)
     talk.frozen(0, 0)
     talk.frozen(1, 0)
     assert talk.frozen(2, 0) == "[answer] [nothing_new] [released] Release(75):0,1,2"
     assert talk.facts("nothing_new")["text"] == "no update had finished in this launch: there is nothing to lose"
-    assert "a restart begins where this launch did" in talk.facts("released")["text"], "ranks may not have restored yet"
+    end = talk.facts("released")
+    assert "a restart begins where this launch did" in end["text"], "ranks may not have restored yet"
+    assert end["preempted"] == (kind is m.FaultKind.PREEMPTED), "it does not count as a launch in vain"
 
 
 @pytest.mark.parametrize("finished", [5, 6])

@@ -75,6 +75,16 @@ def test_a_new_version_begins_the_count_again() -> None:
     assert verdict.fruitless == 0
 
 
+def test_a_launch_that_sigterm_ends_does_not_count() -> None:
+    verdict = launched(fruitless=FRUITLESS_MAX - 1)
+    for _ in range(FRUITLESS_MAX):
+        told = verdict.released(75, "saved", "rank 0 was asked to end", preempted=True)
+        assert (told.code, told.final) == (75, False)
+        verdict.launch_begins(same_job=True)
+        assert verdict.fruitless == FRUITLESS_MAX - 1
+    assert verdict.released(75, "", "").code == 70
+
+
 def test_launches_before_this_controller_count_as_its_own() -> None:
     assert launched(fruitless=1).released(75, "", "").code == 75
     assert launched(fruitless=2).released(75, "", "").code == 70

@@ -13,8 +13,9 @@ import pytest
 
 from tests.store.storage import as_nobody
 from ttp.core.restore_choice import LOOK_AGAIN_S
-from ttp.errors import ConfigError
+from ttp.errors import ConfigError, StorageAwayError
 from ttp.store.disk import Disk
+from ttp.store.history import FILE, was_launched
 from ttp.store.writable import absolute, check_places, check_writable
 
 METHODS = ["make_directory", "write", "sync_directory", "rename"]
@@ -238,6 +239,33 @@ def test_a_restart_waits_for_storage_that_is_away(
         with pytest.raises(ConfigError, match="give this user write permission"):
             check_places(*places, restart=True)
     assert pauses == [*LOOK_AGAIN_S[:looks]]
+
+
+@pytest.mark.parametrize(("code", "kind"), [(errno.ENOTCONN, StorageAwayError), (errno.ENOSPC, ConfigError)])
+def test_storage_that_stays_away_is_no_wrong_configuration_at_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, kind: type[Exception]
+) -> None:
+    """Another host may still see it; a full disk waits for the operator."""
+
+    def refuse(_self: Disk, path: Path) -> None:
+        raise OSError(code, os.strerror(code), str(path))
+
+    monkeypatch.setattr(Disk, "make_directory", refuse)
+    monkeypatch.setattr("ttp.store.writable.LOOK_AGAIN_S", (0.0,))
+    with pytest.raises(kind, match="cannot hold checkpoints"):
+        check_places(str(tmp_path / "ck"), None, restart=True)
+    with pytest.raises(ConfigError, match="cannot hold checkpoints"):
+        check_places(str(tmp_path / "ck"), None)
+
+
+def test_what_counts_as_a_restart_of_a_job_that_was_started_anew(tmp_path: Path, file: str) -> None:
+    """A requeued job has no launch before it in its environment."""
+    assert not was_launched(tmp_path) and not was_launched(tmp_path / "new") and not was_launched(Path(file))
+    (tmp_path / "incidents").mkdir()
+    (tmp_path / "incidents" / FILE).touch()
+    assert was_launched(tmp_path)
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    assert was_launched(tmp_path / "loop"), "storage that does not answer may hold a launch"
 
 
 def test_a_fallback_that_cannot_be_used_is_said_at_the_first_start(

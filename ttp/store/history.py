@@ -48,7 +48,7 @@ LEADS = "leads"
 
 _FACTS = (
     "run_id", "incarnation", "world_size", "version", "path", "exit_code", "text", "progress", "size", "controller",
-    "hosts",
+    "hosts", "preempted",
 )  # fmt: skip
 
 
@@ -63,6 +63,7 @@ class Launch:
         progress: whether it saved a new version, or trained to the end.
         code: exit code of the job: 64, 70, 75 or 0; None if it was cut off.
         released: whether its ranks were told to exit, which is the end of an incident.
+        preempted: whether SIGTERM was the cause of that.
         text: reason of the exit code.
         version: the newest version that it saved; None if it saved none.
         path: the checkpoint of that version.
@@ -81,6 +82,7 @@ class Launch:
     progress: bool = False
     code: int | None = None
     released: bool = False
+    preempted: bool = False
     text: str = ""
     version: int | None = None
     path: str = ""
@@ -135,6 +137,17 @@ class WrongWord:
         return self.unix_s >= last.began_unix_s - FORMING_S
 
 
+def was_launched(save_dir: Path) -> bool:
+    """Return whether a job has been launched with this directory; also True if it cannot be looked at now."""
+    try:
+        (save_dir / INCIDENTS / FILE).stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        pass
+    return True
+
+
 def leave_word(save_dir: Path, run_id: str, text: str) -> None:
     """Record in a file that a rank exits with 64. Waits at most ``WORD_S`` for the storage. Never raises.
 
@@ -153,7 +166,7 @@ def leave_word(save_dir: Path, run_id: str, text: str) -> None:
             make_directory(save_dir / INCIDENTS)
             write_durably(save_dir / INCIDENTS / WORD, json.dumps(facts).encode())
         except (OSError, ValueError) as problem:
-            log.info("`ttp verdict` will not know of this: cannot write to %s: %s", save_dir, problem)
+            log.error("`ttp verdict` will not know of this: cannot write to %s: %s", save_dir, problem)
 
     writer = threading.Thread(target=write, name="ttp-word", daemon=True)  # the exit code must not hang with a disk
     writer.start()
@@ -249,12 +262,15 @@ def behind(save_dir: Path, resumed: tuple[str, int] | None) -> tuple[int, Launch
 
 
 def fruitless(launches: Sequence[Launch]) -> int:
-    """Return how many of the last launches, in a row, saved no new version; one that ended with 64 ends the row."""
+    """Return how many of the last launches, in a row, saved no new version.
+
+    One that ended with 64 ends the row. One that ended with SIGTERM does not count: a preemption is no lasting fault.
+    """
     count = 0
     for launch in reversed(launches):
         if launch.progress or launch.code == EXIT_BAD_CONFIG:
             break
-        count += 1
+        count += not launch.preempted
     return count
 
 
@@ -301,7 +317,7 @@ def _take(launch: Launch, record: Mapping[str, Any], at_s: float) -> None:
             launch.progress, launch.ended_unix_s = True, at_s
             launch.code, launch.text = _whole(record.get("exit_code")) or EXIT_TRAINED, text or "trained to the end"
         case "released" if not _overruled(launch, record):
-            launch.released = True
+            launch.released, launch.preempted = True, record.get("preempted") is True
             if launch.code == EXIT_BAD_CONFIG:
                 return
             launch.progress |= record.get("progress") is True

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ttp.core.restore_choice import LOOK_AGAIN_S
-from ttp.errors import ConfigError
+from ttp.errors import ConfigError, StorageAwayError
 from ttp.store import durable, names
 from ttp.store.disk import Disk
 
@@ -38,6 +38,9 @@ _HINTS = {
 _LASTING = {errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG}
 """Errors that no server mends by coming back."""
 
+_AWAY = {errno.EIO, errno.EHOSTDOWN, errno.ENODEV, errno.ENOTCONN, errno.ESTALE, errno.ETIMEDOUT}
+"""Errors of storage that has gone: a restart, perhaps on another host, may find it again."""
+
 _PATH_BYTES_MAX = 4096 - 256
 """The longest path of a directory for checkpoints: Linux takes 4,096 bytes, and the names in it need up to 256."""
 
@@ -57,24 +60,34 @@ def check_places(save_dir: str, fallback_dir: str | None, *, restart: bool = Fal
     Args:
         save_dir: as for ``check_writable``.
         fallback_dir: absolute path, or None.
-        restart: whether the job was launched before with the same settings.
+        restart: whether a job was launched before with this ``save_dir``.
 
     A restart waits for storage that refuses, up to ``sum(LOOK_AGAIN_S)``: a mount may be away for a moment.
 
     Raises:
         ConfigError: neither directory can be used; the fallback cannot be used and this is not a restart; or both are
             the same directory.
+        StorageAwayError: the storage is still away at a restart. The settings are right, so another start may help.
     """
     for pause_s in LOOK_AGAIN_S if restart else ():
         try:
             return _check_places(save_dir, fallback_dir, restart=restart)
         except ConfigError as problem:
-            refused = problem.__cause__
-            if not isinstance(refused, OSError) or refused.errno in _LASTING:
+            if (code := _errno(problem)) is None or code in _LASTING:
                 raise
             _log.warning("%s. Looking again in %g s", problem, pause_s)
             time.sleep(pause_s)
-    return _check_places(save_dir, fallback_dir, restart=restart)
+    try:
+        return _check_places(save_dir, fallback_dir, restart=restart)
+    except ConfigError as problem:
+        if restart and _errno(problem) in _AWAY:
+            raise StorageAwayError(str(problem)) from problem.__cause__
+        raise
+
+
+def _errno(problem: ConfigError) -> int | None:
+    """Return the error number of the call that was refused; None: it is another problem."""
+    return getattr(problem.__cause__, "errno", None)
 
 
 def _check_places(save_dir: str, fallback_dir: str | None, *, restart: bool) -> Path:

@@ -113,6 +113,11 @@ class EvidenceBook:
         return min(self._withdrawn, key=lambda e: (EXPLAINS.index(e.kind), e.at)).text
 
     @property
+    def preempted(self) -> bool:
+        """True if SIGTERM from outside explains the incident best."""
+        return next((kind for kind in EXPLAINS if self.by_kind.get(kind)), None) is m.FaultKind.PREEMPTED
+
+    @property
     def subjects(self) -> set[Rank]:
         """The ranks against which evidence stands."""
         return {rank for found in self.by_kind.values() for rank in found}

@@ -6,6 +6,7 @@ A launcher sees only its own ranks: one has a rank whose configuration is wrong 
 
 The verdict also counts launches in a row that brought no new version, whether the launcher restarted the ranks or the
 whole job was launched. After ``FRUITLESS_MAX`` such launches the job must not be started again, even if it was saved.
+A launch that SIGTERM ended does not count: that is no sign of a lasting fault.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ class JobVerdict:
         """Launches in a row, before this one, that brought no new version."""
         self.progress = False
         """True if this launch has brought a new version."""
+        self.preempted = False
+        """True if this launch was ended by SIGTERM."""
         self.asked: set[str] = set()
         """Hosts whose launcher has asked for the verdict when it ended."""
         self.left: set[str] = set()
@@ -67,8 +70,8 @@ class JobVerdict:
         if not same_job:
             self.fruitless = 0
         elif self._launched:
-            self.fruitless = 0 if self.progress else self.fruitless + 1
-        self._launched, self.progress, self.drained = True, False, frozenset()
+            self.fruitless = 0 if self.progress else self.fruitless + (not self.preempted)
+        self._launched, self.progress, self.preempted, self.drained = True, False, False, frozenset()
         self._forget()
 
     def remember(self, fruitless: int, progress: bool, wrong: str = "", drained: frozenset[str] = frozenset()) -> None:
@@ -78,19 +81,20 @@ class JobVerdict:
         if wrong:
             self.is_wrong(wrong.removeprefix(WRONG))
 
-    def released(self, code: int, text: str, cause: str) -> Verdict:
+    def released(self, code: int, text: str, cause: str, *, preempted: bool = False) -> Verdict:
         """Return the verdict to release the ranks with.
 
         Args:
             code: the exit code that the rescue asks for; the verdict may have another one.
             text: the reason for ``code``.
             cause: the cause of the incident.
+            preempted: whether the cause is SIGTERM.
         """
-        self._end = Verdict(code, text)
+        self._end, self.preempted = Verdict(code, text), preempted
         if self._wrong:
             return replace(self.now, text=f"{self.now.text}. {text}")
         launches = self.fruitless + 1
-        if not self.progress and launches >= FRUITLESS_MAX:
+        if not self.progress and not preempted and launches >= FRUITLESS_MAX:
             words = (
                 f"no progress: launch {launches} in a row without a new version; starting again does not help "
                 f"until the cause is removed ({cause}). {text}"

@@ -362,7 +362,7 @@ class Rescue:
     def _release(self, incident: Incident, exit_code: int, text: str, now: float) -> None:
         self.program.over(resumed=False)
         self.verdict.progress |= (self.committing.last or self.committing.held) is not None
-        end = self.verdict.released(exit_code, text, incident.cause)
+        end = self.verdict.released(exit_code, text, incident.cause, preempted=incident.evidence.preempted)
         assert end.code is not None
         again, facts = continuing.judge(self._job, incident, end, self.committing.base)
         exit_code, text = end.code, end.text
@@ -371,7 +371,8 @@ class Rescue:
         incident.release = m.Release(m.SEVERAL, self._job.term, incident.id, exit_code, explained, again)
         incident.closes_at = now + self._timeouts.exit_s
         self._job.ended = True
-        self._outbox.record("released", exit_code=exit_code, text=text, progress=self.verdict.progress, **facts)
+        facts |= {"progress": self.verdict.progress, "preempted": self.verdict.preempted}
+        self._outbox.record("released", exit_code=exit_code, text=text, **facts)
         self._answer_requests(incident)
         self._send_release(incident, sorted(self._job.live))
 
