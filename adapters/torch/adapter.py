@@ -269,7 +269,8 @@ class TorchAdapter(Restoring):
         trial.fresh = lambda: processor.gate.version == 0
         if not processor.env.rank:
             with contextlib.suppress(OSError):
-                trial.room, trial.shards_of_job = Room.of(processor.save_dir), len(processor.layout.groups)
+                room, patience_s = Room.of(processor.save_dir), processor.config.rescue_patience_s
+                trial.tell_size = partial(room.tell_needs, len(processor.layout.groups), patience_s)
                 trial.begins_fresh = partial(tell_not_restored, processor.save_dir, newest_name(processor.save_dir))
         mine = processor.layout.shards_of(Rank(processor.env.rank))
         trial.shards = max(1, len(mine))

@@ -35,7 +35,7 @@ def save(
     token: Token = None,
     json: Json = False,
 ) -> None:
-    """Write a checkpoint of a running job now, at the next step boundary. Training stops until it is written, and goes on.
+    """Write a checkpoint of a running job now, at the next step boundary. Training stands still until it is there.
 
     Returns when the checkpoint is committed, or says why there is none and exits with 1.
 

@@ -8,6 +8,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+LARGE = 1 << 30
+"""Bytes of a checkpoint from which the log says how fast the storage has to be."""
+
 _log = logging.getLogger("ttp.store")
 
 
@@ -38,3 +41,21 @@ class Room:
         if self.free < needed:
             text = "%s has %.0f MiB free, but a checkpoint needs some %.0f MiB: free some, or none can be saved there"
             _log.warning(text, self.save_dir, self.free / 2**20, needed / 2**20)
+
+    def tell_needs(self, shards: int, patience_s: float, size: int) -> None:
+        """Warn if a checkpoint does not fit, and log how fast the storage has to be for a large one.
+
+        Args:
+            shards: number of shards in a checkpoint.
+            patience_s: seconds that a save may take.
+            size: bytes of one shard.
+        """
+        self.check(size * shards)
+        if size * shards >= LARGE:
+            _log.info(
+                "a checkpoint has some %.1f GiB. To save it within TTP_OT (%g s) after a failure, the storage has to "
+                "take %.0f MiB/s from all ranks together: if it is slower, raise TTP_OT, or the save is given up",
+                size * shards / 2**30,
+                patience_s,
+                size * shards / 2**20 / patience_s,
+            )

@@ -24,7 +24,6 @@ from ttp.adapters.torch.saving.flatten_state import StateValue, dump, leaves
 from ttp.adapters.torch.sharding.dtensor_chunks import local
 from ttp.adapters.torch.sharding.names import ModelNames, first_of, parameters_of
 from ttp.errors import ConfigError, UsageError
-from ttp.store.room import Room
 
 _log = logging.getLogger("ttp.adapters.torch")
 
@@ -121,10 +120,8 @@ class Trial:
         """Returns the names of the parameters in this rank's shards."""
         self.shards = 1
         """Number of shards that this rank holds; each of them is saved to a file of its own."""
-        self.room: Room | None = None
-        """The room for checkpoints at the start, if this rank shall tell whether it suffices."""
-        self.shards_of_job = 1
-        """Number of shards that a checkpoint has."""
+        self.tell_size: Callable[[int], object] = bool
+        """Called once after the first update, on another thread, with the bytes of a shard."""
         self._devices = _devices(model)
         fixed = names.buffers.keys() - names.of_any_shape
         self._shapes = {name: tuple(buffer.shape) for name, buffer in names.buffers.items() if name in fixed}
@@ -201,13 +198,12 @@ class Trial:
         return found
 
     def _tell_sizes(self, size: int) -> None:
-        """Warn if a shard of ``size`` bytes cannot be written to one file, or all shards not to the disk."""
+        """Warn if a shard of ``size`` bytes cannot be written to one file; tell what a checkpoint needs."""
         limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
         if resource.RLIM_INFINITY != limit < size:
             _log.warning(_LIMITED, limit, size)
-        if self.room is not None:
-            self.room.check(size * self.shards_of_job)
-            self.room = None  # said once
+        tell, self.tell_size = self.tell_size, bool
+        tell(size)
 
     def _run(self, check: Callable[[], str]) -> None:
         try:

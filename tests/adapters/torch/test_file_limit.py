@@ -54,6 +54,19 @@ def test_a_disk_without_room_for_one_checkpoint_is_told_after_the_first_update(
     assert len(warned) == told and all(text.startswith(f"{tmp_path} has 0 MiB free, but") for text in warned), warned
 
 
+def test_how_fast_the_storage_has_to_be_for_a_large_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for least, told in ((329, 0), (328, 1)):
+        monkeypatch.setattr("ttp.store.room.LARGE", least)
+        with caplog.at_level(logging.INFO, "ttp.store"):
+            job = Job(tmp_path).wrap()
+            for _ in range(3):
+                job.step()
+        job.adapter.detach()
+        assert caplog.text.count("To save it within TTP_OT (360 s) after a failure, the storage has to take 0") == told
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("restored", [False, True])
 def test_a_checkpoint_that_was_not_restored_is_told_before_the_first_update(
