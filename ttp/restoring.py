@@ -64,7 +64,9 @@ class Restoring:
             found, chosen = self._find_in_time()
             choice.warn_of_lost_steps(found.candidates, chosen)
             if self._processor is not None and self._first and not chosen.name:
-                choice.warn_of_new_beginning(self._save_dir, self._processor.env, session.BEGAN_IN)
+                choice.warn_of_new_beginning(
+                    self._save_dir, self._processor.env, session.BEGAN_IN, session.BEGAN_UNIX_S
+                )
             checkpoint = found.where.get(chosen, self._save_dir / chosen.name)
             version = self._load(checkpoint, chosen, verified=chosen in found.verified) if chosen.name else Version(0)
         if chosen.name:

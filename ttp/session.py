@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -36,8 +37,10 @@ trained: set[Path | None] = set()
 """The directories of the trainings of this process that have ended."""
 
 _TWICE = "wrap_optimizer() was called twice: give one list, or decorate each phase of a training"
+BEGAN_UNIX_S = time.time()
+"""When this process imported ttp."""
 BEGAN_IN = ""
-"""The working directory when this process imported ttp; empty: it had been removed."""
+"""The working directory at that time; empty: it had been removed."""
 with contextlib.suppress(OSError):
     BEGAN_IN = str(Path.cwd())
 

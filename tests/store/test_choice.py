@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -122,7 +124,7 @@ def test_a_restart_that_finds_nothing_is_told_once(
     rank: int, launch: int, warns: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     env = RankEnv(rank, 2, rank, "localhost", "run", launch)
-    warn_of_new_beginning(Path("/runs/10-31-07"), env, "/elsewhere")
+    warn_of_new_beginning(Path("/runs/10-31-07"), env, "/elsewhere", 0.0)
     assert len(caplog.records) == warns
     assert all("start 2 of this job finds no checkpoint in /runs/10-31-07" in text for text in caplog.messages)
 
@@ -131,20 +133,26 @@ def test_a_restart_that_finds_nothing_is_told_once(
     ("rank", "began_in", "where", "warns"),
     [(0, "", "ck", 1), (0, "10-31-07", "ck", 0), (0, "", "../ck", 0), (1, "", "ck", 0), (0, None, "ck", 0)],
 )
+@pytest.mark.parametrize("old", [False, True])
 def test_a_save_dir_in_a_directory_of_this_launch_is_told_at_the_first_start(
     rank: int,
     began_in: str | None,
     where: str,
     warns: int,
+    old: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Hydra changes to a directory with the time in its name. It was told when a restart had found nothing."""
+    """Hydra changes to a directory with the time in its name. A program may also change to the one that it lies in."""
     (tmp_path / "10-31-07").mkdir()
+    (tmp_path / "10-31-07/train.log").touch()
+    if old:
+        os.utime(tmp_path / "10-31-07/train.log", (0, 0))
+        warns = 0
     monkeypatch.chdir(tmp_path / "10-31-07")
     began = "" if began_in is None else str(tmp_path / began_in)
-    warn_of_new_beginning(absolute(where), RankEnv(rank, 2, rank, "localhost", "run", 0), began)
+    warn_of_new_beginning(absolute(where), RankEnv(rank, 2, rank, "localhost", "run", 0), began, time.time())
     assert [f"changed its working directory from {tmp_path} to" in text for text in caplog.messages] == [True] * warns
 
 
@@ -152,7 +160,7 @@ def test_a_working_directory_that_was_removed_is_no_error(tmp_path: Path, monkey
     (gone := tmp_path / "gone").mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
-    warn_of_new_beginning(tmp_path, RankEnv(0, 2, 0, "localhost", "run", 0), str(tmp_path))
+    warn_of_new_beginning(tmp_path, RankEnv(0, 2, 0, "localhost", "run", 0), str(tmp_path), time.time())
 
 
 def test_no_manifest_is_parsed_twice(world: World, other: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ttp.store")
 
+CLOCKS_S = 60.0
+"""Seconds by which the clock of the storage may be behind."""
+
 
 @dataclass(frozen=True, slots=True)
 class Found:
@@ -199,23 +202,25 @@ def checkpoint_bytes(checkpoint: Path) -> int:
         return 0
 
 
-def warn_of_new_beginning(save_dir: Path, env: RankEnv, began_in: str) -> None:
+def warn_of_new_beginning(save_dir: Path, env: RankEnv, began_in: str, began_unix_s: float) -> None:
     """Warn, on the first rank, that a restart has found no checkpoint, or that one may not find any.
 
     Args:
         save_dir: the directory without checkpoints.
         env: the place of this rank.
         began_in: the working directory of the program when it began; empty: not known.
+        began_unix_s: when that was.
     """
     if env.rank:
         return
     if not env.launch:
         with contextlib.suppress(OSError):  # the working directory was removed
-            if began_in and save_dir.is_relative_to(now := Path.cwd()) and now != Path(began_in):
+            inside = began_in and save_dir.is_relative_to(now := Path.cwd()) and now != Path(began_in)
+            if inside and _is_new(now, began_unix_s):
                 log.warning(
-                    "the program has changed its working directory from %s to %s, and save_dir is in there (%s). If "
-                    "each launch changes to another one (hydra.job.chdir), a restart finds no checkpoint, and begins "
-                    "with step 1: give an absolute save_dir, the same at each start",
+                    "the program has changed its working directory from %s to %s, which is new, and save_dir is in "
+                    "there (%s). If each launch changes to another one (hydra.job.chdir), a restart finds no "
+                    "checkpoint, and begins with step 1: give an absolute save_dir, the same at each start",
                     began_in,
                     now,
                     save_dir,
@@ -227,6 +232,11 @@ def warn_of_new_beginning(save_dir: Path, env: RankEnv, began_in: str) -> None:
         env.launch + 1,
         save_dir,
     )
+
+
+def _is_new(directory: Path, unix_s: float) -> bool:
+    """Return whether nothing in ``directory`` is clearly older than ``unix_s``, so that this launch has made it."""
+    return all(entry.lstat().st_mtime > unix_s - CLOCKS_S for entry in directory.iterdir())
 
 
 def warn_of_lost_steps(found: tuple[Candidate, ...], chosen: Candidate) -> None:
