@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -79,6 +79,16 @@ class WholeState:
         """Whether the state has param groups. Optimizer state without them cannot be used."""
         return any(leaf.path[:2] == ("optim", "param_groups") for leaf in self.leaves)
 
+    def without_optimizer(self) -> WholeState:
+        """Return the weights alone, without the optimizer's state and the job-wide scalars."""
+        return replace(self, leaves=tuple(self.below("model", "extra")), optimizer="", job=None)
+
+    @property
+    def tensors(self) -> list[LazyTensor]:
+        """All tensors; tied ones once."""
+        found = (leaf.value for leaf in self.leaves if isinstance(leaf.value, LazyTensor))
+        return list({tensor.identity: tensor for tensor in found}.values())
+
 
 def leaves_of(state: Mapping[str, Any]) -> tuple[StateValue, ...]:
     """Return the values of a nested state that is in memory or mapped from a file.
@@ -95,7 +105,7 @@ def leaves_of(state: Mapping[str, Any]) -> tuple[StateValue, ...]:
     return tuple(found)
 
 
-def tree(found: Iterator[StateValue], make: Callable[[LazyTensor], Any]) -> dict[str, Any]:
+def tree(found: Iterable[StateValue], make: Callable[[LazyTensor], Any]) -> dict[str, Any]:
     """Build the nested state from its values. ``make`` converts each tensor; it is called once for tied weights."""
     root: dict[str, Any] = {}
     made: dict[Hashable, Any] = {}
@@ -120,8 +130,3 @@ def digest_of(tensor: Tensor) -> str:
     """Return a digest of a tensor's bytes, dtype and shape."""
     described = f"{tensor.dtype}{tuple(tensor.shape)}"
     return f"{described} {xxhash.xxh3_128(bytes_of(tensor)).hexdigest()}"
-
-
-def parts(optimizer: bool) -> tuple[str, ...]:
-    """Return the top-level names that are converted, with or without the optimizer's state."""
-    return ("model", "extra", "optim") if optimizer else ("model", "extra")

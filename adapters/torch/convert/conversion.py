@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Literal
 
 from ttp.adapters.torch.convert import safetensors_file, torch_file
-from ttp.adapters.torch.convert.contents import LazyTensor, WholeState, parts
+from ttp.adapters.torch.convert.contents import WholeState
 from ttp.adapters.torch.convert.from_checkpoint import read_checkpoint
 from ttp.adapters.torch.convert.to_checkpoint import write_checkpoint
 from ttp.adapters.torch.convert.torch_file import read_torch
-from ttp.adapters.torch.saving.flatten_state import StateValue
 from ttp.adapters.torch.saving.piece_index import left_out_of
 from ttp.core.layout import Version
 from ttp.errors import CheckpointError, ToldAs, UsageError, strerror_of
@@ -109,8 +108,7 @@ def convert(
     _refuse_existing(target, force)
     want = to == "torch" if optimizer is None else optimizer
     contents = _read_checkpoint(source, watch, verified) if source.is_dir() else _read_file(source, want)
-    wanted = _wanted(contents, want, asked=optimizer)
-    return _to_file(source, target, to, contents, watch, wanted)
+    return _to_file(source, target, to, _wanted(contents, want, asked=optimizer), watch)
 
 
 # --------------------------------------------------------------------------------------------------------- reading
@@ -130,11 +128,11 @@ def _read_file(source: Path, optimizer: bool) -> WholeState:
     return read_torch(source, optimizer=optimizer)
 
 
-def _wanted(contents: WholeState, optimizer: bool, *, asked: bool | None) -> bool:
-    """Return whether to write the optimizer's state. Raises an error if the user wants it and there is none."""
+def _wanted(contents: WholeState, optimizer: bool, *, asked: bool | None) -> WholeState:
+    """Return what to write. Raises an error if the user wants the optimizer's state and there is none."""
     if asked and not contents.has_optimizer:
         raise CheckpointError(f"{contents.source} holds no state of an optimizer: leave --optimizer out")
-    return optimizer and contents.has_optimizer
+    return contents if optimizer and contents.has_optimizer else contents.without_optimizer()
 
 
 # --------------------------------------------------------------------------------------------------------- writing
@@ -147,12 +145,12 @@ def _refuse_existing(target: Path, force: bool) -> None:
         raise UsageError(f"{target} exists: --force replaces it")
 
 
-def _to_file(source: Path, target: Path, to: Form, contents: WholeState, watch: Watch, optimizer: bool) -> Converted:
+def _to_file(source: Path, target: Path, to: Form, contents: WholeState, watch: Watch) -> Converted:
     write = _write_safetensors if to == "safetensors" else _write_torch
     draft = target.with_name(f".{target.name}.{os.getpid()}.new")
     try:
         make_directory(target.parent)
-        tensors, tied, left_out = write(draft, contents, watch, optimizer)
+        tensors, tied, left_out = write(draft, contents, watch)
         size = draft.stat().st_size
         draft.replace(target)
         sync_directory(target.parent)
@@ -161,32 +159,27 @@ def _to_file(source: Path, target: Path, to: Form, contents: WholeState, watch: 
     finally:
         with suppress(OSError):
             draft.unlink(missing_ok=True)
-    return Converted(source, target, contents.version, tensors, size, optimizer, tied, left_out, contents.notes)
+    optimizer, notes = contents.has_optimizer, contents.notes
+    return Converted(source, target, contents.version, tensors, size, optimizer, tied, left_out, notes)
 
 
 _Written = tuple[int, Mapping[str, str], tuple[str, ...]]
 """The number of tensors written, the tied names, and the names of left-out values."""
 
 
-def _write_safetensors(draft: Path, contents: WholeState, watch: Watch, optimizer: bool) -> _Written:
-    plan = safetensors_file.plan(contents, optimizer=optimizer)
+def _write_safetensors(draft: Path, contents: WholeState, watch: Watch) -> _Written:
+    plan = safetensors_file.plan(contents)
     total = sum(entry.nbytes for entry in plan.tensors.values())
     digests = safetensors_file.write(draft, plan, watch("writing", 2 * total))  # each byte is written, then synced
     safetensors_file.read_back(draft, plan, digests, watch("checking", total))
     return len(plan.tensors), plan.tied, plan.left_out
 
 
-def _write_torch(draft: Path, contents: WholeState, watch: Watch, optimizer: bool) -> _Written:
-    entries = {leaf.value.identity: leaf.value for leaf in _leaves(contents, optimizer)}
-    total = sum(entry.nbytes for entry in entries.values())
-    digests, left_out = torch_file.write(draft, contents, watch("writing", 3 * total), optimizer=optimizer)
+def _write_torch(draft: Path, contents: WholeState, watch: Watch) -> _Written:
+    total = sum(tensor.nbytes for tensor in contents.tensors)
+    digests, left_out = torch_file.write(draft, contents, watch("writing", 3 * total))
     torch_file.read_back(draft, digests, watch("checking", total))
-    return len(entries), {}, tuple(left_out)
-
-
-def _leaves(contents: WholeState, optimizer: bool) -> list[StateValue]:
-    found = contents.below(*parts(optimizer))
-    return [leaf for leaf in found if isinstance(leaf.value, LazyTensor)]
+    return len(contents.tensors), {}, tuple(left_out)
 
 
 def _to_checkpoint(
@@ -197,24 +190,15 @@ def _to_checkpoint(
     final = save_dir / names.checkpoint_name(version)
     if not force and os.path.lexists(final):
         raise UsageError(f"{final} exists: --force keeps it under another name and takes this one")
-    wanted = _wanted(contents, optimizer is not False, asked=optimizer)
-    entries = {leaf.value.identity: leaf.value for leaf in _leaves(contents, wanted)}
-    progress = watch("writing", 2 * sum(entry.nbytes for entry in entries.values()))
-    path = write_checkpoint(save_dir, version, contents, progress, optimizer=wanted)
+    contents = _wanted(contents, optimizer is not False, asked=optimizer)
+    progress = watch("writing", 2 * sum(tensor.nbytes for tensor in contents.tensors))
+    path = write_checkpoint(save_dir, version, contents, progress)
     manifest = Manifest.load(path)
     if problems := verify_checkpoint(path, watch("checking", manifest.size)):
         raise CheckpointError(f"{path} differs from what was written: {'; '.join(problems)}. Check the disk")
-    return Converted(
-        source,
-        path,
-        version,
-        len(entries),
-        manifest.size,
-        wanted,
-        {},
-        tuple(left_out_of(manifest.pieces)),
-        contents.notes,
-    )
+    count, left_out = len(contents.tensors), tuple(left_out_of(manifest.pieces))
+    optimizer, notes = contents.has_optimizer, contents.notes
+    return Converted(source, path, version, count, manifest.size, optimizer, {}, left_out, notes)
 
 
 def _place(target: Path, step: int | None, in_source: int | None) -> tuple[Path, Version]:

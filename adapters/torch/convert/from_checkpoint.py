@@ -32,22 +32,6 @@ def read_checkpoint(path: Path) -> WholeState:
         from ttp.adapters.megatron.contents import read_megatron
 
         return read_megatron(path)
-    items = _torch_items(path, manifest)
-    fitting(items)  # called for its check
-    job = read_job_state(path, manifest.pieces) if any(p.kind == JOB_KIND for p in manifest.pieces) else None
-    kind = next((item for item in items if item.path == ("ttp", "optimizer")), None)
-    found = tuple(_leaf(path, chunks) for chunks in by_path(items))
-    return WholeState(
-        source=path.name,
-        version=manifest.version,
-        leaves=with_groups(found),
-        optimizer=str(read_value(path, kind)) if kind is not None else "",
-        job=None if job is None else _scalars(job),
-        notes=_notes(manifest, job),
-    )
-
-
-def _torch_items(path: Path, manifest: Manifest) -> list[IndexEntry]:
     if manifest.framework != FRAMEWORK:
         raise CheckpointError(
             f"{path} was written by the {manifest.framework} adapter: `ttp convert` reads checkpoints of torch and "
@@ -56,7 +40,18 @@ def _torch_items(path: Path, manifest: Manifest) -> list[IndexEntry]:
     items = items_of(manifest.pieces)
     if not any(item.path[0] == "model" and item.is_tensor for item in items):
         raise CheckpointError(f"{path} holds no weights under the name `model`, so there is nothing to convert")
-    return items
+    fitting(items)  # called for its check
+    job = read_job_state(path, manifest.pieces) if any(p.kind == JOB_KIND for p in manifest.pieces) else None
+    kind = next((item for item in items if item.path == ("ttp", "optimizer")), None)
+    found = [_leaf(path, chunks) for chunks in by_path(items) if chunks[0].path[0] in ("model", "extra", "optim")]
+    return WholeState(
+        source=path.name,
+        version=manifest.version,
+        leaves=with_groups(found),
+        optimizer=str(read_value(path, kind)) if kind is not None else "",
+        job=None if job is None else _scalars(job),
+        notes=_notes(manifest, job),
+    )
 
 
 def _leaf(path: Path, chunks: Sequence[IndexEntry]) -> StateValue:

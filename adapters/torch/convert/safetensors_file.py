@@ -74,7 +74,7 @@ def require() -> Any:
 # --------------------------------------------------------------------------------------------------------- writing
 
 
-def plan(contents: WholeState, *, optimizer: bool) -> FilePlan:
+def plan(contents: WholeState) -> FilePlan:
     """Decide which values of ``contents`` the file holds, under which names, and where.
 
     Raises:
@@ -85,7 +85,7 @@ def plan(contents: WholeState, *, optimizer: bool) -> FilePlan:
     if contents.version is not None:
         metadata[_VERSION] = str(contents.version)
     stored, tied = _untie(named)
-    if optimizer:
+    if contents.has_optimizer:
         stored |= _moments(contents, named)
         metadata |= {_KIND: contents.optimizer, _OPTIM: _encode_optimizer(contents)}
     clash = sorted(tied.keys() & metadata.keys())

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ttp.adapters.torch.convert.contents import WholeState, parts, tree
+from ttp.adapters.torch.convert.contents import WholeState, tree
 from ttp.adapters.torch.saving.checkpoint import write_shard
 from ttp.adapters.torch.saving.job_state import JOB_KIND, JobState
 from ttp.adapters.torch.saving.metadata import finalise
@@ -27,9 +27,7 @@ _KEEP_ALL = 1 << 30
 _WHY = "`ttp convert` made this checkpoint, and a file has no rank-local state"
 
 
-def write_checkpoint(
-    save_dir: Path, version: Version, contents: WholeState, progress: Progress, *, optimizer: bool
-) -> Path:
+def write_checkpoint(save_dir: Path, version: Version, contents: WholeState, progress: Progress) -> Path:
     """Write ``contents`` as the checkpoint of ``version`` in ``save_dir``, and commit it.
 
     An old checkpoint of that version is kept under another name.
@@ -39,7 +37,6 @@ def write_checkpoint(
         version: finished updates.
         contents: the state to write.
         progress: see ``HashingFile``.
-        optimizer: True to write the optimizer's state too.
 
     Returns:
         The directory of the new checkpoint.
@@ -51,7 +48,7 @@ def write_checkpoint(
     draft = save_dir / names.draft_name(version, incident)
     try:
         make_directory(draft)
-        pieces = _write_pieces(draft, version, contents, progress, optimizer=optimizer)
+        pieces = _write_pieces(draft, version, contents, progress)
         sync_directory(draft)
         path, _ = NewCheckpoint(
             save_dir,
@@ -69,28 +66,25 @@ def write_checkpoint(
     return path
 
 
-def _write_pieces(
-    draft: Path, version: Version, contents: WholeState, progress: Progress, *, optimizer: bool
-) -> tuple[Piece, ...]:
-    state = _state(version, contents, optimizer=optimizer)
+def _write_pieces(draft: Path, version: Version, contents: WholeState, progress: Progress) -> tuple[Piece, ...]:
+    state = _state(version, contents)
     shard = write_shard(draft, "__0_0.distcp", state, shard=REPLICATED, writer=_RANK, progress=progress)
     local = write_local_piece(draft, "rank_local_0_0.msgpack", Pages({}, (), {_RANK: _WHY}), _RANK)
     with ToldAs(CheckpointError, f"the job state of {contents.source} cannot be stored", EncodingError, TypeError):
-        job = JobState(version=version, **(dict(contents.job or {}) if optimizer else {}))
-        data = job.encode()
+        data = JobState(version=version, **(contents.job or {})).encode()
         JobState.decode(data)
     write_durably(draft / "job_0.msgpack", data)
     return (shard, local, Piece("job_0.msgpack", len(data), digest_bytes(data), JOB_KIND, "", _RANK))
 
 
-def _state(version: Version, contents: WholeState, *, optimizer: bool) -> dict[str, Any]:
-    state = tree(contents.below(*parts(optimizer)), lambda entry: entry.read())
+def _state(version: Version, contents: WholeState) -> dict[str, Any]:
+    state = tree(contents.leaves, lambda entry: entry.read())
     state["ttp"] = {
         "version": version,
-        "optimizer": contents.optimizer if optimizer else "",
-        "weights_only": not optimizer,
+        "optimizer": contents.optimizer,
+        "weights_only": not contents.has_optimizer,
     }
-    scheduler = (contents.job or {}).get("scheduler") if optimizer else None
+    scheduler = (contents.job or {}).get("scheduler")
     return state if scheduler is None else state | {"scheduler": scheduler}
 
 

@@ -22,15 +22,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ttp.adapters.torch.convert.contents import (
-    LazyTensor,
-    WholeState,
-    bytes_of,
-    digest_of,
-    leaves_of,
-    parts,
-    tree,
-)
+from ttp.adapters.torch.convert.contents import LazyTensor, WholeState, bytes_of, digest_of, leaves_of, tree
 from ttp.adapters.torch.convert.foreign import understood
 from ttp.adapters.torch.saving.flatten_state import dump
 from ttp.errors import CheckpointError, ToldAs
@@ -39,9 +31,7 @@ from ttp.store.digest import HashingFile, Progress
 _ALIGNMENT = 64
 
 
-def write(
-    target: Path, contents: WholeState, progress: Progress, *, optimizer: bool
-) -> tuple[dict[str, str], list[str]]:
+def write(target: Path, contents: WholeState, progress: Progress) -> tuple[dict[str, str], list[str]]:
     """Write the file, durably.
 
     Returns:
@@ -51,29 +41,28 @@ def write(
         CheckpointError: a tensor cannot be read.
         OSError: the storage failed.
     """
-    leaves = list(contents.below(*parts(optimizer)))
-    plain = [leaf for leaf in leaves if not isinstance(leaf.value, LazyTensor)]
+    plain = [leaf for leaf in contents.leaves if not isinstance(leaf.value, LazyTensor)]
     left_out = [leaf.key for leaf in plain if dump(leaf.value, Tensor.cpu) is None]
-    kept = [leaf for leaf in leaves if leaf.key not in left_out]
+    kept = [leaf for leaf in contents.leaves if leaf.key not in left_out]
     with TemporaryFile(dir=target.parent) as scratch:
         mapped = _Mapped(scratch, progress)
         entries = {leaf.key: leaf.value for leaf in kept if isinstance(leaf.value, LazyTensor)}
         for entry in entries.values():
             mapped.add(entry)
-        state = tree(iter(kept), mapped.tensor)
+        state = tree(kept, mapped.tensor)
         if "optim" in state:
             state["optim"].setdefault("state", {})  # plain SGD has none, and load_state_dict() needs the key
-        rest, unsafe = _rest(contents, optimizer=optimizer)
+        rest, unsafe = _rest(contents)
         with HashingFile(target, progress) as file:
             torch.save(state | rest, cast("Any", file))
             file.sync_and_close()
     return {key: mapped.digests[entry.identity] for key, entry in entries.items()}, left_out + unsafe
 
 
-def _rest(contents: WholeState, *, optimizer: bool) -> tuple[dict[str, Any], list[str]]:
+def _rest(contents: WholeState) -> tuple[dict[str, Any], list[str]]:
     """Return the entries besides model, optimizer and extra, and the names of those that cannot be stored."""
     rest: dict[str, Any] = {"version": contents.version, "ttp": {}}
-    if not optimizer:
+    if not contents.has_optimizer:
         return rest, []
     job = dict(contents.job or {})
     ours = {"optimizer": contents.optimizer, "job": {key: value for key, value in job.items() if key != "scheduler"}}
