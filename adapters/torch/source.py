@@ -26,7 +26,7 @@ from ttp.adapters.torch.loop.post_step_state import PostStepState
 from ttp.adapters.torch.loop.swapped import Swapped
 from ttp.adapters.torch.loop.unwrap_optimizer import unwrap_optimizer
 from ttp.adapters.torch.restoring.kept import Kept, UnlikeError, keep
-from ttp.adapters.torch.saving.checkpoint import Deal, everything, write_shard
+from ttp.adapters.torch.saving.checkpoint import Deal, write_shard
 from ttp.adapters.torch.saving.inspection import ComparedTensor, Findings, Inspector, agreed_on, leaves_of, replicated
 from ttp.adapters.torch.saving.job_state import FROZEN, JOB_KIND, SETTINGS, TOGGLED, JobState
 from ttp.adapters.torch.saving.metadata import NO_GAPS, finalise
@@ -309,7 +309,7 @@ class TorchSource(Standing):
         assert self.sharding is not None
         part = stripes.parse(shard)
         name = f"__{list(self.processor.layout.groups).index(part.shard)}_{generation}"
-        deal: Deal = everything
+        deal: Deal | None = None
         if part.count > 1:
             name += f"_{part.index}of{part.count}"
             deal = Share(part.index, part.count, self._agreed()).of

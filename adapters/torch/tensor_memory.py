@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+_T = TypeVar("_T")
 
 _SAMPLED = 64
 """Number of elements in a sample of a tensor."""
@@ -45,6 +47,23 @@ def sample_of(tensor: Tensor) -> Tensor:
 def copied_bytes(tensor: Tensor) -> bytes:
     """Return a copy of the elements of a strided tensor, on the host, as bytes."""
     return flat_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous()).numpy().tobytes()
+
+
+def packs(
+    items: Iterable[_T], tensor_of: Callable[[_T], Tensor], bytes_max: int, kind_of: Callable[[_T], object]
+) -> Iterator[list[_T]]:
+    """Group consecutive items whose tensors are of one kind and have ``bytes_max`` bytes at most, unless it is one."""
+    pack: list[_T] = []
+    size = 0
+    for item in items:
+        added = tensor_of(item).nbytes
+        if pack and (size + added > bytes_max or kind_of(item) != kind_of(pack[0])):
+            yield pack
+            pack, size = [], 0
+        pack.append(item)
+        size += added
+    if pack:
+        yield pack
 
 
 Copies = tuple[list[Tensor], list[Tensor]]

@@ -149,8 +149,8 @@ def send_all() -> None:
     """Make ranks send state of any size instead of reading the checkpoint, with a point for faults before each pack."""
     stock = transfer._packs
 
-    def packs(sizes: Sequence[int]) -> Iterator[list[int]]:
-        for pack in stock(sizes):
+    def packs(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+        for pack in stock(tensors):
             yield pack
             injector.at("transfer")
 

@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from ttp.adapters.torch.restoring.param_groups import SavedGroups
-from ttp.adapters.torch.saving.piece_index import IndexEntry
+from ttp.adapters.torch.saving.piece_index import IndexEntry, described
 from ttp.adapters.torch.saving.state import optimizer_kind
 from ttp.adapters.torch.sharding.dtensor_chunks import Cutter
 from ttp.adapters.torch.sharding.names import ModelNames, first_of
@@ -45,14 +45,13 @@ def model_differences(
         cutter: knows the whole shapes of sharded parameters.
     """
     here: dict[str, str] = {
-        name: _signature(str(tensor.dtype).removeprefix("torch."), cutter.shape(name, tensor))
+        name: described(str(tensor.dtype).removeprefix("torch."), cutter.shape(name, tensor))
         for name, tensor in (names.parameters | names.buffers).items()
     }
-    kept = {name: "" for name in names.extra_states if not is_left_out(name, left_out)}
-    there = {str(item.path[1]): _signature(item.dtype, item.shape) for item in items if item.path[0] == "model"}
+    there = {str(item.path[1]): described(item.dtype, item.shape) for item in items if item.path[0] == "model"}
     # The type of a module's extra state is not compared: the module's own code has to accept it.
     there = {name: "" if name in names.extra_states else signature for name, signature in there.items()}
-    here |= kept
+    here |= {name: "" for name in names.extra_states if not is_left_out(name, left_out)}
     for name in names.of_any_shape & there.keys():  # such a buffer takes the saved shape
         here[name] = there[name]
     differing = [
@@ -122,10 +121,6 @@ def hand_to(what: str, load: Callable[[Any], object], saved: Any) -> None:
 
 def _settings(groups: SavedGroups) -> set[str]:
     return {key for group in groups for key in group} - _NOT_HYPERPARAMETERS
-
-
-def _signature(dtype: str, shape: tuple[int, ...]) -> str:
-    return f"{dtype} {list(shape)}" if dtype else "a plain value"
 
 
 def _sentence(title: str, names: Sequence[str]) -> list[str]:

@@ -18,14 +18,13 @@ from torch.optim import Optimizer
 
 from ttp.adapters.torch.local_state.buffers import overlaps
 from ttp.adapters.torch.loop.unwrap_optimizer import is_sharded, unwrap_optimizer
+from ttp.adapters.torch.saving.flatten_state import PLAIN
 from ttp.adapters.torch.saving.piece_index import IndexEntry
 from ttp.adapters.torch.saving.state import optimizer_kind
 from ttp.adapters.torch.sharding.dtensor_chunks import is_distributed, local
 from ttp.adapters.torch.sharding.names import ModelNames, parameters_of
 from ttp.adapters.torch.tensor_memory import is_plain
 from ttp.core.rank.kept_state import Origin
-
-PLAIN = (bool, int, float, str, type(None))
 
 
 class UnlikeError(Exception):

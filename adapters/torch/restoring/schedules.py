@@ -55,10 +55,9 @@ def _make_due_step(scheduler: Any, state: Any) -> list[str]:
 
 def load_scaler(scaler: Any, job: JobState) -> list[str]:
     """Load the gradient scaler, with its update if that was due. Returns notes for the log if only one side has one."""
-    if scaler is None or not job.scaler or not scaler.is_enabled():
-        return _one_sided(
-            "a gradient scaler", scaler if scaler is not None and scaler.is_enabled() else None, job.scaler
-        )
+    here = scaler if scaler is not None and scaler.is_enabled() else None
+    if here is None or not job.scaler:
+        return _one_sided("a gradient scaler", here, job.scaler)
     state = _updated(job.scaler, job.scaler_skipped) if job.scaler_pending else job.scaler
     hand_to("load_state_dict() of the gradient scaler", scaler.load_state_dict, state)
     return []

@@ -15,7 +15,7 @@ import xxhash
 from torch import Tensor
 
 from ttp.adapters.torch.restoring.kept import Held, Kept, UnlikeError
-from ttp.adapters.torch.tensor_memory import flat_bytes
+from ttp.adapters.torch.tensor_memory import flat_bytes, packs
 from ttp.core.layout import Version
 from ttp.core.rank.kept_state import Origin
 from ttp.store.encoding import decode, encode
@@ -35,8 +35,8 @@ def give(kept: Kept, to: int) -> None:
     dist.send(torch.tensor([head.numel()], device="cpu"), to)
     dist.send(head, to)
     digest = xxhash.xxh3_128()
-    for pack in _packs([tensor.nbytes for tensor in tensors]):
-        found = [_bytes(tensors[index]) for index in pack]
+    for pack in _packs(tensors):
+        found = [_bytes(tensor) for tensor in pack]
         data = found[0] if len(found) == 1 else torch.cat(found)
         sent = dist.isend(data, to)
         digest.update(data.numpy().data)
@@ -61,15 +61,14 @@ def receive(source: int) -> Kept:
         torch.empty_strided(shape, stride, dtype=getattr(torch, dtype)) for dtype, shape, stride in described["tensors"]
     ]
     digest = xxhash.xxh3_128()
-    for pack in _packs([tensor.nbytes for tensor in tensors]):
-        parts = [_bytes(tensors[index]) for index in pack]
-        direct = len(parts) == 1 and tensors[pack[0]].is_contiguous()
+    for pack in _packs(tensors):
+        parts = [_bytes(tensor) for tensor in pack]
+        direct = len(parts) == 1 and pack[0].is_contiguous()
         data = parts[0] if direct else torch.empty(sum(part.numel() for part in parts), dtype=torch.uint8, device="cpu")
         dist.recv(data, source)
         digest.update(data.numpy().data)
         if not direct:
-            for index, part in zip(pack, torch.split(data, [part.numel() for part in parts]), strict=True):
-                tensor = tensors[index]
+            for tensor, part in zip(pack, torch.split(data, [part.numel() for part in parts]), strict=True):
                 tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))  # a clone is aligned for every dtype
     sent = torch.empty(digest.digest_size, dtype=torch.uint8, device="cpu")
     dist.recv(sent, source)
@@ -104,20 +103,9 @@ def _kept(described: Any, tensors: Sequence[Tensor]) -> Kept:
     return Kept(Origin(Version(version), incident), described["kind"], parameters, optimizer)
 
 
-def _packs(sizes: Sequence[int]) -> Iterator[list[int]]:
-    """Yield the indices of the tensors of each message. Tensors without bytes are not sent."""
-    pack: list[int] = []
-    total = 0
-    for index, size in enumerate(sizes):
-        if not size:
-            continue
-        if pack and total + size > PACK:
-            yield pack
-            pack, total = [], 0
-        pack.append(index)
-        total += size
-    if pack:
-        yield pack
+def _packs(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield the tensors of each message. Tensors without bytes are not sent."""
+    return packs((tensor for tensor in tensors if tensor.nbytes), lambda tensor: tensor, PACK, lambda _: None)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

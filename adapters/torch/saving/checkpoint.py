@@ -67,11 +67,6 @@ Deal = Callable[[Iterable[StateValue]], tuple[Iterable[StateValue], str]]
 """Takes the entries of a shard; returns those that belong to one part of it, and a digest of how it was divided."""
 
 
-def everything(entries: Iterable[StateValue]) -> tuple[Iterable[StateValue], str]:
-    """Return all entries: the ``Deal`` of a piece that is a whole shard."""
-    return entries, ""
-
-
 def write_shard(
     draft: Path,
     file: str,
@@ -82,7 +77,7 @@ def write_shard(
     to_host: ToHost = Tensor.cpu,
     cancelled: Callable[[], bool] = lambda: False,
     progress: Progress | None = None,
-    deal: Deal = everything,
+    deal: Deal | None = None,
     lacking: Sequence[str] = (),
 ) -> Piece:
     """Write the shard ``state`` to ``draft/file``; return when the file is durable.
@@ -98,7 +93,7 @@ def write_shard(
             queued work that may never end. ``write_shard`` has written the copy before it calls ``to_host`` again.
         cancelled: returns True to give up the save; called between tensors, and every 8 MiB within a tensor.
         progress: see ``HashingFile``.
-        deal: selects the entries to write if the piece is a part of a shard; see ``Deal``. Default: all entries.
+        deal: selects the entries to write if the piece is a part of a shard; see ``Deal``. None: all entries.
         lacking: keys of values that ``state`` lacks, for the table: whoever restores the checkpoint is told.
 
     Returns:
@@ -109,7 +104,7 @@ def write_shard(
         CheckpointError: a tensor has no stable form on disk: it is sparse, quantised or of a subclass of ``Tensor``.
         OSError: the storage failed.
     """
-    entries, cut = deal(leaves(state))
+    entries, cut = (leaves(state), "") if deal is None else deal(leaves(state))
     with piece_file(draft / file, progress) as target:
         with _without_crc32():
             shard_writer = _ShardWriter(_Stream(target, cancelled), file, to_host)

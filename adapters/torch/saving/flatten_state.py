@@ -16,7 +16,7 @@ from ttp.adapters.torch.saving.piece_index import StatePath
 ToHost = Callable[[Tensor], Tensor]
 """Returns a tensor's content on the host: the tensor itself if it is on the host, else a copy, whose memory the caller
 may free."""
-_PLAIN = (bool, int, float, str, type(None))
+PLAIN = (bool, int, float, str, type(None))
 _TYPED = (Counter, OrderedDict)
 """Types of mappings, other than dict, that torch loads with ``weights_only=True``."""
 _OF_CONTENT = {"model": 2, "extra": 3, "optim": 4}
@@ -75,7 +75,7 @@ def _is_of_content(path: StatePath) -> bool:
 
 def _is_small(value: Mapping[Any, Any]) -> bool:
     """Return whether a mapping is stored as one value: it is empty, or has a type to keep and only plain values."""
-    return not value or (type(value) in _TYPED and all(type(inner) in _PLAIN for inner in value.values()))
+    return not value or (type(value) in _TYPED and all(type(inner) in PLAIN for inner in value.values()))
 
 
 def _has_lasting_keys(value: Mapping[Any, Any]) -> bool:
@@ -134,7 +134,7 @@ def dump(value: Any, to_host: ToHost) -> bytes | None:
     buffer = io.BytesIO()
     try:
         torch.save(_portable(value, to_host), buffer)
-        if type(value) not in _PLAIN:  # of a subclass, such as an Enum, torch would have to load the class
+        if type(value) not in PLAIN:  # of a subclass, such as an Enum, torch would have to load the class
             torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
     except Exception:
         return None

@@ -16,6 +16,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from ttp.adapters.torch.saving.piece_index import StatePath
 from ttp.adapters.torch.saving.state import optimizer_state
 from ttp.adapters.torch.sharding.names import ModelNames, parameters_of
 from ttp.adapters.torch.sharding.sharding import Sharding, local_tensors
-from ttp.adapters.torch.tensor_memory import flat_bytes, is_plain, memory_order
+from ttp.adapters.torch.tensor_memory import flat_bytes, is_plain, memory_order, packs
 from ttp.core.layout import Shard
 from ttp.processor.sampling import BAD_MAX, Blocks, blocks_of
 
@@ -141,7 +142,7 @@ class Inspector:
         known = [leaf for leaf in known if not self._runtimes or holder(self._runtimes, leaf.tensor) is not None]
         described = [(leaf.name, str(leaf.tensor.dtype), list(leaf.tensor.shape)) for leaf in known]
         digest.update(json.dumps(described).encode())
-        for pack in self._packs(known, version):
+        for pack in packs(self._pieces(known, version), itemgetter(1), self._limit, self._kind):
             data = self._bring([piece for _, piece in pack])
             for row in _rows(data):
                 digest.update(row)
@@ -149,21 +150,8 @@ class Inspector:
                 bad.update((name, None) for name in _not_finite(data, pack))
         return Findings(digest.hexdigest(), tuple(bad)[:BAD_MAX])
 
-    def _packs(self, known: Sequence[ComparedTensor], version: int) -> Iterator[list[tuple[ComparedTensor, Tensor]]]:
-        """Group the samples into packs. A pack has one dtype, is on one device, and is at most ``_limit`` bytes."""
-        pack: list[tuple[ComparedTensor, Tensor]] = []
-        size = 0
-        for leaf, piece in self._pieces(known, version):
-            if pack and (size + piece.nbytes > self._limit or self._kind(piece) != self._kind(pack[0][1])):
-                yield pack
-                pack, size = [], 0
-            pack.append((leaf, piece))
-            size += piece.nbytes
-        if pack:
-            yield pack
-
-    def _kind(self, piece: Tensor) -> tuple[torch.dtype, Runtime | None]:
-        return piece.dtype, holder(self._runtimes, piece)
+    def _kind(self, piece: tuple[ComparedTensor, Tensor]) -> tuple[torch.dtype, Runtime | None]:
+        return piece[1].dtype, holder(self._runtimes, piece[1])
 
     def _pieces(self, known: Sequence[ComparedTensor], version: int) -> Iterator[tuple[ComparedTensor, Tensor]]:
         flat = [(leaf, memory) for leaf in known if (memory := self._memory(leaf.tensor)) is not None]

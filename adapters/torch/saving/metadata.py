@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ttp.adapters.torch.saving.piece_index import IndexEntry, items_of
+from ttp.adapters.torch.saving.piece_index import IndexEntry, described, items_of
 from ttp.adapters.torch.sharding.names import first_of
 from ttp.core.layout import Rank
 from ttp.core.messages import Piece
@@ -154,7 +154,8 @@ def _problem(chunks: Sequence[IndexEntry], gaps: str) -> str:
     first = chunks[0]
     for other in chunks[1:]:
         if (other.path, other.dtype, other.shape) != (first.path, first.dtype, first.shape):
-            return f"{first.key} is {_signature(first)} in {first.file} and {_signature(other)} in {other.file}"
+            one, two = (described(item.dtype, item.shape) for item in (first, other))
+            return f"{first.key} is {one} in {first.file} and {two} in {other.file}"
     if any(not _inside(chunk) for chunk in chunks):
         return f"{first.key} has a chunk that reaches outside of {list(first.shape)}"
     if (pair := _overlap(chunks)) is not None:
@@ -163,10 +164,6 @@ def _problem(chunks: Sequence[IndexEntry], gaps: str) -> str:
     if present != prod(first.shape) and not first.key.startswith(gaps):
         return f"{first.key} has {present} of {prod(first.shape)} elements"
     return ""
-
-
-def _signature(item: IndexEntry) -> str:
-    return f"{item.dtype} {list(item.shape)}" if item.is_tensor else "a plain value"
 
 
 def _inside(chunk: IndexEntry) -> bool:

@@ -84,6 +84,11 @@ class IndexEntry:
         return found
 
 
+def described(dtype: str, shape: Sequence[int]) -> str:
+    """Describe a value for a message; without ``dtype`` it is not a tensor."""
+    return f"{dtype} {list(shape)}" if dtype else "a plain value"
+
+
 def encode_table(items: Iterable[IndexEntry], left_out: Sequence[str] = ()) -> str:
     """Encode the table of a shard file as JSON. ``left_out`` names values that could not be stored safely."""
     table: dict[str, Any] = {"format": FORMAT, "items": [_item_to_json(item) for item in items]}

@@ -106,7 +106,7 @@ class PreImage:
         self._serial = -1
         if reserve:
             for number, member in enumerate(self._members):
-                self._copy_parameters(number, member, Image(-1), [])
+                self._copy_live(parameters_of(member), Image(-1), [], number, "live")
             self._copy_modules(Image(-1), [])
 
     # --------------------------------------------------------------------------------------------- training thread
@@ -151,7 +151,7 @@ class PreImage:
                 self._copy_member(number, member, image, copies)
         if modules and not image.modules:
             self._copy_modules(image, copies)
-        self._copy_followers(image, copies)
+        self._copy_live(self._followers, image, copies, "follower")
         for targets, sources in by_kind(copies):
             torch._foreach_copy_(targets, sources)
         image.serial = self._serial
@@ -161,27 +161,22 @@ class PreImage:
 
     def _copy_member(self, number: int, member: Optimizer, image: Image, copies: _Copies) -> None:
         self._used = set()
-        self._copy_parameters(number, member, image, copies)
+        self._copy_live(parameters_of(member), image, copies, number, "live")
         for position, (owner, value) in enumerate(member.state.items()):
             image.state[owner] = self._copy(value, (number, "state", position), copies)
         for place in [place for place in self._memory if place[0] == number and place not in self._used]:
             del self._memory[place]
         image.members.add(id(member))
 
-    def _copy_parameters(self, number: int, member: Optimizer, image: Image, copies: _Copies) -> None:
-        for position, tensor in enumerate(parameters_of(member)):
-            image.copies[id(tensor)] = self._copy(tensor, (number, "live", position), copies)
-
     def _copy_modules(self, image: Image, copies: _Copies) -> None:
         live = [tensor for module in self._modules for tensor in (*module.parameters(), *module.buffers())]
-        for position, tensor in enumerate(live):
-            image.copies[id(tensor)] = self._copy(tensor, ("module", position), copies)
+        self._copy_live(live, image, copies, "module")
         image.modules = True
 
-    def _copy_followers(self, image: Image, copies: _Copies) -> None:
-        for position, tensor in enumerate(self._followers):
-            if id(tensor) not in image.copies:  # else it was copied before, or is a frozen parameter of an optimizer
-                image.copies[id(tensor)] = self._copy(tensor, ("follower", position), copies)
+    def _copy_live(self, tensors: Iterable[Tensor], image: Image, copies: _Copies, *place: Any) -> None:
+        for position, tensor in enumerate(tensors):
+            if id(tensor) not in image.copies:  # else it was copied before: a follower may be an optimizer's, frozen
+                image.copies[id(tensor)] = self._copy(tensor, (*place, position), copies)
 
     def _copy(self, value: Any, place: _Place, copies: _Copies) -> Any:
         if isinstance(value, Tensor):

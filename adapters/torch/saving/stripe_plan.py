@@ -13,6 +13,7 @@ rank write the whole shard. Finally the committer checks that every tensor is th
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -50,15 +51,18 @@ class Share:
         stacks = [chunks_of(entry.value) if self.agreed(entry.path) else None for entry in listed]
         rest = [entry.value for entry, stack in zip(listed, stacks, strict=True) if stack is None]
         fixed = sum(_size(chunks_of(value) or ()) for value in rest)
-        line = _Line(stack for stack in stacks if stack is not None)
-        bounds = _bounds(fixed, line.size, self.count)
+        distinct = {_identity(stack): stack for stack in stacks if stack is not None}  # tied weights are there once
+        places = list(itertools.accumulate(map(_size, distinct.values()), initial=0))
+        begins = dict(zip(distinct, places, strict=False))
+        bounds = _bounds(fixed, places[-1], self.count)
         mine: list[StateValue] = []
         description: list[Any] = [self.count, fixed]
         for entry, stack in zip(listed, stacks, strict=True):
             if stack is None:
                 mine += [entry] * (self.index == 1)
                 continue
-            at, pieces = line.cut(stack, bounds, self.index - 1)
+            at = begins[_identity(stack)]
+            pieces = list(_cut(stack, at, bounds, self.index - 1))
             if pieces:
                 mine.append(entry if _size(pieces) == _size(stack) else entry._replace(value=tuple(pieces)))
             description.append([list(map(str, entry.path)), at, [_described(chunk) for chunk in stack]])
@@ -69,28 +73,14 @@ Stack = Sequence[Chunk]
 """The chunks of one tensor."""
 
 
-class _Line:
-    """The positions of all tensors on the line; a tensor with several names (tied weights) is on it once."""
-
-    def __init__(self, stacks: Iterable[Stack]) -> None:
-        self.size = 0
-        self._at: dict[tuple[Any, ...], int] = {}
-        for stack in stacks:
-            if _identity(stack) not in self._at:
-                self._at[_identity(stack)] = self.size
-                self.size += _size(stack)
-
-    def cut(self, stack: Stack, bounds: Sequence[float], wanted: int) -> tuple[int, list[Chunk]]:
-        """Return where a tensor begins on the line, and its chunks inside the part number ``wanted`` (from 0)."""
-        begin = at = self._at[_identity(stack)]
-        found: list[Chunk] = []
-        for chunk in stack:
-            found += _cut(chunk, at, bounds, wanted)
-            at += chunk.nbytes
-        return begin, found
+def _cut(stack: Stack, at: int, bounds: Sequence[float], wanted: int) -> Iterator[Chunk]:
+    """Yield the chunks inside the part number ``wanted`` (from 0) of a tensor that begins at ``at`` on the line."""
+    for chunk in stack:
+        yield from _cut_chunk(chunk, at, bounds, wanted)
+        at += chunk.nbytes
 
 
-def _cut(chunk: Chunk, at: int, bounds: Sequence[float], wanted: int) -> Iterator[Chunk]:
+def _cut_chunk(chunk: Chunk, at: int, bounds: Sequence[float], wanted: int) -> Iterator[Chunk]:
     size = chunk.nbytes
     dim = next((d for d, n in enumerate(chunk.tensor.shape) if n > 1), None)
     rows = chunk.tensor.shape[dim] if dim is not None and size >= CUT_MIN else 1

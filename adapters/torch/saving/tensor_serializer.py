@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import io
 import zipfile
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,20 +25,10 @@ Template = tuple[bytes, bytes]
 """The bytes before and after those of the tensor."""
 
 
-class Stream(Protocol):
-    """A writable stream."""
-
-    def write(self, data: memoryview) -> int:
-        """Append ``data``."""
-
-    def flush(self) -> None:
-        """Called by ``torch.save``."""
-
-
 class TensorWriter:
-    """Writes tensors to ``stream`` with the bytes that ``torch.save`` would write with crc32 off."""
+    """Writes tensors to ``stream``, a file object, with the bytes that ``torch.save`` would write with crc32 off."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: Any) -> None:
         self._stream = stream
         self._templates: dict[tuple[Any, ...], Template | None] = {}
 
@@ -46,7 +36,7 @@ class TensorWriter:
         """Append ``tensor``, which is on the CPU and owns all of its storage."""
         template = self._template(tensor) if 0 < tensor.nbytes <= _TEMPLATE_BYTES_MAX else None
         if template is None:
-            torch.save(tensor, cast("Any", self._stream))
+            torch.save(tensor, self._stream)
             return
         before, after = template
         self._stream.write(memoryview(before))

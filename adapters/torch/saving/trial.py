@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ttp.adapters.torch.saving.checkpoint import objection
-from ttp.adapters.torch.saving.flatten_state import StateValue, dump, leaves
+from ttp.adapters.torch.saving.flatten_state import PLAIN, StateValue, dump, leaves
 from ttp.adapters.torch.sharding.dtensor_chunks import local
 from ttp.adapters.torch.sharding.names import ModelNames, first_of, parameters_of
 from ttp.errors import ConfigError, UsageError
@@ -352,7 +352,7 @@ def _values(state: State) -> Iterator[StateValue]:
 
 
 def _storable(value: Any) -> bool:
-    return type(value) in (int, float, bool, str, type(None)) or dump(value, _same_form) is not None
+    return type(value) in PLAIN or dump(value, _same_form) is not None
 
 
 def _same_form(tensor: Tensor) -> Tensor:

@@ -130,14 +130,17 @@ def tell_changed(before: Numbers, after: Numbers) -> None:
 
     It is no error, as a cache does no harm. Not the first update, which makes what never changes again.
     """
-    changed = sorted({name for (owner, name), text in after.items() if before.get((owner, name)) != text})
-    if changed and tells():
-        log.warning(
-            "%s changes with the updates and is in no checkpoint, which holds .state and .param_groups of an optimizer "
-            "only: after a restore it begins anew, and the resumed run may have other bits. Keep it in "
-            "state[parameter] or in the param groups, or give an object that saves and loads it as extra_state",
-            ", ".join(changed),
-        )
+    _tell(
+        "%s changes with the updates and is in no checkpoint, which holds .state and .param_groups of an optimizer "
+        "only: after a restore it begins anew, and the resumed run may have other bits. Keep it in "
+        "state[parameter] or in the param groups, or give an object that saves and loads it as extra_state",
+        {name for (owner, name), text in after.items() if before.get((owner, name)) != text},
+    )
+
+
+def _tell(warning: str, names: Collection[str]) -> None:
+    if names and tells():
+        log.warning(warning, ", ".join(sorted(names)))
 
 
 def counts_of(model: nn.Module, extra: Collection[Any]) -> Numbers:
@@ -230,28 +233,24 @@ def tell_counts(before: Numbers, after: Numbers) -> None:
     """
     both = ((key, text, after[key]) for key, text in before.items() if key in after)
     changed = {key for key, old, new in both if old != new and old.partition(":")[0] in (new.partition(":")[0], old)}
-    told = (name for owner, name in changed if name and ((owner, "") in changed or (owner, "") not in after))
-    if (names := sorted({*told})) and tells():
-        log.warning(
-            "%s changes with the updates and is in no checkpoint, as it is no buffer: after a restore it begins anew, "
-            "and the resumed run may have other bits. Keep it in a buffer, or give an object that saves and loads it "
-            "as extra_state. If one does already, or the module never reads it, there is nothing to do",
-            ", ".join(names),
-        )
+    _tell(
+        "%s changes with the updates and is in no checkpoint, as it is no buffer: after a restore it begins anew, "
+        "and the resumed run may have other bits. Keep it in a buffer, or give an object that saves and loads it "
+        "as extra_state. If one does already, or the module never reads it, there is nothing to do",
+        {name for owner, name in changed if name and ((owner, "") in changed or (owner, "") not in after)},
+    )
 
 
 def tell_switched(before: Numbers, after: Numbers) -> None:
     """Warn, on rank 0, of switches of modules that have changed since the start: a restarted module sets them again."""
-    switched = sorted({name for (owner, name), text in after.items() if before.get((owner, name), text) != text})
-    if switched and tells():
-        log.warning(
-            "%s was switched after wrap_optimizer() and is in no checkpoint, as it is no buffer: after a restore it is "
-            "what it was at the start. If the module sets itself up from its first batch by it, it does so once more, "
-            "over what was restored. Keep it in a buffer, or give an object that saves and loads it as extra_state. If "
-            "one does already, if the program itself sets it in each launch, or if nothing depends on it, there is "
-            "nothing to do",
-            ", ".join(switched),
-        )
+    _tell(
+        "%s was switched after wrap_optimizer() and is in no checkpoint, as it is no buffer: after a restore it is "
+        "what it was at the start. If the module sets itself up from its first batch by it, it does so once more, "
+        "over what was restored. Keep it in a buffer, or give an object that saves and loads it as extra_state. If "
+        "one does already, if the program itself sets it in each launch, or if nothing depends on it, there is "
+        "nothing to do",
+        {name for (owner, name), text in after.items() if before.get((owner, name), text) != text},
+    )
 
 
 def tell_late(name: str, thing: Any, optimizers: Sequence[Optimizer]) -> None:
