@@ -1,5 +1,5 @@
 """The index of a checkpoint, ``.metadata``: tensors of several shards become one, and every element is there exactly
-once.
+once. The chunks of a tensor are read from the pieces that overlap them, and from no others.
 """
 
 from __future__ import annotations
@@ -15,28 +15,23 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.metadata import StorageMeta, TensorProperties
 
-from tests.adapters.torch.checkpoints import whole_checkpoint
-from ttp.adapters.torch.restoring.reader import read_values
-from ttp.adapters.torch.saving.checkpoint import Chunk, write_shard
+from tests.adapters.torch.checkpoints import shards, whole_checkpoint
+from ttp.adapters.torch.restoring import reader
+from ttp.adapters.torch.restoring.reader import load_chunks, read_values
+from ttp.adapters.torch.saving.checkpoint import Chunk
 from ttp.adapters.torch.saving.metadata import build_metadata, finalise
 from ttp.adapters.torch.saving.piece_index import IndexEntry, items_of
-from ttp.core.layout import Rank, Shard
+from ttp.core.layout import Rank
 from ttp.core.messages import Piece
 from ttp.errors import CheckpointError
 from ttp.store.digest import digest_file
+from ttp.store.plain_file import open_plain
 
 WHOLE = torch.arange(24.0).reshape(4, 6)
 
 
 def chunk(top: int, left: int, height: int, width: int) -> Chunk:
     return Chunk(WHOLE[top : top + height, left : left + width], (4, 6), (top, left))
-
-
-def shards(draft: Path, *states: dict[str, Any]) -> list[Piece]:
-    return [
-        write_shard(draft, f"__{index}_0.distcp", state, shard=Shard(f"s{index}"), writer=Rank(index))
-        for index, state in enumerate(states)
-    ]
 
 
 def test_a_tensor_that_is_spread_over_shards_is_one_again(tmp_path: Path) -> None:
@@ -80,13 +75,10 @@ def test_shards_that_do_not_fit_together_are_refused(tmp_path: Path, states: lis
 
 def test_only_what_may_have_gaps_may_have_them(tmp_path: Path) -> None:
     """In a Megatron job all layers of a kind are one tensor, and frozen layers have no moments."""
-    for gaps in ("state.", "other."):
-        parts = shards(tmp_path, {"state": {"w": chunk(0, 0, 2, 6)}}, {"state": {"w": chunk(3, 0, 1, 6)}})
-        if gaps == "state.":
-            assert finalise(tmp_path, parts, gaps=gaps)
-            continue
-        with pytest.raises(CheckpointError, match=r"state.w has 18 of 24 elements"):
-            finalise(tmp_path, parts, gaps=gaps)
+    parts = shards(tmp_path, {"state": {"w": chunk(0, 0, 2, 6)}}, {"state": {"w": chunk(3, 0, 1, 6)}})
+    assert finalise(tmp_path, parts, gaps="state.")
+    with pytest.raises(CheckpointError, match=r"state.w has 18 of 24 elements"):
+        finalise(tmp_path, parts, gaps="other.")
     overlapping = shards(tmp_path, {"state": {"w": chunk(0, 0, 3, 6)}}, {"state": {"w": chunk(2, 0, 1, 6)}})
     with pytest.raises(CheckpointError, match="overlap"):
         finalise(tmp_path, overlapping, gaps="state.")
@@ -155,3 +147,66 @@ def test_a_truncated_file_is_a_clear_error(tmp_path: Path) -> None:
         file.truncate(700)
     with pytest.raises(CheckpointError, match=r"a in .*__0_0.distcp cannot be read: it would end at byte"):
         read_values(tmp_path, items_of(manifest.pieces))
+
+
+ROWS = torch.arange(32.0).reshape(8, 4)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Any:
+    """Return a tensor of eight rows that is stored in four files of two rows."""
+    states = ({"model": {"w": Chunk(ROWS[at : at + 2], (8, 4), (at, 0))}} for at in (0, 2, 4, 6))
+    return items_of(whole_checkpoint(tmp_path, shards(tmp_path, *states), 1, 4).pieces)
+
+
+def test_only_what_overlaps_is_read(saved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    inherited = reader.read_value
+
+    def noted(path: Path, item: IndexEntry, files: Any) -> Any:
+        read.append(item.file)
+        return inherited(path, item, files)
+
+    monkeypatch.setattr(reader, "read_value", noted)
+    row, rows = torch.zeros(1, 2), torch.zeros(2, 4)
+    load_chunks(tmp_path, saved, [(("model", "w"), [Chunk(row, (8, 4), (2, 2)), Chunk(rows, (8, 4), (3, 0))])])
+    assert torch.equal(row, ROWS[2:3, 2:]) and torch.equal(rows, ROWS[3:5])
+    assert sorted(read) == ["__1_0.distcp", "__2_0.distcp"]
+
+
+def test_a_tensor_that_is_not_there_or_has_another_shape(saved: Any, tmp_path: Path) -> None:
+    chunk = Chunk(torch.zeros(1, 4), (9, 4), (8, 0))
+    for name in ("w", "v"):
+        with pytest.raises(CheckpointError, match=rf"has no tensor model\.{name} of shape \(9, 4\)"):
+            load_chunks(tmp_path, saved, [(("model", name), [chunk])])
+
+
+def test_elements_that_no_piece_has(saved: Any, tmp_path: Path) -> None:
+    """Those of a padded tensor stay as they are; of any other tensor they are an error."""
+    found = torch.full((9, 4), 5.0)
+    wanted = [(("model", "w"), [Chunk(found, (9, 4), (0, 0))])]
+    load_chunks(tmp_path, saved, wanted, padded={("model", "w")})
+    assert torch.equal(found[:8], ROWS) and torch.equal(found[8], torch.full((4,), 5.0))
+    with pytest.raises(CheckpointError, match=r"is incomplete: 8 elements of model\.w are in none of its pieces"):
+        load_chunks(tmp_path, saved[:3], [(("model", "w"), [Chunk(torch.zeros(8, 4), (8, 4), (0, 0))])])
+
+
+def test_each_file_is_opened_once_for_all_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = {name: torch.randn(4, 3) for name in "abc"}
+    states = ({name: Chunk(t[at : at + 2], (4, 3), (at, 0)) for name, t in tensors.items()} for at in (0, 2))
+    pieces = shards(tmp_path, *states)
+    opened: list[Any] = []
+
+    def noted(path: Path) -> Any:
+        opened.append(open_plain(path))
+        return opened[-1]
+
+    monkeypatch.setattr(reader, "open_plain", noted)
+    found = {name: torch.zeros(4, 3) for name in tensors}
+    load_chunks(tmp_path, items_of(pieces), [((name,), [Chunk(t, (4, 3), (0, 0))]) for name, t in found.items()])
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    assert [file.closed for file in opened] == [True] * 2
+
+
+def test_nothing_wanted_reads_nothing(saved: Any, tmp_path: Path) -> None:
+    load_chunks(tmp_path / "nowhere", saved, [(("model", "w"), [])])

@@ -11,9 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("safetensors")
-
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
@@ -21,15 +18,23 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as stock_load
 
-from tests.adapters.torch.checkpoints import train, whole_checkpoint, write_checkpoint
-from tests.adapters.torch.conversions import Trained, converted, facts, fresh, restored, same, sharded
+from tests.adapters.torch.checkpoints import shards, train, whole_checkpoint, write_checkpoint
+from tests.adapters.torch.conversions import (
+    Trained,
+    checkpoint_of,
+    converted,
+    facts,
+    fresh,
+    restored,
+    same,
+    sharded,
+    there_and_back,
+)
 from tests.damage import flip
 from ttp.adapters.torch.convert import conversion, from_checkpoint, safetensors_file, to_checkpoint, torch_file
 from ttp.adapters.torch.convert.conversion import convert
 from ttp.adapters.torch.restoring import reader
-from ttp.adapters.torch.saving.checkpoint import write_shard
 from ttp.adapters.torch.saving.job_state import JobState, Schedule, read_job_state
-from ttp.core.layout import Rank, Shard
 from ttp.errors import CheckpointError, ConfigError, UsageError
 from ttp.store.manifest import MANIFEST, Manifest
 
@@ -51,7 +56,7 @@ def checkpoint(tmp_path: Path, trained: Trained) -> Path:
 # ---------------------------------------------------------------------------------------------- what comes out
 
 
-def test_safetensors_of_chunks_has_whole_tensors_and_each_tied_weight_once(tmp_path: Path) -> None:
+def test_of_chunks_it_has_whole_tensors_and_each_tied_weight_once(tmp_path: Path) -> None:
     whole = {
         "a": torch.randn(5, 3, dtype=torch.bfloat16),
         "c": torch.randn(7).double(),
@@ -70,6 +75,12 @@ def test_safetensors_of_chunks_has_whole_tensors_and_each_tied_weight_once(tmp_p
     with safe_open(done.target, framework="pt") as file:
         assert file.metadata() == {"format": "pt", "ttp.source": "c", "ttp.version": "4", "b": "a"}
     assert [path.name for path in done.target.parent.iterdir()] == ["w.safetensors"]
+    model = torch.load(converted(tmp_path / "c", tmp_path / "w.pt", "torch").target, weights_only=True)["model"]
+    assert model.pop("b").data_ptr() == model["a"].data_ptr() and model.keys() == whole.keys()
+    for name, tensor in found.items():
+        assert model[name].shape == tensor.shape and torch.equal(
+            model[name].view(torch.uint8), tensor.view(torch.uint8)
+        )
 
 
 def test_the_libraries_own_load_model_understands_the_tied_weights(
@@ -89,6 +100,9 @@ def test_a_plain_torch_job_goes_on_with_the_torch_file(tmp_path: Path, checkpoin
     assert file["model"]["tied.weight"].data_ptr() == file["model"]["first.weight"].data_ptr()
     assert file["model"]["norm.bias"].untyped_storage().nbytes() == file["model"]["norm.bias"].nbytes
     model, optimizer, scheduler = fresh()
+    set_state_dict(model, optimizer, model_state_dict=file["model"], optim_state_dict=file["optim"])
+    assert facts(model, optimizer) == facts(*trained[:2]), "the names fit torch's own functions"
+    model, optimizer, scheduler = fresh()
     model.load_state_dict(file["model"])
     optimizer.load_state_dict(file["optim"])
     scheduler.load_state_dict(file["scheduler"])
@@ -101,19 +115,9 @@ def test_a_plain_torch_job_goes_on_with_the_torch_file(tmp_path: Path, checkpoin
     assert weights.keys() == {"model", "version", "ttp"}
 
 
-def test_the_names_of_the_optimizer_fit_torchs_own_functions(
-    tmp_path: Path, checkpoint: Path, trained: Trained
-) -> None:
-    file = torch.load(converted(checkpoint, tmp_path / "all.pt", "torch").target, weights_only=True)
-    model, optimizer, _ = fresh()
-    set_state_dict(model, optimizer, model_state_dict=file["model"], optim_state_dict=file["optim"])
-    assert facts(model, optimizer) == facts(*trained[:2])
-
-
 @pytest.mark.parametrize("to", ["torch", "safetensors"])
 def test_there_and_back_every_bit_is_the_same(tmp_path: Path, checkpoint: Path, trained: Trained, to: str) -> None:
-    file = converted(checkpoint, tmp_path / "file", to, optimizer=True).target
-    path = converted(file, tmp_path / "new", "dcp").target
+    path = there_and_back(checkpoint, to)
     assert path == tmp_path / "new" / checkpoint.name and Manifest.load(path).cause == "converted from file"
     model, optimizer, scheduler = fresh()
     back = restored(path, model, optimizer, scheduler if to == "torch" else None)
@@ -131,7 +135,7 @@ def test_there_and_back_every_bit_is_the_same(tmp_path: Path, checkpoint: Path, 
 def test_several_schedules_and_a_skipped_update_of_the_scaler_survive_there_and_back(
     tmp_path: Path, trained: Trained
 ) -> None:
-    path, scale = tmp_path / "tft_saved_checkpoints-step_3", {"scale": 8.0, "_growth_tracker": 1}
+    path, scale = tmp_path / "c", {"scale": 8.0, "_growth_tracker": 1}
     schedules = [Schedule({"last_epoch": 3}), Schedule({"last_epoch": 2}, pending=True)]
     job = replace(JobState.of(3, schedules, scale, scaler_pending=True), scaler_skipped=True)
     write_checkpoint(path, trained[0], trained[1], job)
@@ -141,7 +145,9 @@ def test_several_schedules_and_a_skipped_update_of_the_scaler_survive_there_and_
     assert read_job_state(back, Manifest.load(back).pieces) == job
 
 
-def test_weights_alone_start_a_job_with_an_optimizer_of_its_own(tmp_path: Path, checkpoint: Path) -> None:
+def test_weights_alone_start_a_job_with_an_optimizer_of_its_own(
+    tmp_path: Path, checkpoint: Path, trained: Trained
+) -> None:
     file = converted(checkpoint, tmp_path / "w.safetensors", "safetensors").target
     path = converted(file, tmp_path / "tft_saved_checkpoints-step_0", "dcp", step=0).target
     assert path == tmp_path / "tft_saved_checkpoints-step_0"
@@ -150,21 +156,23 @@ def test_weights_alone_start_a_job_with_an_optimizer_of_its_own(tmp_path: Path, 
     before = copy.deepcopy(optimizer.state_dict())
     back = restored(path, model, optimizer)
     assert back.version == 0 and "weights only" in back.notes[0]
-    assert same(model.state_dict().values(), load_in_order(file, model))
+    assert same(model.state_dict().values(), trained[0].state_dict().values())
     after = optimizer.state_dict()
     assert torch.equal(before["state"][0]["exp_avg"], after["state"][0]["exp_avg"])
     assert before["param_groups"] == after["param_groups"]
 
 
-def load_in_order(file: Path, model: nn.Module) -> list[Tensor]:
-    found = load_file(file)
-    found["tied.weight"] = found["first.weight"]
-    return [found[name] for name in model.state_dict()]
+def by_names(path: Path, model: nn.Module, settings: dict[str, Any], state: dict[str, Any]) -> Path:
+    """Write a checkpoint with the settings of each parameter by its name, as jobs with several pipeline stages do."""
+    path.mkdir()
+    optim = {"state": state, "param_groups": settings}
+    pieces = shards(path, {"model": model.state_dict(), "optim": optim, "ttp": {"version": 2, "optimizer": ""}})
+    whole_checkpoint(path, pieces, 2)
+    return path
 
 
 @pytest.mark.parametrize("to", ["torch", "safetensors"])
 def test_settings_by_the_names_of_parameters_become_param_groups(tmp_path: Path, to: str) -> None:
-    """Jobs with several pipeline stages write them so."""
     model = nn.Linear(3, 2)
     groups: list[dict[str, Any]] = [{"params": [model.bias], "lr": 0.5}, {"params": [model.weight]}]
     optimizer = torch.optim.AdamW(groups)
@@ -173,21 +181,15 @@ def test_settings_by_the_names_of_parameters_become_param_groups(tmp_path: Path,
     named = {"weight": optimizer.param_groups[1], "bias": optimizer.param_groups[0]}
     settings = {name: {key: v for key, v in group.items() if key != "params"} for name, group in named.items()}
     moments = {name: optimizer.state[p] for name, p in model.named_parameters()}
-    optim = {"state": moments, "param_groups": settings}
-    state = {"model": dict(model.named_parameters()), "optim": optim, "ttp": {"version": 2, "optimizer": ""}}
-    (tmp_path / "c").mkdir()
-    whole_checkpoint(
-        tmp_path / "c", [write_shard(tmp_path / "c", "__0_0.distcp", state, shard=Shard("model"), writer=Rank(0))], 2
-    )
-    file = converted(tmp_path / "c", tmp_path / "f", to, optimizer=True).target
+    path = by_names(tmp_path / "c", model, settings, moments)
+    file = converted(path, tmp_path / "f", to, optimizer=True).target
     if to == "torch":
         found = torch.load(file, weights_only=True)["optim"]["param_groups"]
         assert [(group["lr"], group["params"]) for group in found] == [(1e-3, ["weight"]), (0.5, ["bias"])]
-    path = converted(file, tmp_path / "new", "dcp").target
     other = nn.Linear(3, 2)
     groups = [{"params": [other.weight]}, {"params": [other.bias]}]
     again = torch.optim.AdamW(groups)
-    restored(path, other, again)
+    restored(converted(file, tmp_path / "new", "dcp").target, other, again)
     assert [group["lr"] for group in again.param_groups] == [1e-3, 0.5]
     assert torch.equal(again.state[other.bias]["exp_avg"], optimizer.state[model.bias]["exp_avg"])
 
@@ -196,21 +198,10 @@ def test_parameters_with_equal_settings_are_one_param_group(tmp_path: Path) -> N
     """What has no settings, such as a buffer, is in none."""
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     settings = {name: {"lr": 0.5 if name == "0.bias" else 0.1} for name, _ in model.named_parameters()}
-    optim = {"state": {}, "param_groups": settings}
-    state = {"model": model.state_dict(), "optim": optim, "ttp": {"version": 2, "optimizer": ""}}
-    (tmp_path / "c").mkdir()
-    piece = write_shard(tmp_path / "c", "__0_0.distcp", state, shard=Shard("model"), writer=Rank(0))
-    whole_checkpoint(tmp_path / "c", [piece], 2)
-    file = torch.load(converted(tmp_path / "c", tmp_path / "f", "torch", optimizer=True).target, weights_only=True)
+    path = by_names(tmp_path / "c", model, settings, {})
+    file = torch.load(converted(path, tmp_path / "f", "torch", optimizer=True).target, weights_only=True)
     groups = [(group["lr"], group["params"]) for group in file["optim"]["param_groups"]]
     assert groups == [(0.1, ["0.weight", "1.weight", "1.bias"]), (0.5, ["0.bias"])]
-
-
-def test_a_tensor_without_elements_is_in_the_torch_file(tmp_path: Path) -> None:
-    whole = {"a": torch.ones(2, 3), "f": torch.zeros(0, 3, dtype=torch.float64)}
-    done = converted(sharded(tmp_path / "c", whole), tmp_path / "w.pt", "torch")
-    found = torch.load(done.target, weights_only=True)["model"]["f"]
-    assert (found.shape, found.dtype) == ((0, 3), torch.float64)
 
 
 @pytest.mark.parametrize("optimizer", [True, False])
@@ -219,33 +210,30 @@ def test_names_like_those_of_wrappers_are_kept(tmp_path: Path, to: str, optimize
     """A model may call its only child ``module``, as DistributedDataParallel does."""
     model, again = (nn.ModuleDict({"module": nn.Linear(2, 2)}) for _ in range(2))
     make = torch.optim.AdamW
-    write_checkpoint(tmp_path / "c", model, make(model.parameters()), JobState(version=3))
-    file = converted(tmp_path / "c", tmp_path / "f", to, optimizer=optimizer).target
-    restored(converted(file, tmp_path / "new", "dcp").target, again, make(again.parameters()))
+    path = there_and_back(checkpoint_of(tmp_path, model, make(model.parameters())), to, optimizer=optimizer)
+    restored(path, again, make(again.parameters()))
     assert same(model.state_dict().values(), again.state_dict().values())
 
 
-def test_tensors_of_the_optimizer_that_are_also_others(tmp_path: Path) -> None:
-    """One count for all parameters, and a reference to a weight."""
+def test_plain_values_and_tensors_of_the_optimizer_that_are_also_others(tmp_path: Path) -> None:
+    """Counts and the like, which stand in the metadata; one count for all parameters, and a reference to a weight."""
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
-    optimizer, again = (torch.optim.AdamW(each.parameters()) for each in (model, other))
+    optimizer, again = (torch.optim.AdamW(each.parameters(), lr=lr) for each, lr in ((model, 0.1), (other, 1.0)))
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
+    optimizer.state[model.bias] |= {"steps": 3, "warm": True, "range": (0.5, 2), "seen": {"most": 7}}
     for parameter in model.parameters():
         optimizer.state[parameter] |= {"count": torch.tensor(5.0), "slow": parameter.detach()}
     optimizer.state[model.bias]["count"] = optimizer.state[model.weight]["count"]
-    write_checkpoint(tmp_path / "c", model, optimizer, JobState(version=3))
-    file = converted(tmp_path / "c", tmp_path / "f", "safetensors", optimizer=True).target
-    restored(converted(file, tmp_path / "new", "dcp").target, other, again)
+    restored(there_and_back(checkpoint_of(tmp_path, model, optimizer), "safetensors"), other, again)
     assert facts(other, again) == facts(model, optimizer)
 
 
 @pytest.mark.parametrize("value", [{1: 2}, [(1, 2)], {"__tuple__": [1]}, float("nan")])
 def test_what_json_would_change_is_not_written(tmp_path: Path, trained: Trained, value: Any) -> None:
     trained[1].param_groups[0]["odd"] = value
-    write_checkpoint(tmp_path / "c", trained[0], trained[1], JobState(version=3))
     with pytest.raises(CheckpointError, match=r"odd.* cannot be stored in a safetensors file: use --to torch"):
-        converted(tmp_path / "c", tmp_path / "f", "safetensors", optimizer=True)
+        there_and_back(checkpoint_of(tmp_path, *trained[:2]), "safetensors")
 
 
 # ---------------------------------------------------------------------------------------------- refusals
@@ -274,7 +262,7 @@ def test_a_new_checkpoint_is_verified(tmp_path: Path, checkpoint: Path, monkeypa
 
 
 @pytest.mark.parametrize("to", ["torch", "safetensors"])
-def test_a_disk_that_keeps_something_else_is_noticed_and_the_old_file_stays(
+def test_an_old_file_is_replaced_only_if_that_is_wanted_and_by_what_was_written(
     tmp_path: Path, checkpoint: Path, to: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def flipped(tensor: Tensor) -> memoryview:
@@ -283,19 +271,14 @@ def test_a_disk_that_keeps_something_else_is_noticed_and_the_old_file_stays(
         return memoryview(data)
 
     (tmp_path / "file").write_text("old")
-    monkeypatch.setattr(safetensors_file if to == "safetensors" else torch_file, "bytes_of", flipped)
-    with pytest.raises(CheckpointError, match="differs from what was written"):
-        converted(checkpoint, tmp_path / "file", to, force=True)
-    assert (tmp_path / "file").read_text() == "old"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", checkpoint.name]
-
-
-@pytest.mark.parametrize("to", ["torch", "safetensors"])
-def test_an_old_target_is_replaced_only_if_that_is_wanted(tmp_path: Path, checkpoint: Path, to: str) -> None:
-    (tmp_path / "file").write_text("old")
     with pytest.raises(UsageError, match="--force"):
         converted(checkpoint, tmp_path / "file", to)
+    with monkeypatch.context() as rotten:
+        rotten.setattr(safetensors_file if to == "safetensors" else torch_file, "bytes_of", flipped)
+        with pytest.raises(CheckpointError, match="differs from what was written"):
+            converted(checkpoint, tmp_path / "file", to, force=True)
     assert (tmp_path / "file").read_text() == "old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", checkpoint.name]
     assert converted(checkpoint, tmp_path / "file", to, force=True).target.stat().st_size > 1000
 
 
@@ -319,20 +302,16 @@ def test_whatever_interrupts_it_leaves_nothing_behind(tmp_path: Path, checkpoint
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_checkpoint_of_another_framework_is_refused_by_name(tmp_path: Path, checkpoint: Path) -> None:
-    text = (checkpoint / MANIFEST).read_text()
-    manifest = Manifest.load(checkpoint)
-    other = {name: getattr(manifest, name) for name in manifest.__dataclass_fields__} | {"framework": "mindspore"}
-    (checkpoint / MANIFEST).write_text(Manifest(**other).to_json())
+def test_what_does_not_fit_the_target_is_refused_by_name(tmp_path: Path, checkpoint: Path) -> None:
+    (checkpoint / MANIFEST).write_text(replace(Manifest.load(checkpoint), framework="mindspore").to_json())
     with pytest.raises(CheckpointError, match="mindspore"):
         converted(checkpoint, tmp_path / "new", "torch")
-    (checkpoint / MANIFEST).write_text(text)
     with pytest.raises(CheckpointError, match="which safetensors does not support"):
         converted(sharded(tmp_path / "c", {"a": torch.zeros(3, dtype=torch.complex128)}), tmp_path / "n", "safetensors")
     with pytest.raises(CheckpointError, match="no state of an optimizer"):
         converted(tmp_path / "c", tmp_path / "n", "torch", optimizer=True)
+    torch.save({"w": torch.ones(1)}, tmp_path / "f.pt")
     with pytest.raises(UsageError, match="is the name of step 3"):
-        torch.save({"w": torch.ones(1)}, tmp_path / "f.pt")
         converted(tmp_path / "f.pt", tmp_path / checkpoint.name, "dcp", step=4)
 
 
