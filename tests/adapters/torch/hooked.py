@@ -76,6 +76,10 @@ class Job:
     def backward(self) -> None:
         self.model(torch.ones(4, 3)).sum().backward()
 
+    def step(self) -> None:
+        self.backward()
+        self.optimizer.step()
+
     def taken(self) -> list[Any]:
         log, self.log = self.log, []
         return log

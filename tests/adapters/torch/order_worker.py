@@ -100,7 +100,6 @@ def run(directory: Path, case: str, capture: Holder) -> dict[str, Any]:
         "held": list(capture.held),
         "marks": marks,
         "early": sum(finished_early),
-        "late": STEPS - sum(finished_early),
     }
 
 

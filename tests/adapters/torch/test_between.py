@@ -89,18 +89,28 @@ def restored(path: Path, version: int) -> Any:
     return job.facts()
 
 
+def comes_back(job: Gan, version: int) -> bool:
+    """Stop a job within a version, save the last one, and return whether all of its state comes back."""
+    job.gate.close()
+    return bool(restored(job.save(version, How.UNDO), version) == job.seen[version])
+
+
 @pytest.mark.parametrize("finished", [0, 1, 3], ids=["in the first iteration", "in the second", "later"])
-def test_between_the_steps_the_last_version_is_saved(gan: Callable[..., Gan], finished: int) -> None:
+def test_between_the_steps_the_last_version_is_saved(
+    gan: Callable[..., Gan], finished: int, caplog: pytest.LogCaptureFixture
+) -> None:
     job = gan()
-    job.train(finished)
+    with caplog.at_level(logging.INFO):
+        job.train(finished)
+    told = [record for record in caplog.records if "backward pass between the optimizer steps" in record.message]
+    assert len(told) == bool(finished), "how many bytes are copied is told once"
     job.step_critic()
     job.learn_generator()
     job.gate.close()
     now = job.facts()
     assert job.phase is Phase.TORN and job.gate.version == finished
     assert job.source.has_preimage and not job.source.gradient_ready()
-    path = job.save(finished, How.UNDO)
-    assert restored(path, finished) == job.seen[finished]
+    assert comes_back(job, finished)
     assert job.facts()[:2] == now[:2], "nobody writes to the state of a frozen rank"
 
 
@@ -122,8 +132,7 @@ def test_a_network_that_was_frozen_when_it_was_registered(gan: Callable[..., Gan
     job.step_critic()
     train_generator(True)
     job.learn_generator()
-    job.gate.close()
-    assert restored(job.save(3, How.UNDO), 3) == job.seen[3]
+    assert comes_back(job, 3)
 
 
 def test_a_schedule_stepped_between_the_steps_is_of_the_version_to_come(gan: Callable[..., Gan]) -> None:
@@ -137,8 +146,7 @@ def test_a_schedule_stepped_between_the_steps_is_of_the_version_to_come(gan: Cal
     job.step_critic()
     job.schedulers[0].step()
     job.learn_generator()
-    job.gate.close()
-    assert restored(job.save(3, How.UNDO), 3) == job.seen[3]
+    assert comes_back(job, 3)
 
 
 def test_a_false_alarm_between_the_steps_changes_nothing(gan: Callable[..., Gan]) -> None:
@@ -162,16 +170,10 @@ def test_a_false_alarm_between_the_steps_changes_nothing(gan: Callable[..., Gan]
     assert job.facts() == unbroken.facts()
 
 
-def test_a_finished_iteration_is_saved_as_it_is(gan: Callable[..., Gan]) -> None:
-    job = gan()
-    job.train(2)
-    assert job.phase is Phase.IDLE and not job.source.has_preimage
-    assert restored(job.save(2), 2) == job.seen[2]
-
-
 def test_a_critic_that_breaks_off_is_undone_a_generator_is_not(gan: Callable[..., Gan]) -> None:
     job = gan()
     job.train(2)
+    assert job.gate.state().phase is Phase.IDLE and not job.source.has_preimage
 
     def fail(*_: Any) -> None:
         raise RuntimeError("in mid-update")
@@ -204,12 +206,6 @@ def test_steps_without_learning_in_between_cost_no_copies(gan: Callable[..., Gan
     assert job.source.between.preimage is None and job.phase is Phase.UPDATING
 
 
-def test_the_copies_are_told_once_with_their_bytes(gan: Callable[..., Gan], caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        gan().train(3)
-    assert len([r for r in caplog.records if "backward pass between the optimizer steps" in r.message]) == 1
-
-
 @pytest.mark.parametrize("steps", [1, 3])
 def test_between_any_steps_of_a_loop_that_says_when_it_is_done(gan: Callable[..., Gan], steps: int) -> None:
     job = gan()
@@ -220,7 +216,7 @@ def test_between_any_steps_of_a_loop_that_says_when_it_is_done(gan: Callable[...
     job.step_generator()
     job.gate.close()
     assert job.phase is Phase.TORN and job.source.has_preimage, "not done yet"
-    assert restored(job.save(2, How.UNDO), 2) == job.seen[2]
+    assert comes_back(job, 2)
 
 
 def test_done_is_not_done_while_the_gate_is_closed(gan: Callable[..., Gan]) -> None:
@@ -243,8 +239,7 @@ def test_a_critic_that_steps_more_often_is_refused_with_the_way_out(gan: Callabl
     assert job.gate.version == 0, "where the version ends is not known"
     with pytest.raises(UsageError, match=r"optimizer 1 \(Adam\) steps again.*call ttp\.step_done\(\)"):
         job.train(1, critic_steps=3)
-    job.gate.close()
-    assert restored(job.save(0, How.UNDO), 0) == job.seen[0]
+    assert comes_back(job, 0)
 
 
 def test_where_shards_may_differ_the_finished_version_can_be_undone_too(gan: Callable[..., Gan]) -> None:

@@ -77,15 +77,17 @@ class Job(Loop):
         return waits
 
 
-def taught(directory: Path, move: Any, *, inside: bool) -> Any:
+def taught(directory: Path, move: Any, *, inside: bool, all_given: bool = False) -> Any:
+    """Return a job with a teacher. ``all_given``: the optimizer has its parameters too, as that of MoCo's authors."""
     model = Teacher(move, inside)
-    return Job(directory, model, model.student)
+    return Job(directory, model, model if all_given else model.student)
 
 
 @supports("parameters that no optimizer has")
 @pytest.mark.parametrize("move", WAYS)
-def test_behind_the_step_they_are_waited_for(tmp_path: Path, move: Any) -> None:
-    job = taught(tmp_path, move, inside=False)
+@pytest.mark.parametrize("all_given", [False, True])
+def test_behind_the_step_they_are_waited_for(tmp_path: Path, move: Any, all_given: bool) -> None:
+    job = taught(tmp_path, move, inside=False, all_given=all_given)
     assert [job.step(job.model.follow) for _ in range(4)] == [False, True, True, True]
 
 
@@ -169,25 +171,12 @@ def test_between_two_steps_they_are_gone_back_with(tmp_path: Path, done: bool, f
 
 @supports("parameters that no optimizer has")
 @pytest.mark.parametrize("move", WAYS)
-def test_in_the_forward_pass_they_are_refused(tmp_path: Path, move: Any) -> None:
-    job = taught(tmp_path, move, inside=True)
+@pytest.mark.parametrize("all_given", [False, True])
+def test_in_the_forward_pass_they_are_refused(tmp_path: Path, move: Any, all_given: bool) -> None:
+    job = taught(tmp_path, move, inside=True, all_given=all_given)
     job.step()
     with pytest.raises(UsageError, match=r"teacher\.0\.weight, .* and \d more, which .* trains, .* after optim"):
         job.step()
-
-
-@supports("parameters that no optimizer has")
-@pytest.mark.parametrize("move", WAYS)
-def test_frozen_ones_that_an_optimizer_has_are_watched_too(tmp_path: Path, move: Any) -> None:
-    """MoCo's authors give all parameters to the optimizer."""
-    model = Teacher(move, inside=True)
-    job = Job(tmp_path / "inside", model, model)
-    job.step()
-    with pytest.raises(UsageError, match="no optimizer trains"):
-        job.step()
-    model = Teacher(move, inside=False)
-    job = Job(tmp_path / "behind", model, model)
-    assert [job.step(model.follow) for _ in range(4)] == [False, True, True, True]
 
 
 def test_a_module_beside_the_model_may_have_no_shape_yet(tmp_path: Path) -> None:
@@ -278,16 +267,12 @@ class Balanced(nn.Module):
         return found + self.bias
 
 
-def balanced(directory: Path) -> tuple[Balanced, Job]:
-    model = Balanced()
-    return model, Job(directory, model, model)
-
-
 @supports("buffers written after the step")
 def test_buffers_that_are_written_behind_the_step_are_told_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, job = balanced(tmp_path)
+    model = Balanced()
+    job = Job(tmp_path, model, model)
     for _ in range(8):
         job.step(model.balance)
     (said,) = [text for text in caplog.messages if "between an update and the next forward pass (bias)" in text]

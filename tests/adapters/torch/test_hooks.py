@@ -6,8 +6,7 @@ import logging
 from typing import Any
 
 import pytest
-
-torch = pytest.importorskip("torch")
+import torch
 from torch import nn
 from torch.optim import SGD
 
@@ -33,12 +32,14 @@ class TestBracket:
         assert job.tail.done()
 
     def test_accumulated_gradients_are_one_version(self) -> None:
-        job = Job()
+        job, marks = Job(scheduler=exponential), []
         for _ in range(3):
             job.backward()
+            marks.append(job.mark)
         assert job.taken() == [(1, "early")] * 3, "each of them may be the one that is reduced"
+        assert marks == [2, 4, 6], "a rank that hangs in the second of them is behind one that waits in the third"
         job.optimizer.step()
-        assert job.gate.version == 1
+        assert job.gate.version == 1 and job.mark == 0
 
     def test_hooks_that_fire_twice_count_once(self) -> None:
         torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)  # patches the class, see Optimizer._patch_step_function
@@ -69,8 +70,7 @@ class TestBracket:
         for version in range(1, 3):
             get_optimizer_state_dict(job.model, job.optimizer)
             assert job.taken() == [], "torch makes a step without gradients to create the state of an optimizer"
-            job.backward()
-            job.optimizer.step()
+            job.step()
             job.optimizer.zero_grad()
             assert job.gate.version == version
             job.taken()
@@ -102,8 +102,7 @@ class TestBracket:
     def test_detached_nothing_is_left(self) -> None:
         job = Job(scheduler=exponential)
         job.detach()
-        job.backward()
-        job.optimizer.step()
+        job.step()
         assert job.taken() == []
         assert type(job.scheduler) is torch.optim.lr_scheduler.ExponentialLR
         assert not job.model._forward_pre_hooks
@@ -125,18 +124,9 @@ class TestBracket:
 
 
 class TestForward:
-    def test_it_settles_the_tail(self) -> None:
-        job = Job(averages=True)
-        job.backward()
-        job.optimizer.step()
-        assert not job.tail.done()
-        job.model(torch.ones(4, 3))
-        assert job.tail.done()
-
     def test_an_evaluation_does_not_end_it(self) -> None:
         job = Job(scheduler=exponential)
-        job.backward()
-        job.optimizer.step()
+        job.step()
         with torch.no_grad():
             job.model(torch.ones(4, 3))
         job.model.eval()(torch.ones(4, 3))
@@ -146,11 +136,14 @@ class TestForward:
         job.scheduler.step()
         assert job.scheduler_state(1)["last_epoch"] == 1
 
-    def test_of_a_container_the_parts_are_called(self) -> None:
+    @pytest.mark.parametrize("container", [False, True])
+    def test_it_settles_the_tail_and_of_a_container_the_parts_are_called(self, container: bool) -> None:
         job = Job(averages=True)
-        job.detach()
-        part, job.model = job.model, nn.ModuleDict({"it": job.model})
-        job.connect()
+        part = job.model
+        if container:
+            job.detach()
+            job.model = nn.ModuleDict({"it": part})
+            job.connect()
         part(torch.ones(4, 3)).sum().backward()
         job.optimizer.step()
         assert not job.tail.done()
@@ -165,8 +158,7 @@ class TestForward:
     def test_the_module_can_be_traced_and_exported_in_training(self) -> None:
         job, data = Job(), torch.ones(4, 3)
         for number in range(2):
-            job.backward()
-            job.optimizer.step()
+            job.step()
             expected = job.model.eval()(data)
             assert torch.equal(torch.jit.trace(job.model, data)(data), expected)
             assert torch.allclose(torch.export.export(job.model, (data,)).module()(data), expected)
@@ -175,38 +167,26 @@ class TestForward:
 
 
 class TestMarks:
-    def test_every_point_of_a_step_is_one_more(self) -> None:
-        job = Job(scheduler=exponential)
+    def test_every_point_of_a_step_is_one_more(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        job, at_gate = Job(scheduler=exponential), list[int]()
+        begin = job.begin_update
+
+        def at_the_gate(again: bool) -> None:
+            at_gate.append(job.mark)
+            begin(again)
+
+        monkeypatch.setattr(job, "begin_update", at_the_gate)
         for _ in range(2):
             loss = job.model(torch.ones(4, 3)).sum()
             assert job.mark == 1
             loss.backward()
             assert job.mark == 2
             job.optimizer.step()
-            assert job.mark == 0
-
-    def test_the_gate_is_a_point(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        seen: list[int] = []
-        job = Job(scheduler=exponential)
-        monkeypatch.setattr(job, "begin_update", lambda _again: seen.append(job.mark))
-        job.backward()
-        job.optimizer.step()
-        assert seen == [3]
-
-    def test_accumulated_passes_count_on(self) -> None:
-        job = Job(scheduler=exponential)
-        marks = []
-        for _ in range(3):
-            job.backward()
-            marks.append(job.mark)
-        assert marks == [2, 4, 6], "a rank that hangs in the second of them is behind one that waits in the third"
-        job.optimizer.step()
-        assert job.mark == 0
+            assert job.mark == 0 and at_gate.pop() == 3
 
     def test_an_evaluation_is_said_and_is_no_point(self) -> None:
         job = Job(scheduler=exponential)
-        job.backward()
-        job.optimizer.step()
+        job.step()
         with torch.no_grad():
             job.model(torch.ones(4, 3))
             assert job.activity == EVALUATING and job.mark == 0
@@ -215,14 +195,12 @@ class TestMarks:
         assert job.activity == EVALUATING, "what follows may be more of it"
         job.model(torch.ones(4, 3))
         assert job.activity == "" and job.mark == 1
-
-    def test_a_step_ends_an_evaluation_too(self) -> None:
-        job = Job(scheduler=exponential)
         loss = job.model(torch.ones(4, 3)).sum()
         with torch.no_grad():
             job.model(torch.ones(4, 3))
+        assert job.activity == EVALUATING
         loss.backward()
-        assert job.activity == ""
+        assert job.activity == "", "a backward pass ends it too"
 
     @pytest.mark.parametrize("mine", ["generation", ""])
     def test_what_the_user_says_stays(self, mine: str) -> None:
@@ -259,38 +237,23 @@ class TestMarks:
 
 
 class TestByHand:
-    def test_the_first_call_completes_the_version_that_the_hooks_ended(self) -> None:
+    def test_the_first_call_completes_a_version_and_the_others_end_theirs(self) -> None:
         job = Job(scheduler=exponential)
-        job.backward()
-        job.optimizer.step()
+        job.step()
         job.scheduler.step()
         job.taken()
         job.detach.step_done()
         assert job.taken() == [(1, "final")]
         assert job.tail.done() and job.gate.version == 1
-
-    def test_from_then_on_it_ends_the_update(self) -> None:
-        job = Job(scheduler=exponential)
-        job.optimizer.step()
-        job.detach.step_done()
-        job.taken()
-        job.backward()
-        job.optimizer.step()
+        job.step()
         job.scheduler.step()
         assert job.taken() == [(2, "early"), (2, "again"), "begin"]
         assert job.gate.state().phase is Phase.UPDATING
         job.detach.step_done()
         assert job.taken() == [(2, "final"), "after", "end"]
-        assert job.gate.version == 2
-        assert job.scheduler_state(2)["last_epoch"] == 1 and job.tail.done()
-
-    def test_without_an_update_nothing_ends(self) -> None:
-        job = Job()
-        job.optimizer.step()
-        for _ in range(3):
-            job.detach.step_done()
-        assert job.gate.version == 1
-        assert job.taken() == [*UPDATE, (1, "final")]
+        assert job.scheduler_state(2)["last_epoch"] == 2 and job.tail.done()
+        job.detach.step_done()
+        assert job.taken() == [] and job.gate.version == 2, "without an update nothing ends"
 
     def test_not_inside_a_step(self) -> None:
         class Inside(SGD):
@@ -332,14 +295,10 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_capture_comes_before_the_reduction(seen: list[dict[str, Any]], case: str) -> None:
+def test_the_capture_comes_before_the_reduction_and_ranks_pass_the_same_points(
+    seen: list[dict[str, Any]], case: str
+) -> None:
     holder, other = (rank[case] for rank in seen)
     assert holder["held"] == [1, 2, 3], "one capture before each update, of its version"
     assert other["early"] == 0, "the other rank had a reduced gradient although the first had not captured yet"
-    assert other["late"] == 3, "and it got one afterwards"
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_ranks_pass_the_same_points(seen: list[dict[str, Any]], case: str) -> None:
-    marks = [rank[case]["marks"] for rank in seen]
-    assert marks[0] == marks[1] == [4 if case in ("accumulate", "nosync") else 2] * 3
+    assert holder["marks"] == other["marks"] == [4 if case in ("accumulate", "nosync") else 2] * 3

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.adapters.torch.going_on import Program, assert_goes_on_with_its_bits, data, net
+from tests.adapters.torch.going_on import assert_goes_on_with_its_bits, data, net, program_of
 from tests.adapters.torch.stub_processor import Loop
 from ttp.adapters.torch.loop import followers
 from ttp.adapters.torch.saving.unsaved import switches_of
@@ -62,20 +62,7 @@ def test_a_module_beside_the_model_that_changes_in_the_forward_pass_is_refused(
 
 @pytest.mark.supports("losses with a state of their own")
 def test_a_loss_within_the_model_comes_back(tmp_path: Path) -> None:
-    def make() -> Program:
-        model, loss = net(), Centred()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-        def step(_number: int) -> Any:
-            optimizer.zero_grad()
-            found = loss(model(data()))
-            found.backward()
-            optimizer.step()
-            return found
-
-        return Program(nn.ModuleDict({"model": model, "loss": loss}), optimizer, step)
-
-    assert_goes_on_with_its_bits(tmp_path, make)
+    assert_goes_on_with_its_bits(tmp_path, program_of(lambda: nn.Sequential(net(), Centred())))
 
 
 class Queue(nn.Module):
@@ -105,17 +92,17 @@ class Remembering(Queue):
         self.place = state["place"]
 
 
-class Place:
+class Attribute:
     """The object for ``extra_state`` that the message asks for."""
 
-    def __init__(self, modules: Any) -> None:
-        self.modules = modules
+    def __init__(self, loss: Any, name: str) -> None:
+        self.loss, self.name = loss, name
 
     def state_dict(self) -> dict[str, Any]:
-        return {"place": self.modules.loss.place}
+        return {self.name: getattr(self.loss, self.name)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.modules.loss.place = state["place"]
+        setattr(self.loss, self.name, state[self.name])
 
 
 class Lookup(Queue):
@@ -154,33 +141,52 @@ class Covariance(Queue):
         return self.spread
 
 
+def said(
+    directory: Path,
+    caplog: pytest.LogCaptureFixture,
+    kind: type[nn.Module],
+    kept: str = "",
+    layer: type[nn.Module] = nn.Identity,
+) -> list[str]:
+    """Train a model with a loss, and return of what is said that it is in no checkpoint.
+
+    Args:
+        directory: for checkpoints and pages.
+        caplog: what is logged.
+        kind: the class of the loss.
+        kept: an attribute of the loss that an object of ``extra_state`` keeps.
+        layer: the class of the last layer of the model.
+    """
+    model, loss = nn.Sequential(net(), layer()), kind()
+    both = nn.ModuleDict({"model": model, "loss": loss})
+    optimizer = torch.optim.SGD(both.parameters(), lr=0.1)
+    extra = {"kept": Attribute(loss, kept)} if kept else None
+    Loop(directory, both, optimizer, extra_state=extra).start(directory / "pages")
+    for _ in range(4):
+        optimizer.zero_grad()
+        found = model(data())
+        (found.square().mean() + loss(found)).backward()
+        optimizer.step()
+    return [text.split(" changes with")[0].split(" was ")[0] for text in caplog.messages if "is in no check" in text]
+
+
 @pytest.mark.supports("losses with a state of their own")
 @pytest.mark.parametrize(
-    ("kind", "as_extra", "told"),
+    ("kind", "kept", "told"),
     [
-        (Queue, False, ["Queue.place"]),
-        (Queue, True, []),
-        (Remembering, False, []),
-        (Lookup, False, []),
-        (Masking, False, ["Masking.stream"]),
-        (Covariance, False, ["Covariance.mean"]),
+        (Queue, "", ["Queue.place"]),
+        (Queue, "place", []),
+        (Remembering, "", []),
+        (Lookup, "", []),
+        (Masking, "", ["Masking.stream"]),
+        (Covariance, "", ["Covariance.mean"]),
     ],
 )
 def test_counts_beside_buffers_that_change_are_told_once(
-    kind: type[Queue], as_extra: bool, told: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kind: type[Queue], kept: str, told: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A resumed job would begin to write at the first place of a queue that is restored."""
-    model, loss = net(), kind()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    both = nn.ModuleDict({"model": model, "loss": loss})
-    extra = {"extra_state": {"place": Place(both)}} if as_extra else {}
-    Loop(tmp_path, both, optimizer, **extra).start(tmp_path / "pages")
-    for _ in range(4):
-        optimizer.zero_grad()
-        loss(model(data())).backward()
-        optimizer.step()
-    said = [text for text in caplog.messages if "is in no checkpoint" in text]
-    assert [text.split(" changes")[0] for text in said] == told
+    assert said(tmp_path, caplog, kind, kept) == told
 
 
 class Looked(nn.Module):
@@ -211,7 +217,7 @@ class Odd(Queue):
 
     def __init__(self) -> None:
         super().__init__()
-        owner = Place(self)
+        owner = Attribute(self, "place")
         self.gone = weakref.proxy(owner)
         self.freed = torch.ones(3)
         self.freed.untyped_storage().resize_(0)
@@ -228,14 +234,7 @@ class Odd(Queue):
 def test_what_modules_keep_for_a_look_or_cannot_be_read_is_no_news(
     layer: type[nn.Module], loss: type[Queue], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, criterion = nn.Sequential(net(), layer()), loss()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    Loop(tmp_path, nn.ModuleDict({"model": model, "loss": criterion}), optimizer).start(tmp_path / "pages")
-    for _ in range(4):
-        optimizer.zero_grad()
-        criterion(model(data())).backward()
-        optimizer.step()
-    assert not [text for text in caplog.messages if "is in no checkpoint" in text]
+    assert said(tmp_path, caplog, loss, layer=layer) == []
 
 
 class Codebook(nn.Module):
@@ -280,35 +279,20 @@ class Bare(Codebook):
         return x.square().mean()
 
 
-class Ready(Place):
-    def state_dict(self) -> dict[str, Any]:
-        return {"ready": self.modules.loss.ready}
-
-
 @pytest.mark.supports("weights initialised from the first batch")
 @pytest.mark.parametrize(
-    ("kind", "as_extra", "told"),
+    ("kind", "kept", "told"),
     [
-        (Codebook, False, ["Codebook.ready"]),
-        (Codebook, True, []),
-        (Scaled, False, ["Scaled.ready"]),
-        (Bare, False, []),
+        (Codebook, "", ["Codebook.ready"]),
+        (Codebook, "ready", []),
+        (Scaled, "", ["Scaled.ready"]),
+        (Bare, "", []),
     ],
 )
 def test_a_layer_that_would_set_itself_up_again_is_told_once(
-    kind: type[Codebook], as_extra: bool, told: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kind: type[Codebook], kept: str, told: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, layer = net(), kind()
-    both = nn.ModuleDict({"model": model, "loss": layer})
-    optimizer = torch.optim.SGD(both.parameters(), lr=0.1)
-    extra = {"extra_state": {"ready": Ready(both)}} if as_extra else {}
-    Loop(tmp_path, both, optimizer, **extra).start(tmp_path / "pages")
-    for _ in range(4):
-        optimizer.zero_grad()
-        (model(data()).square().mean() + layer(model(data()))).backward()
-        optimizer.step()
-    said = [text for text in caplog.messages if "was switched after wrap_optimizer()" in text]
-    assert [text.split(" was switched")[0] for text in said] == told
+    assert said(tmp_path, caplog, kind, kept) == told
 
 
 def test_switches_of_torchs_own_modules_are_not_looked_at() -> None:

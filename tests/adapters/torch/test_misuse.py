@@ -36,22 +36,17 @@ class TestInBackward:
         with pytest.raises(UsageError, match=r"optimizer of bias steps in the backward pass .* after backward\(\)"):
             misuse.refuse_in_backward(model)
 
-    def test_of_a_registered_optimizer(self) -> None:
+    @pytest.mark.parametrize("each_its_own", [False, True])
+    def test_of_a_registered_optimizer_or_one_for_each_parameter(self, each_its_own: bool) -> None:
+        """The latter as in torch's tutorial. It cannot be seen before the first gradient exists."""
         job = Job()
-        job.model[0].weight.register_post_accumulate_grad_hook(lambda _: job.optimizer.step())
+        for parameter in job.model.parameters():
+            optimizer = SGD([parameter], lr=0.1) if each_its_own else job.optimizer
+            parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
         before = job.model[0].weight.clone()
         with pytest.raises(UsageError, match=r"SGD.step\(\) was called by a hook in the backward pass"):
             job.backward()
         assert torch.equal(job.model[0].weight, before) and job.gate.state().phase is Phase.IDLE
-
-    def test_of_one_for_each_parameter(self) -> None:
-        """As in torch's tutorial. It cannot be seen before the first gradient exists."""
-        job = Job()
-        each = {parameter: SGD([parameter], lr=0.1) for parameter in job.model.parameters()}
-        for parameter in job.model.parameters():
-            parameter.register_post_accumulate_grad_hook(lambda parameter: each[parameter].step())
-        with pytest.raises(UsageError, match="in the backward pass"):
-            job.backward()
 
 
 @pytest.mark.supports("an optimizer that was not given")
