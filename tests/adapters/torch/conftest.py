@@ -32,6 +32,15 @@ def server() -> Iterator[Any]:
 
 
 @pytest.fixture
+def world_of_one() -> Iterator[None]:
+    """Make the default process group of one rank."""
+    library: Any = dist
+    dist.init_process_group("gloo", store=library.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
 def page(tmp_path: Path) -> Iterator[PageWriter]:
     """Return the page of rank 0."""
     writer = PageWriter(tmp_path / "pages", 0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.adapters.torch.going_on import Program, assert_goes_on_with_its_bits, plainly
+from tests.adapters.torch.stub_processor import registered
 from ttp.adapters.torch.loop.hooks import gradient_triggers
 from ttp.adapters.torch.saving.job_state import JobState
 from ttp.adapters.torch.sharding import data_parallel
@@ -28,15 +31,11 @@ from ttp.adapters.torch.sharding.data_parallel import (
 from ttp.adapters.torch.sharding.ddp_buckets import apply_bucket_layout, renew_reducer
 from ttp.adapters.torch.sharding.names import ModelNames
 from ttp.adapters.versions import numbers
+from ttp.errors import ConfigError
+
+pytestmark = pytest.mark.usefixtures("world_of_one")
 
 Ddp: Any = DistributedDataParallel
-
-
-@pytest.fixture(autouse=True)
-def world_of_one(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def layers() -> nn.Sequential:
@@ -45,34 +44,19 @@ def layers() -> nn.Sequential:
 
 @pytest.mark.supports("the module inside DDP as model=")
 class TestWhereItIsFound:
-    def test_itself(self) -> None:
-        ddp = Ddp(layers())
-        assert ddps_of(ddp) == [ddp]
-
-    def test_around_the_module_given(self) -> None:
+    def test_itself_and_inside_and_around_the_module_given(self) -> None:
         model = layers()
         ddp = Ddp(model)
-        assert ddps_of(model) == [ddp]
+        outside = nn.ModuleDict({"main": ddp, "loss": nn.Linear(1, 1)})
+        assert ddps_of(ddp) == ddps_of(model) == ddps_of(outside) == [ddp]
+        assert ddps_of(layers()) == [], "not that of another model"
 
-    def test_around_a_part_of_it(self) -> None:
+    def test_around_parts_of_it_and_around_what_is_around_it(self) -> None:
         generator, critic = layers(), layers()
         both = nn.ModuleDict({"generator": generator, "critic": critic})
-        one, other = Ddp(critic), Ddp(generator)
+        one, other = Ddp(nn.Sequential(critic, nn.ReLU())), Ddp(generator)
         assert ddps_of(both) == [other, one], "in the order of the model"
-
-    def test_inside_of_it(self) -> None:
-        ddp = Ddp(layers())
-        assert ddps_of(nn.ModuleDict({"main": ddp, "loss": nn.Linear(1, 1)})) == [ddp]
-
-    def test_around_what_is_around_it(self) -> None:
-        model = layers()
-        ddp = Ddp(nn.Sequential(model, nn.ReLU()))
-        assert ddps_of(model) == [ddp]
-
-    def test_not_that_of_another_model(self) -> None:
-        other = Ddp(layers())
-        assert ddps_of(layers()) == []
-        assert other is not None
+        assert ddps_of(critic) == [one]
 
     def test_not_one_that_is_garbage(self) -> None:
         model = layers()
@@ -135,13 +119,9 @@ class TestLayouts:
         assert saved == {"critic.0.weight": "1 0"}
         saved = JobState.decode(JobState(3, ddp_buckets=saved).encode()).ddp_buckets
         shown.clear()
+        assert apply_layouts(ddps, names, "1 0") == ["no layout"] * 2 and shown == {}, "a layout of one DDP"
         assert apply_layouts(ddps, names, saved) == ["no layout"], "the generator's was not known"
         assert shown == {ddps[1]: "1 0"}
-
-    def test_a_layout_of_one_is_not_for_several(self, shown: dict[Any, str]) -> None:
-        model = nn.ModuleDict({"generator": Ddp(layers()), "critic": Ddp(layers())})
-        names, ddps = ModelNames(model, None), ddps_of(model)
-        assert apply_layouts(ddps, names, "1 0") == ["no layout"] * 2 and shown == {}
 
     def test_one_made_late_is_noticed_and_said(self, shown: dict[Any, str], caplog: pytest.LogCaptureFixture) -> None:
         model = layers()
@@ -186,21 +166,19 @@ class Feedback:
 
 class TestHooksWithState:
     @pytest.mark.supports("PowerSGD")
-    def test_error_feedback_is_said_to_be_lost(self, caplog: pytest.LogCaptureFixture) -> None:
-        from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-
-        model = layers()
-        ddp = Ddp(model)
-        ddp.register_comm_hook(PowerSGDState(None), powerSGD_hook)
-        with caplog.at_level(logging.WARNING):
-            LayoutWatch([ddp], ModelNames(model, None)).close()
-        assert "powerSGD_hook keeps state of its own (PowerSGDState" in caplog.text
+    @pytest.mark.parametrize("feedback", [True, False])
+    def test_error_feedback_is_said_to_be_lost(self, feedback: bool, caplog: pytest.LogCaptureFixture) -> None:
+        """Compression without it keeps no state."""
+        ddp = Ddp(layers())
+        ddp.register_comm_hook(*((PowerSGDState(None), powerSGD_hook) if feedback else (None, fp16_compress_hook)))
+        LayoutWatch([ddp], ModelNames(ddp, None)).close()
+        warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        assert len(warned) == feedback
+        assert all("powerSGD_hook keeps state of its own (PowerSGDState" in text for text in warned)
         assert hook_refusal([ddp]) == ""
 
     @pytest.mark.supports("PowerSGD")
     def test_error_feedback_as_extra_state_comes_back(self, tmp_path: Path) -> None:
-        from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-
         states: list[Any] = []
 
         def make() -> Program:
@@ -213,16 +191,6 @@ class TestHooksWithState:
 
         assert_goes_on_with_its_bits(tmp_path, make)
         assert any(float(error.abs().max()) for error in states[1].error_dict.values()), "else this shows nothing"
-
-    def test_compression_has_none(self, caplog: pytest.LogCaptureFixture) -> None:
-        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-
-        model = layers()
-        ddp = Ddp(model)
-        ddp.register_comm_hook(None, fp16_compress_hook)
-        with caplog.at_level(logging.WARNING):
-            LayoutWatch([ddp], ModelNames(model, None)).close()
-        assert not caplog.messages
 
     @pytest.mark.parametrize("kind", ["ALLREDUCE", "FP16_COMPRESS"])
     def test_those_in_torch_itself_go_on_with_a_restored_layout(self, kind: str) -> None:
@@ -238,12 +206,12 @@ class TestHooksWithState:
 
     @pytest.mark.supports("post-local SGD")
     def test_weights_that_differ_between_averagings_are_refused(self) -> None:
-        from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
-
+        """At the start, and not at the save, when it would be too late."""
         ddp = Ddp(layers())
         state: Any = PostLocalSGDState
         ddp.register_comm_hook(state(None, None, 10), post_localSGD_hook)
-        assert hook_refusal([ddp]).startswith("post_localSGD_hook lets the weights of ranks differ")
+        with pytest.raises(ConfigError, match="post_localSGD_hook lets the weights of ranks differ"):
+            registered(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1)).layout(1)
 
     @pytest.mark.supports("uneven inputs (join)")
     @pytest.mark.parametrize("together", [True, False])
@@ -276,22 +244,19 @@ class TestFrozen:
 
 
 class TestLeftAlone:
-    def test_what_it_was_told_to_ignore(self) -> None:
+    def test_what_it_was_told_to_ignore_but_not_what_another_one_reduces(self) -> None:
         model = layers()
-        Ddp._set_params_and_buffers_to_ignore_for_model(model, ["1.weight"])
-        assert not_replicated([Ddp(model)]) == [model[1].weight]
+        inner = Ddp(model[1])
+        Ddp._set_params_and_buffers_to_ignore_for_model(model, ["1.weight", "1.bias"])
+        outer = Ddp(model)
+        assert not_replicated([outer]) == [*model[1].parameters()]
+        assert not_replicated([outer, inner]) == []
 
     def test_not_what_is_reduced_later(self) -> None:
         model = layers()
         late = [("1.weight", model[1].weight)]
         ddp = Ddp(model, delay_all_reduce_named_params=late, param_to_hook_all_reduce=model[0].weight)
         assert not_replicated([ddp]) == []
-
-    def test_not_what_another_one_reduces(self) -> None:
-        model = layers()
-        inner = Ddp(model[1])
-        Ddp._set_params_and_buffers_to_ignore_for_model(model, ["1.weight", "1.bias"])
-        assert not_replicated([Ddp(model), inner]) == []
 
 
 class TestTrialPassesOfAPipeline:
