@@ -55,18 +55,8 @@ class Library:
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     library: Any = Library()
-
-    class Event:
-        def __init__(self, blocking: bool = False) -> None: ...
-
-        def record(self, stream: str) -> None: ...
-
-        def query(self) -> bool:
-            return bool(library.asked())
-
-        synchronize = query
-
-    library.Event = Event
+    event = SimpleNamespace(record=lambda stream: None, query=library.asked, synchronize=library.asked)
+    library.Event = lambda blocking: event
     library.Stream = lambda device, priority: f"torch's, priority {priority}"
     library.ExternalStream = lambda handle, device: f"own, {handle}"
     monkeypatch.setattr(cuda, "_cuda", library)

@@ -186,23 +186,22 @@ def test_what_may_not_be_aborted_is_started_anew(
     assert not one.backend.aborted.is_set()
 
 
-def test_a_broken_device_is_started_anew(rank: Make) -> None:
+@pytest.mark.parametrize(
+    ("broken", "why"),
+    [
+        (True, "its device is broken: RuntimeError: CUDA error: unspecified launch failure"),
+        (False, "does not finish its queued work"),
+    ],
+)
+def test_a_broken_device_or_one_that_does_not_come_to_rest_is_started_anew(rank: Make, broken: bool, why: str) -> None:
     """A CUDA error lasts as long as the process."""
-    one = rank()
-    one.processor.gate.close()
-    one.survivor.released(one.processor, "incident")
-    one.device.broken = True
-    with pytest.raises(LeftError, match="its device is broken: RuntimeError: CUDA error: unspecified launch failure"):
-        one.survivor.out(Halted(), one.processor, one.adapter)
-    one.device.broken = False
-
-
-def test_a_device_that_does_not_come_to_rest_is_started_anew(rank: Make) -> None:
     one = rank()
     one.processor.gate.close()
     one.survivor.released(one.processor, "incident")
     one.survivor.clock.within_s = 0.1
     one.device.hang()
-    with pytest.raises(LeftError, match="does not finish its queued work"):
+    one.device.broken = broken
+    with pytest.raises(LeftError, match=why):
         one.survivor.out(Halted(), one.processor, one.adapter)
+    one.device.broken = False
     one.device.release()
