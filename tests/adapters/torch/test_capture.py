@@ -69,12 +69,7 @@ class TestRoundTrip:
         again.close()
 
     def test_wrappers_leave_no_trace_in_the_names(self, page: PageWriter) -> None:
-        class DistributedLike(nn.Module):
-            def __init__(self, module: nn.Module) -> None:
-                super().__init__()
-                self._checkpoint_wrapped_module = module
-
-        LocalCapture(DistributedLike(network()), page=page).capture(1, final=True)
+        LocalCapture(nn.ModuleDict({"_checkpoint_wrapped_module": network()}), page=page).capture(1, final=True)
         assert set(read(page, 1).buffers) == {name for name, _ in network().named_buffers()}
 
     def test_every_dtype_and_shape(self, page: PageWriter) -> None:

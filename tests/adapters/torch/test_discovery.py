@@ -7,8 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-torch = pytest.importorskip("torch")
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -17,6 +16,7 @@ from torch.optim import Optimizer
 from ttp.adapters.torch.restoring.param_groups import groups_for
 from ttp.adapters.torch.sharding import dtensor_chunks, shard_discovery
 from ttp.adapters.torch.sharding.discovery import explicit, named, refuse_strangers, same_shards
+from ttp.adapters.torch.sharding.local_chunks import boxes
 from ttp.adapters.torch.sharding.names import ModelNames
 from ttp.adapters.torch.sharding.shard_discovery import RankShards, StatedShards, label_of
 from ttp.adapters.torch.sharding.sharding import TrainingObjects, sharding_of
@@ -99,15 +99,16 @@ class TestExplicit:
         views = [self.labelled(("w", "a"), ("x", "b")), self.labelled(("x", "b"))]
         assert set(explicit(same_shards(views), self.LAYOUT).values()) == {"a", "b"}
 
-    def test_replicas_that_hold_something_else(self) -> None:
-        views = [self.labelled(("w", "a"), ("x", "b")), self.labelled(("y", "b"))]
-        with pytest.raises(ConfigError, match="ranks 0-1 hold copies of shard 'b', but"):
-            explicit(same_shards(views), self.LAYOUT)
-
-    def test_a_shard_of_nothing(self) -> None:
-        views = [self.labelled(("x", "b")), self.labelled(("x", "b"))]
-        with pytest.raises(ConfigError, match="no parameter belongs to shard 'a'"):
-            explicit(same_shards(views), self.LAYOUT)
+    @pytest.mark.parametrize(
+        ("first", "second", "why"),
+        [
+            ((("w", "a"), ("x", "b")), ("y", "b"), "ranks 0-1 hold copies of shard 'b', but"),
+            ((("x", "b"),), ("x", "b"), "no parameter belongs to shard 'a'"),
+        ],
+    )
+    def test_replicas_that_hold_something_else_and_a_shard_of_nothing(self, first: Any, second: Any, why: str) -> None:
+        with pytest.raises(ConfigError, match=why):
+            explicit(same_shards([self.labelled(*first), self.labelled(second)]), self.LAYOUT)
 
     @staticmethod
     def parts(layout: Layout, shard_of: Any = None) -> TrainingObjects:
@@ -123,13 +124,26 @@ class TestExplicit:
         with pytest.raises(ConfigError, match="weight belongs to 'a', which rank 1 does not hold"):
             label_of(self.parts(self.LAYOUT, lambda _: "a"), "weight", 1)
 
-    def test_ranks_that_cannot_ask_each_other(self) -> None:
+    def test_ranks_that_cannot_ask_each_other_and_of_one_shard_do_not_have_to(self) -> None:
         with pytest.raises(ConfigError, match=r"call init_process_group\(\) before wrap_optimizer\(\)"):
             sharding_of(self.parts(self.LAYOUT))
-
-    def test_of_one_shard_nobody_has_to_ask(self) -> None:
         layout = Layout(2, {Shard("all"): (Rank(0), Rank(1))})
         assert sharding_of(self.parts(layout)).layout is layout
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """Draw memory with distinct numbers, a view of it in memory order, and a stretch of the memory."""
+    sizes = draw(st.lists(st.integers(1, 5), min_size=0, max_size=4))
+    gaps = draw(st.lists(st.integers(0, 3), min_size=len(sizes), max_size=len(sizes)))
+    first, strides, span = draw(st.integers(0, 4)), [0] * len(sizes), 1
+    for dim in reversed(range(len(sizes))):
+        strides[dim] = span + gaps[dim]
+        span = (sizes[dim] - 1) * strides[dim] + span
+    memory = torch.arange(first + span + 3)
+    begin = draw(st.integers(0, len(memory)))
+    end = draw(st.integers(begin, len(memory)))
+    return memory, memory.as_strided(sizes, strides, first), begin, end
 
 
 class TestCuts:
@@ -166,6 +180,26 @@ class TestCuts:
     def test_stretches(self) -> None:
         assert dtensor_chunks._stretches(torch.tensor([3, 4, 5, 9, 10, 2])) == [(0, 3, 3), (3, 9, 2), (5, 2, 1)]
         assert dtensor_chunks._stretches(torch.tensor([], dtype=torch.int64)) == []
+
+    @given(tensors())
+    def test_local_chunks_hold_each_element_of_the_stretch_once_and_no_other(
+        self, case: tuple[torch.Tensor, torch.Tensor, int, int]
+    ) -> None:
+        memory, view, begin, end = case
+        seen: list[int] = []
+        found = list(boxes(view.shape, view.stride(), int(view.storage_offset()), begin, end))
+        for box in found:
+            mine = view[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))]
+            assert torch.equal(box.of(memory[begin:end], begin), mine)
+            seen += mine.reshape(-1).tolist()
+        assert sorted(seen) == [n for n in sorted(view.reshape(-1).tolist()) if begin <= n < end]
+        assert len(set(seen)) == len(seen)
+        assert len(found) <= max(1, 2 * view.dim() - 1)
+
+    def test_an_empty_tensor_has_no_boxes_and_a_transposed_one_is_refused(self) -> None:
+        assert list(boxes((0, 3), (3, 1), 0, 0, 10)) == []
+        with pytest.raises(ValueError, match="memory order"):
+            list(boxes((2, 3), (1, 2), 0, 0, 6))
 
 
 class TestParamGroups:

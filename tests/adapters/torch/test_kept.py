@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
+from tests.adapters.torch.checkpoints import Counting
 from tests.adapters.torch.stub_processor import Loop, leave
 from tests.adapters.torch.worlds import run_world
 from tests.making import making
@@ -31,6 +32,8 @@ from ttp.core.rank.kept_state import Origin
 from ttp.errors import RestoreError
 from ttp.processor.kept_state import KeptState
 from ttp.testing.digests import digest
+
+pytestmark = pytest.mark.xdist_group("kept")  # they share a world of two ranks
 
 ORIGIN = Origin(Version(1), "incident")
 
@@ -106,14 +109,6 @@ def go_on(job: Job) -> None:
     job.gate.close()
 
 
-def test_what_nobody_has_touched_is_kept(make: Callable[..., Job]) -> None:
-    job = make()
-    kept = job.adapter.source.keep("incident")
-    assert kept.origin == ORIGIN
-    assert kept.parameters["0.weight"].data_ptr() == job.weight.data_ptr()
-    assert kept.size == sum(3 * p.nbytes + 4 for p in job.model.parameters())
-
-
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -141,39 +136,29 @@ def tied_by_memory() -> nn.Module:
     return model
 
 
-def with_extra_state() -> nn.Module:
-    class Extra(nn.Linear):
-        def get_extra_state(self) -> Any:
-            return 1
-
-        def set_extra_state(self, state: Any) -> None:
-            pass
-
-    return nn.Sequential(Extra(3, 3))
-
-
 @pytest.mark.parametrize(
-    ("make_model", "why"), [(tied_by_memory, "share their memory"), (with_extra_state, "extra state")]
+    ("make_model", "kind", "why"),
+    [
+        (tied_by_memory, torch.optim.SGD, "share their memory"),
+        (lambda: Counting(3, 3), torch.optim.SGD, "extra state"),
+        (net, torch.optim.LBFGS, "state has a list"),
+    ],
 )
-def test_what_cannot_be_handed_over_is_refused(make_model: Callable[[], nn.Module], why: str) -> None:
+def test_what_cannot_be_handed_over_is_refused(make_model: Any, kind: Any, why: str) -> None:
     model = make_model()
-    optimizer = torch.optim.SGD(model.parameters())
-    with pytest.raises(UnlikeError, match=why):
-        keep(ORIGIN, ModelNames(model, optimizer), optimizer)
-
-
-def test_an_optimizer_with_lists_is_refused() -> None:
-    model = net()
-    optimizer: Any = torch.optim.LBFGS(model.parameters())
+    optimizer = kind(model.parameters())
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step(lambda: model(torch.ones(1, 3)).sum())
-    with pytest.raises(UnlikeError, match="state has a list"):
+    with pytest.raises(UnlikeError, match=why):
         keep(ORIGIN, ModelNames(model, optimizer), optimizer)
 
 
 def test_new_objects_take_the_state_of_the_old_ones(make: Callable[..., Job]) -> None:
     job = make()
     kept, expected = job.adapter.source.keep("incident"), digest(job.optimizer.state_dict())
+    assert kept.origin == ORIGIN
+    assert kept.parameters["0.weight"].data_ptr() == job.weight.data_ptr()
+    assert kept.size == sum(3 * p.nbytes + 4 for p in job.model.parameters())
     model = net()
     optimizer, looked_at = torch.optim.AdamW(model.parameters()), model.state_dict()
     hand_over(kept, ModelNames(model, optimizer), optimizer, job.saved())
@@ -184,11 +169,13 @@ def test_new_objects_take_the_state_of_the_old_ones(make: Callable[..., Job]) ->
         assert optimizer.state[new]["exp_avg"].data_ptr() == job.optimizer.state[old]["exp_avg"].data_ptr()
 
 
-def test_the_same_objects_are_left_as_they_are(make: Callable[..., Job]) -> None:
+def test_the_same_objects_are_left_as_they_are_if_the_checkpoint_has_the_same_entries(make: Callable[..., Job]) -> None:
     job = make()
     before = [(p.data_ptr(), p._version) for p in job.model.parameters()]
     hand_over(job.adapter.source.keep("i"), ModelNames(job.model, job.optimizer), job.optimizer, job.saved())
     assert [(p.data_ptr(), p._version) for p in job.model.parameters()] == before
+    with pytest.raises(UnlikeError, match="other entries than the checkpoint"):
+        hand_over(job.adapter.source.keep("i"), ModelNames(job.model, job.optimizer), job.optimizer, job.saved()[1:])
 
 
 def test_a_parameter_in_the_memory_of_another_tensor_gets_the_values() -> None:
@@ -222,12 +209,6 @@ def test_other_objects_get_nothing(make: Callable[..., Job], model: Any, kind: A
     assert digest(other.state_dict()) == before and not optimizer.state
 
 
-def test_another_table_of_the_checkpoint_is_a_reason(make: Callable[..., Job]) -> None:
-    job = make()
-    with pytest.raises(UnlikeError, match="other entries than the checkpoint"):
-        hand_over(job.adapter.source.keep("i"), ModelNames(job.model, job.optimizer), job.optimizer, job.saved()[1:])
-
-
 @pytest.mark.parametrize("unlike", ["another incident", "another model"])
 def test_what_is_not_handed_over_is_freed_before_the_checkpoint_is_read(
     make: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unlike: str
@@ -253,7 +234,18 @@ def test_what_is_not_handed_over_is_freed_before_the_checkpoint_is_read(
     assert digest(other.state_dict()) == digest(job.model.state_dict())
 
 
-def verified_together(_: Path, rank: int) -> str:
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Return what two ranks saw in each of these cases, by its name."""
+    return run_world(tmp_path_factory.mktemp("kept"), __name__, "all_cases", 2)
+
+
+def all_cases(_: Path, rank: int) -> dict[str, Any]:
+    cases = verified_together, cut_in_other_ways, sent, sent_with_a_flipped_bit
+    return {case.__name__: case(rank) for case in cases}
+
+
+def verified_together(rank: int) -> str:
     """Each rank verifies its share of a checkpoint, which is damaged in the share of rank 1."""
 
     def verify() -> None:
@@ -265,8 +257,8 @@ def verified_together(_: Path, rank: int) -> str:
     return str(found.value)
 
 
-def test_what_one_rank_finds_damaged_no_rank_loads(tmp_path: Path) -> None:
-    assert run_world(tmp_path, __name__, "verified_together", 2) == ["a piece is damaged"] * 2
+def test_what_one_rank_finds_damaged_no_rank_loads(ranks: list[dict[str, Any]]) -> None:
+    assert [rank["verified_together"] for rank in ranks] == ["a piece is damaged"] * 2
 
 
 def test_who_keeps_its_tensors_takes_nothing_from_a_damaged_checkpoint(make: Callable[..., Job]) -> None:
@@ -283,7 +275,7 @@ def test_who_keeps_its_tensors_takes_nothing_from_a_damaged_checkpoint(make: Cal
     assert [group["lr"] for group in job.optimizer.param_groups] == rates
 
 
-def cut_in_other_ways(_: Path, rank: int) -> list[str]:
+def cut_in_other_ways(_: int) -> str:
     """Returns the refusal for statistics of rows, which some optimizers keep. Moments are cut like their parameter."""
     model = net()
     fully_shard(model)
@@ -295,12 +287,12 @@ def cut_in_other_ways(_: Path, rank: int) -> list[str]:
     optimizer.state[owner]["exp_avg"] = owner.detach().new_zeros((owner.shape[0], 1))
     with pytest.raises(UnlikeError) as refused:
         keep(ORIGIN, names, optimizer)
-    return [str(refused.value)]
+    return str(refused.value)
 
 
-def test_what_is_distributed_in_another_way_is_refused(tmp_path: Path) -> None:
-    each = ["the optimizer keeps a tensor that is distributed in another way than its parameter"]
-    assert run_world(tmp_path, __name__, "cut_in_other_ways", 2) == [each, each]
+def test_what_is_distributed_in_another_way_is_refused(ranks: list[dict[str, Any]]) -> None:
+    text = "the optimizer keeps a tensor that is distributed in another way than its parameter"
+    assert [rank["cut_in_other_ways"] for rank in ranks] == [text] * 2
 
 
 # ------------------------------------------------------------------------------------------------------------- transfer
@@ -335,7 +327,7 @@ def told(kept: Kept) -> list[Any]:
     return [parts, values, tied, kept.kind, *astuple(kept.origin)]
 
 
-def sent(directory: Path, rank: int) -> Any:
+def sent(rank: int) -> Any:
     if rank == 0:
         kept = some_state()
         transfer.give(kept, 1)
@@ -343,7 +335,7 @@ def sent(directory: Path, rank: int) -> Any:
     return told(transfer.receive(0))
 
 
-def sent_with_a_flipped_bit(directory: Path, rank: int) -> str:
+def sent_with_a_flipped_bit(rank: int) -> str:
     if rank == 0:
         library: Any = dist
         stock = library.isend
@@ -361,13 +353,10 @@ def sent_with_a_flipped_bit(directory: Path, rank: int) -> str:
     return str(caught.value)
 
 
-def test_another_rank_gets_the_same(tmp_path: Path) -> None:
-    mine, theirs = run_world(tmp_path, __name__, "sent", 2)
-    assert theirs == mine
-
-
-def test_what_comes_with_other_bytes_is_not_used(tmp_path: Path) -> None:
-    _, why = run_world(tmp_path, __name__, "sent_with_a_flipped_bit", 2)
+def test_another_rank_gets_the_same_and_uses_nothing_with_other_bytes(ranks: list[dict[str, Any]]) -> None:
+    mine, theirs = ranks
+    assert theirs["sent"] == mine["sent"]
+    why = theirs["sent_with_a_flipped_bit"]
     assert why == "the state that rank 0 sent was damaged on the way: its digest differs"
 
 

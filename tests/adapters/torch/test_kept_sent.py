@@ -65,21 +65,20 @@ def restored(directory: Path, rank: int, pages: tuple[int, ...] = (0, 1)) -> lis
     ]
 
 
-def restored_without_its_page(directory: Path, rank: int) -> list[Any]:
-    return restored(directory, rank, (0,))
+def with_and_without_its_page(directory: Path, rank: int) -> list[Any]:
+    return [restored(directory / "with", rank), restored(directory / "without", rank, (0,))]
 
 
-def test_a_new_process_gets_the_state_of_a_survivor(tmp_path: Path) -> None:
-    """Nobody reads tensors from the storage, which may be slower than the network of the job."""
-    (kept, whole), (received, also) = run_world(tmp_path, __name__, "restored", 2)
-    assert whole and also
-    assert kept.startswith("kept (") and received == f"received from rank 0 {kept.removeprefix('kept ')}"
+def test_a_new_process_gets_the_state_of_a_survivor_or_reads_the_checkpoint(tmp_path: Path) -> None:
+    """Nobody reads tensors from the storage, which may be slower than the network of the job.
 
-
-def test_who_finds_no_page_of_its_own_reads_the_checkpoint(tmp_path: Path) -> None:
-    """Its buffers are not in what it received: the survivor's are of another rank. The survivor goes on from memory."""
-    (kept, whole), (read, _) = run_world(tmp_path, __name__, "restored_without_its_page", 2)
-    assert whole and kept.startswith("kept (")
+    But who finds no page of its own: its buffers are not in what it received, as the survivor's are of another rank.
+    """
+    survivor, newcomer = run_world(tmp_path, __name__, "with_and_without_its_page", 2)
+    for kept, whole in survivor:
+        assert whole and kept.startswith("kept (")
+    (received, whole), (read, _) = newcomer
+    assert whole and received == f"received from rank 0 {survivor[0][0].removeprefix('kept ')}"
     assert read == "read from the checkpoint (the checkpoint has no random streams and buffers of this rank)"
 
 
