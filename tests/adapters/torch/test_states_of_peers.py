@@ -25,163 +25,120 @@ SMALL, LARGE = 4, 1 << 15
 """Numbers of values. Arrays of 64 KiB and more are kept apart from the rest of an image."""
 
 
-def average_of(size: int, value: float) -> Stateful:
-    """Return an average that is no module; all its values are equal."""
-    return Stateful(values=torch.full((size,), value))
+class Peers:
+    """Ranks in one process, which all make the same update. Rank 0 saves."""
 
-
-class Job:
-    """Ranks in one process, whose update changes an average from ``before`` to ``after``. Rank 0 saves."""
-
-    def __init__(self, root: Path, size: int = SMALL, world_size: int = 3) -> None:
-        self.size, self.pages, self.world_size = size, root / "pages", world_size
+    def __init__(self, root: Path, world_size: int = 3) -> None:
+        self.pages, self.world_size = root / "pages", world_size
         self.processor: Any = StubProcessor(root / "checkpoints", layout=Layout.data_parallel(world_size))
         self.adapters: list[TorchAdapter] = []
 
-    def rank(self, before: float, after: float | None, gate: float | None = None) -> None:
-        """Let the next rank write its page, and die in the update if there is no ``after``.
-
-        At the gate its state is ``gate``, if it comes there.
-        """
-        average = average_of(self.size, before)
-        made = adapter({"ema": average})
+    def join(self, extra: Any = None) -> TorchAdapter:
+        """Let the next rank begin, with these objects as its ``extra_state``."""
+        made = adapter(extra)
         made.source.on_welcome(Rank(len(self.adapters)), INCARNATION, self.pages)
         if not self.adapters:
             made.attach(self.processor)
-        made.capture.capture(0, final=False)
-        if gate is not None:
-            average.state["values"].fill_(gate)
-            made.capture.look_again(0)
-        if after is not None:
-            average.state["values"].fill_(after)
-            made.capture.capture(0, final=True)
         self.adapters.append(made)
+        return made
 
     def save(self) -> Path:
-        ranks = [Rank(rank) for rank in range(self.world_size)]
+        """Save what the ranks that have joined left in their pages; the hosts of the others are lost."""
+        ranks = tuple(map(Rank, range(self.world_size)))
         there = len(self.adapters)
-        return save(self.adapters[0], self.processor, 0, pages=tuple(ranks[:there]), missing=tuple(ranks[there:]))
+        return save(self.adapters[0], self.processor, 0, pages=ranks[:there], missing=ranks[there:])
 
 
-def restored(path: Path, rank: int, size: int = SMALL, world_size: int = 3) -> float:
-    """Return the average that a rank has after it has loaded the checkpoint; -1: it keeps its initial one."""
-    average = average_of(size, -1)
-    adapter({"ema": average}).load(path, rank, world_size, protected=False)
-    (value,) = {*average.state["values"].tolist()}
-    return float(value)
+def averaged(root: Path, updates: Sequence[Sequence[float | None]], size: int = SMALL) -> tuple[Path, dict[int, float]]:
+    """Let each rank change an average in an update: before it, after it, and at the gate, if it comes there.
+
+    A rank without an average after the update dies in it.
+
+    Returns:
+        The checkpoint, and the average that each rank has after it has loaded that; -1: it keeps its initial one.
+    """
+    job = Peers(root)
+    for before, after, *gate in updates:
+        average = Stateful(values=torch.full((size,), before))
+        capture = job.join({"ema": average}).capture
+        capture.capture(0, final=False)
+        for value in gate:
+            average.state["values"].fill_(value)
+            capture.look_again(0)
+        if after is not None:
+            average.state["values"].fill_(after)
+            capture.capture(0, final=True)
+    path = job.save()
+    found = {}
+    for rank in range(3):
+        average = Stateful(values=torch.full((size,), -1.0))
+        adapter({"ema": average}).load(path, rank, 3, protected=False)
+        (found[rank],) = {*average.state["values"].tolist()}
+    return path, found
 
 
 @pytest.mark.supports("EMA")
 @pytest.mark.parametrize("size", [SMALL, LARGE])
-def test_a_rank_that_died_in_its_update_gets_the_average_of_ranks_that_had_the_same(tmp_path: Path, size: int) -> None:
-    job = Job(tmp_path, size)
-    job.rank(1, 2)
-    job.rank(1, None)
-    job.rank(5, 6)
-    path = job.save()
-    assert [restored(path, rank, size) for rank in range(3)] == [2, 2, 6]
-
-
-@pytest.mark.parametrize("size", [SMALL, LARGE])
-def test_a_rank_that_died_before_its_gate_is_compared_with_the_backward_pass_of_others(
-    tmp_path: Path, size: int
+@pytest.mark.parametrize(
+    ("updates", "expected"),
+    [
+        pytest.param([(1, 2), (1, None), (5, 6)], [2, 2, 6], id="in its update, one other had the same"),
+        # The loop counts between the backward pass and optimizer.step(), which the dead rank did not reach.
+        pytest.param([(1, 2, 2), (1, None), (1, 2, 2)], [2, 2, 2], id="before its gate, by the backward pass"),
+        pytest.param([(1, 3, 2), (1, None), (1, 3, 2)], [3, 3, 3], id="before its gate, changed there and later"),
+        pytest.param([(1, 3, 2), (1, None, 2), (1, 3, 2)], [3, 3, 3], id="behind its gate, changed there and later"),
+    ],
+)
+def test_a_rank_that_died_gets_the_average_of_ranks_that_had_the_same_where_it_died(
+    tmp_path: Path, size: int, updates: list[tuple[float | None, ...]], expected: list[float]
 ) -> None:
-    """The loop counts between the backward pass and ``optimizer.step()``, which the dead rank did not reach."""
-    job = Job(tmp_path, size)
-    job.rank(1, 2, gate=2)
-    job.rank(1, None)
-    job.rank(1, 2, gate=2)
-    path = job.save()
-    assert [restored(path, rank, size) for rank in range(3)] == [2, 2, 2]
+    assert [*averaged(tmp_path, updates, size)[1].values()] == expected
 
 
-def test_a_rank_that_died_behind_its_gate_is_compared_with_the_gate_of_others(tmp_path: Path) -> None:
-    job = Job(tmp_path)
-    job.rank(1, 2, gate=2)
-    job.rank(1, None, gate=3)
-    path = job.save()
-    assert restored(path, 1) == 3
+BEHIND, ANEW = "one update behind", "extra_state['ema'] was not saved: it keeps its initial state"
 
 
-@pytest.mark.parametrize("gate", [None, 2])
-@pytest.mark.parametrize("size", [SMALL, LARGE])
-def test_what_changes_before_and_after_the_update_is_compared_where_the_rank_died(
-    tmp_path: Path, size: int, gate: float | None
+@pytest.mark.parametrize(
+    ("updates", "rank", "has", "said"),
+    [
+        (
+            [(1, 2, 2), (1, None, 3), (1, 2, 2)],
+            1,
+            3,
+            BEHIND,
+        ),  # at its gate it had another state
+        ([(1, 2), (1, None), (1, 3)], 1, 1, BEHIND),  # the others disagree
+        ([(1, 1), (1, None), (1, 1)], 1, 1, ""),  # the update did not change it
+        ([(1, 1), (5, None), (7, 7)], 1, 5, ""),  # such as random streams, which the loop moves before the forward pass
+        ([(1, 2), (1, 2)], 2, 2, "no rank-local state of rank 2"),  # its host was lost
+        ([(1, 2), (1, 3)], 2, -1, ANEW),  # so it was, and the others disagree
+    ],
+)
+def test_what_a_rank_has_that_gets_nothing_from_others_is_told(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    updates: list[tuple[float | None, ...]],
+    rank: int,
+    has: float,
+    said: str,
 ) -> None:
-    job = Job(tmp_path, size)
-    job.rank(1, 3, gate=2)
-    job.rank(1, None, gate=gate)
-    job.rank(1, 3, gate=2)
-    path = job.save()
-    assert [restored(path, rank, size) for rank in range(3)] == [3, 3, 3]
-
-
-def test_it_stays_behind_where_others_disagree(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    job = Job(tmp_path)
-    job.rank(1, 2)
-    job.rank(1, None)
-    job.rank(1, 3)
-    path = job.save()
-    assert restored(path, 1) == 1
-    assert "rank 1 died in the update to version 0" in caplog.text and "one update behind" in caplog.text
-    assert "keep what differs between ranks (a mean of its losses) in an object of its own" in caplog.text
+    assert averaged(tmp_path, updates)[1][rank] == has and said in caplog.text
+    assert [text for text in (BEHIND, ANEW) if text in caplog.text] == [text for text in (BEHIND, ANEW) if text == said]
+    for text in ("rank 1 died in the update to version 0", "differs between ranks (a mean of its losses) in an object"):
+        assert (text in caplog.text) == (said == BEHIND)
 
 
 def test_an_object_that_takes_what_it_lacks_from_others_itself_is_not_behind(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of the Trainer's and Lightning's callbacks: the warning would be of a state that the user never gave."""
-    job = Job(tmp_path)
-    job.rank(1, 2)
-    job.rank(1, None)
-    job.rank(1, 3)
-    path = job.save()
     monkeypatch.setattr(Stateful, "ttp_completes_itself", True, raising=False)
-    assert restored(path, 1) == 1 and "behind" not in caplog.text
-
-
-def test_a_state_that_the_update_did_not_change_is_not_behind(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    job = Job(tmp_path, world_size=2)
-    job.rank(1, 1)
-    job.rank(1, None)
-    path = job.save()
-    assert restored(path, 1, world_size=2) == 1 and "behind" not in caplog.text
-
-
-def test_what_no_update_changes_is_not_behind_although_each_rank_has_its_own(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The random streams of each rank, or its place in the data, which the loop moves before the forward pass."""
-    job = Job(tmp_path, world_size=2)
-    job.rank(1, 1)
-    job.rank(5, None)
-    path = job.save()
-    assert restored(path, 1, world_size=2) == 5 and "behind" not in caplog.text
-
-
-def test_a_rank_whose_host_was_lost_gets_what_all_others_have(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    job = Job(tmp_path)
-    job.rank(1, 2)
-    job.rank(1, 2)
-    path = job.save()
-    assert restored(path, 2) == 2
-    assert "extra_state['ema'] was not saved" not in caplog.text and "no rank-local state of rank 2" in caplog.text
-
-
-def test_it_begins_anew_where_others_disagree(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    job = Job(tmp_path)
-    job.rank(1, 2)
-    job.rank(1, 3)
-    path = job.save()
-    assert restored(path, 2) == -1 and "extra_state['ema'] was not saved: it keeps its initial state" in caplog.text
+    assert averaged(tmp_path, [(1, 2), (1, None), (1, 3)])[1][1] == 1 and "behind" not in caplog.text
 
 
 def test_ranks_of_other_shards_are_not_asked(tmp_path: Path) -> None:
     """An average may be sharded as the weights are."""
-    job = Job(tmp_path)
-    job.rank(1, 2)
-    job.rank(1, 2)
-    path = job.save()
+    path, _ = averaged(tmp_path, [(1, 2), (1, 2)])
     manifest = Manifest.load(path)
     sharded = replace(manifest, groups={Shard("a"): (Rank(0), Rank(1)), Shard("b"): (Rank(2),)})
     assert from_peers(path, manifest, 2, None).extra.keys() == {"ema"}
@@ -189,11 +146,7 @@ def test_ranks_of_other_shards_are_not_asked(tmp_path: Path) -> None:
 
 
 def test_ranks_with_equal_states_share_an_entry_in_the_manifest(tmp_path: Path) -> None:
-    job = Job(tmp_path)
-    job.rank(1, 2)
-    job.rank(1, 2)
-    job.rank(1, None)
-    pieces = Manifest.load(job.save()).pieces
+    pieces = Manifest.load(averaged(tmp_path, [(1, 2), (1, 2), (1, None)])[0]).pieces
     (table,) = (json.loads(piece.table) for piece in pieces if piece.kind == LOCAL_KIND)
     (both, dead) = table["changes"]["ema"]
     assert both[2] == [0, 1] and dead[2] == [2] and dead[:2] == [both[0], ""]
@@ -211,13 +164,10 @@ def buffers_after(
 
     It may have another value in an ``earlier`` backward pass of the version.
     """
-    processor: Any = StubProcessor(root / "checkpoints", layout=Layout.data_parallel(len(updates)))
-    made = [adapter() for _ in updates]
-    for rank, (each, (before, after)) in enumerate(zip(made, updates, strict=True)):
+    job = Peers(root, len(updates))
+    for rank, (before, after) in enumerate(updates):
+        each = job.join()
         buffers = dict(each._model.named_buffers())
-        each.source.on_welcome(Rank(rank), INCARNATION, root / "pages")
-        if rank == 0:
-            each.attach(processor)
         buffers[MEAN].fill_(rank)
         if earlier is not None:
             buffers[BIAS].fill_(earlier)
@@ -227,7 +177,7 @@ def buffers_after(
         if after is not None:
             buffers[BIAS].fill_(after)
             each.capture.capture(0, final=True)
-    path = save(made[0], processor, 0, pages=tuple(map(Rank, range(len(updates)))))
+    path = job.save()
     return path, [piece for piece in Manifest.load(path).pieces if piece.kind == LOCAL_KIND]
 
 

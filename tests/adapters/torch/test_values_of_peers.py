@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.adapters.torch.stub_processor import INCARNATION, Stateful, StubProcessor, save
+from tests.adapters.torch.stub_processor import Stateful
 from tests.adapters.torch.test_local_piece import adapter
-from tests.adapters.torch.test_states_of_peers import BIAS
+from tests.adapters.torch.test_states_of_peers import BIAS, Peers
 from ttp.adapters.torch.local_state.image import BUFFER
-from ttp.core.layout import Layout, Rank
 from ttp.processor.local_state.local_piece import objects_kept
 from ttp.store.encoding import encode, values_in
 from ttp.store.manifest import Manifest
@@ -21,19 +20,15 @@ from ttp.store.manifest import Manifest
 
 def progress_after(root: Path, *ranks: tuple[dict[str, Any], dict[str, Any] | None]) -> Path:
     """Let each rank have these states before and after an update; None: it dies in the update. Rank 0 saves."""
-    processor: Any = StubProcessor(root / "checkpoints", layout=Layout.data_parallel(len(ranks)))
-    made = []
-    for rank, (before, after) in enumerate(ranks):
+    job = Peers(root, len(ranks))
+    for before, after in ranks:
         progress = Stateful(**before)
-        made.append(adapter({"progress": progress}))
-        made[-1].source.on_welcome(Rank(rank), INCARNATION, root / "pages")
-        if rank == 0:
-            made[0].attach(processor)
-        made[-1].capture.capture(0, final=False)
+        capture = job.join({"progress": progress}).capture
+        capture.capture(0, final=False)
         if after is not None:
             progress.state = after
-            made[-1].capture.capture(0, final=True)
-    return save(made[0], processor, 0, pages=tuple(map(Rank, range(len(ranks)))))
+            capture.capture(0, final=True)
+    return job.save()
 
 
 def progress_of(path: Path, rank: int, world_size: int) -> dict[str, Any]:
@@ -107,20 +102,16 @@ def test_values_of_objects_that_no_update_changes_are_not_in_the_manifest(tmp_pa
 
 @pytest.mark.parametrize("kind", [BUFFER, "value:", "object:"])
 def test_an_object_may_be_named_as_a_buffer_is(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    processor: Any = StubProcessor(tmp_path / "checkpoints", layout=Layout.data_parallel(2))
-    counts = [Stateful(n=1), Stateful(n=1)]
-    made = [adapter({kind + BIAS: count}) for count in counts]
-    for rank, (each, count) in enumerate(zip(made, counts, strict=True)):
-        each.source.on_welcome(Rank(rank), INCARNATION, tmp_path / "pages")
-        if rank == 0:
-            each.attach(processor)
-        bias = dict(each._model.named_buffers())[BIAS]
-        bias.fill_(5 + 10 * rank)
+    job = Peers(tmp_path, 2)
+    for rank in range(2):
+        count = Stateful(n=1)
+        each = job.join({kind + BIAS: count})
+        dict(each._model.named_buffers())[BIAS].fill_(5 + 10 * rank)
         each.capture.capture(0, final=False)
         if rank == 0:
             count.state = {"n": 2}
             each.capture.capture(0, final=True)
-    path = save(made[0], processor, 0, pages=(Rank(0), Rank(1)))
+    path = job.save()
     fresh = adapter({kind + BIAS: (count := Stateful(n=0))})
     fresh.load(path, 1, 2, protected=False)
     assert (count.state, int(dict(fresh._model.named_buffers())[BIAS])) == ({"n": 2}, 15)
