@@ -11,6 +11,8 @@ from tests.adapters.torch.fake_runtime import FakeRuntime
 from ttp.processor import paged_source
 from ttp.processor.local_state.pages import PageWriter
 
+_dist: Any = dist
+
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,10 +27,17 @@ def device() -> FakeRuntime:
 
 
 @pytest.fixture
+def alone() -> Iterator[None]:
+    """Let this process be the only rank of a job."""
+    dist.init_process_group("gloo", store=_dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
 def server() -> Iterator[Any]:
     """Return a store to which others connect."""
-    library: Any = dist
-    yield library.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield _dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 @pytest.fixture

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -18,16 +17,6 @@ from ttp.adapters.torch.sharding.names import ModelNames
 from ttp.core.layout import Version
 from ttp.core.rank.kept_state import Origin
 from ttp.testing.digests import digest
-
-_dist: Any = dist
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """Let this process be the only rank of a job."""
-    dist.init_process_group("gloo", store=_dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def net(*, tied: bool = False) -> nn.Sequential:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,7 +21,6 @@ from ttp.adapters.torch.loop.repeating import TRIALS
 from ttp.testing.digests import digest
 from ttp.update_function import _Given
 
-_dist: Any = dist
 Ddp: Any = DistributedDataParallel
 
 
@@ -117,14 +115,6 @@ def test_gradients_that_the_broken_call_dropped_are_zeros_again(make: Callable[.
     assert job.repeating.refusal() == ""
     job.repeating.reset()
     assert all(grad is not None and not grad.any() for grad in job.gradients())
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """Let this process be the only rank of a job."""
-    dist.init_process_group("gloo", store=_dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("alone")

@@ -20,8 +20,6 @@ from ttp.adapters.torch.loop import followers
 from ttp.core.decide import How
 from ttp.errors import UsageError
 
-_dist: Any = dist
-
 
 class Rounds(Loop):
     """The loop of this module, under a stub processor."""
@@ -108,11 +106,8 @@ class TestCommunicationInUpdates:
     """Ranks that wait for a lost one there hold no version, so that nothing could be saved."""
 
     @pytest.fixture(autouse=True)
-    def first_of_two_ranks(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-        dist.init_process_group("gloo", store=_dist.HashStore(), rank=0, world_size=1)
+    def first_of_two_ranks(self, alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-        yield
-        dist.destroy_process_group()
 
     @pytest.mark.parametrize("undo", [None, "preimage"])
     def test_it_is_told_once_if_they_cannot_go_back(

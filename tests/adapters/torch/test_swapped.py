@@ -58,6 +58,12 @@ class Job(Loop):
     def swapped(self) -> bool:
         return bool(self.source.other_weights())
 
+    def train_unsuspected(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step()
+            assert not self.swapped
+            self.save_and_go_on()
+
     def save_and_go_on(self) -> None:
         self.saves += 1
         self.processor.save_dir = self.directory / str(self.saves)
@@ -156,10 +162,7 @@ def test_a_program_that_changes_weights_after_each_update_is_not_suspected(tmp_p
     job = Job(tmp_path, between=clip)
     job.step()
     assert job.swapped, "nothing has shown yet that training goes on with these weights"
-    for _ in range(8):
-        job.step()
-        assert not job.swapped
-        job.save_and_go_on()
+    job.train_unsuspected(8)
 
 
 class Adapted(nn.Module):
@@ -198,10 +201,7 @@ def test_a_momentum_encoder_is_not_suspected(tmp_path: Path) -> None:
         encoder.weight.data.mul_(0.9)
 
     job = Job(tmp_path, between=follow, model=nn.Sequential(encoder, nn.Linear(3, 1)))
-    for _ in range(7):
-        job.step()
-        assert not job.swapped
-        job.save_and_go_on()
+    job.train_unsuspected(7)
 
 
 def test_networks_that_are_clipped_do_not_hide_those_that_are_not(tmp_path: Path) -> None:
@@ -334,8 +334,4 @@ def test_an_optimizer_that_moves_the_weights_for_an_evaluation(
 
 def test_a_key_of_the_programs_own_is_no_mode(tmp_path: Path) -> None:
     """Only an optimizer with an ``eval()`` moves weights."""
-    job = Job(tmp_path, optimizer=torch.optim.AdamW, train_mode=False)
-    for _ in range(3):
-        job.step()
-    assert not job.swapped
-    job.save_and_go_on()
+    Job(tmp_path, optimizer=torch.optim.AdamW, train_mode=False).train_unsuspected(3)

@@ -24,9 +24,9 @@ def _off(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     session.reset()
 
 
-def wrap(place: Any) -> None:
+def wrap(place: Any, **given: Any) -> None:
     model = torch.nn.Linear(2, 2)
-    ttp.wrap_optimizer(torch.optim.SGD(model.parameters()), model=model, save_dir=place)
+    ttp.wrap_optimizer(torch.optim.SGD(model.parameters()), **{"model": model, "save_dir": place, **given})
 
 
 def test_a_static_method_stays_one() -> None:
@@ -84,9 +84,8 @@ def test_a_later_call_reads_the_environment_as_it_is_then(tmp_path: Path, monkey
 
 @pytest.mark.parametrize("model", ["model", [torch.nn.Linear(2, 2)], torch.nn.Linear], ids=["text", "list", "class"])
 def test_a_model_that_is_no_module_is_refused(model: object, tmp_path: Path) -> None:
-    optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters())
     with pytest.raises(ttp.UsageError, match=r"needs model=.* is no Module"):
-        ttp.wrap_optimizer(optimizer, model=model, save_dir=tmp_path)
+        wrap(tmp_path, model=model)
 
 
 class AnyPath(os.PathLike[Any]):
@@ -120,10 +119,8 @@ def test_no_directory_is_needed_where_the_environment_gives_it(tmp_path: Path, m
 
 @pytest.mark.parametrize("name", ["layout", "shard_of", "scaler", "buddy"])
 def test_an_argument_of_a_wrong_kind_is_refused(name: str, tmp_path: Path) -> None:
-    model = torch.nn.Linear(2, 2)
-    wrong: Any = {name: "text"}
     with pytest.raises(ttp.UsageError, match=rf"wrap_optimizer\({name}=...\) takes a .*, but got a str"):
-        ttp.wrap_optimizer(torch.optim.SGD(model.parameters()), model=model, save_dir=tmp_path, **wrong)
+        wrap(tmp_path, **{name: "text"})
 
 
 @pytest.mark.parametrize(
@@ -142,8 +139,7 @@ def test_it_looks_where_the_job_has_saved(named: str, tmp_path: Path, monkeypatc
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere" / "inner")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    model = torch.nn.Linear(2, 2)
-    ttp.wrap_optimizer(torch.optim.SGD(model.parameters()), model=model, save_dir=named)
+    wrap(named)
     assert session.current().save_dir == as_path(named)
     place = tmp_path / ("elsewhere" if "link" in named else "") / "ck"
     assert as_path(named).resolve() == place.resolve()

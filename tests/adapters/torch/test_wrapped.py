@@ -143,10 +143,12 @@ class Counting(Sign):
         return {**super().state_dict(), "count": self.count, "norms": self.norms}
 
 
-def three_updates(model: nn.Module, optimizer: Any, root: Path, **given: Any) -> None:
-    """Train with an optimizer; ``given``: more for ``wrap_optimizer()``."""
+def three_updates(root: Path, make: Callable[[Any], Any], extra: Callable[[Any], Any] = lambda _: None) -> None:
+    """Train with an optimizer; ``extra`` returns the ``extra_state`` for it."""
+    model = nn.Linear(3, 2)
+    optimizer = make(model.parameters())
     with starting(Loop, root) as start:
-        loop = start(model, optimizer, **given)
+        loop = start(model, optimizer, extra_state=extra(optimizer))
         for _ in range(3):
             loop.model(torch.ones(1, 3)).sum().backward()
             optimizer.step()
@@ -157,9 +159,7 @@ def three_updates(model: nn.Module, optimizer: Any, root: Path, **given: Any) ->
 def test_numbers_that_are_in_no_checkpoint_are_told_once(
     as_extra: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = nn.Linear(3, 2)
-    optimizer = Counting(model.parameters())
-    three_updates(model, optimizer, tmp_path, **({"extra_state": {"optimizer": optimizer}} if as_extra else {}))
+    three_updates(tmp_path, Counting, lambda optimizer: {"optimizer": optimizer} if as_extra else None)
     said = [text for text in caplog.messages if "is in no checkpoint" in text]
     assert [text.split(" changes")[0] for text in said] == (
         [] if as_extra else ["Counting.count, Counting.norms, Counting.scales"]
@@ -206,18 +206,14 @@ class Stream:
 def test_random_streams_of_an_optimizer_are_told(
     as_extra: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = nn.Linear(3, 2)
-    optimizer = Rounding(model.parameters())
-    three_updates(model, optimizer, tmp_path, **({"extra_state": Stream(optimizer.ours)} if as_extra else {}))
+    three_updates(tmp_path, Rounding, lambda optimizer: Stream(optimizer.ours) if as_extra else None)
     (said,) = (text for text in caplog.messages if "is in no checkpoint" in text)
     names = ["Rounding.ours"] * (not as_extra) + ["Rounding.python", "Rounding.theirs"]
     assert said.split(" changes")[0] == ", ".join(names)
 
 
 def test_random_streams_that_need_no_saving_are_no_news(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.Linear(3, 2)
-    optimizer = Borrowed(model.parameters())
-    three_updates(model, optimizer, tmp_path)
+    three_updates(tmp_path, Borrowed)
     assert "is in no checkpoint" not in caplog.text
 
 
