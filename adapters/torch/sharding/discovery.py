@@ -118,7 +118,7 @@ def discover(parts: TrainingObjects) -> FoundSharding:
         layout = parts.layout
         names = explicit({i: ranks for i, ranks in shards.items() if i[-1] in layout.groups}, layout)
     elsewhere = _names_elsewhere(views, mine, me)
-    found = {key: names[i] for key, i in zip(mine, _identities(views, me), strict=True) if i in names}
+    found = {key: names[i] for key, i in zip(mine, _identities(views)[me], strict=True) if i in names}
     flat = len({view.groups for view in views}) > 1
     if me == 0 and layout.unreplicated() and not parts.buddy:
         log.warning("%s", _alone(layout))
@@ -131,17 +131,18 @@ def discover(parts: TrainingObjects) -> FoundSharding:
 def same_shards(views: Sequence[RankShards]) -> dict[Identity, tuple[Rank, ...]]:
     """Return the ranks that hold each shard, ordered by their lowest ranks. ``views`` has one description per rank."""
     found: dict[Identity, list[Rank]] = defaultdict(list)
-    for rank in range(len(views)):
-        for identity in _identities(views, rank):
+    for rank, identities in enumerate(_identities(views)):
+        for identity in identities:
             found[identity].append(Rank(rank))
     return {identity: tuple(ranks) for identity, ranks in found.items()}
 
 
-def _identities(views: Sequence[RankShards], rank: int) -> list[Identity]:
-    """Return the identity of each shard of this rank."""
-    view = views[rank]
-    connected = _components(views)[rank]
-    return [(own.parts, own.label) if own.label else (own.parts, connected, view.stages) for own in view.shards]
+def _identities(views: Sequence[RankShards]) -> list[list[Identity]]:
+    """Return for each rank the identities of its shards."""
+    return [
+        [(own.parts, own.label) if own.label else (own.parts, connected, view.stages) for own in view.shards]
+        for view, connected in zip(views, _components(views), strict=True)
+    ]
 
 
 def _components(views: Sequence[RankShards]) -> list[int]:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ttp.adapters.torch.restoring.param_groups import groups_for
-from ttp.adapters.torch.sharding import dtensor_chunks, shard_discovery
+from ttp.adapters.torch.sharding import discovery, dtensor_chunks, shard_discovery
 from ttp.adapters.torch.sharding.discovery import explicit, named, refuse_strangers, same_shards
 from ttp.adapters.torch.sharding.local_chunks import boxes
 from ttp.adapters.torch.sharding.names import ModelNames
@@ -51,6 +51,12 @@ class TestGroups:
     def test_numbers_sort_as_they_count(self) -> None:
         names = list(groups_of([view(f"w:{rank}") for rank in range(12)]))
         assert names[:3] == ["model-00", "model-01", "model-02"] and names[-1] == "model-11"
+
+    def test_which_ranks_are_connected_is_found_once_for_all(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Anew for each rank it would take a time that grows with the square of their number."""
+        found, calls = discovery._components, list[int]()
+        monkeypatch.setattr(discovery, "_components", lambda views: calls.append(len(views)) or found(views))
+        assert len(same_shards([view(f"w:{rank}", scopes=(0,)) for rank in range(8)])) == 8 and calls == [8]
 
     def test_groups_of_ranks_that_overlap_connect(self) -> None:
         """TP2 x DP2: each rank names its mesh and its DistributedDataParallel."""
