@@ -4,6 +4,7 @@ test_supported.py.
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -104,6 +105,20 @@ def assert_goes_on_with_its_bits(directory: Path, make: Make) -> None:
     assert [digest(other.step(step)) for step in range(UPDATES, 2 * UPDATES)] == expected
     assert other.state() == one.state()
     assert_hands_over_its_bits(directory / "kept", make, expected)
+
+
+def goes_on(make: Callable[..., Program]) -> Callable[..., None]:
+    """Make a test, with the same parameters, that saves a program in the middle and lets another one go on."""
+    own = inspect.signature(make)
+
+    def test(**given: Any) -> None:
+        assert_goes_on_with_its_bits(given["tmp_path"], lambda: make(**{name: given[name] for name in own.parameters}))
+
+    every = {"tmp_path": inspect.Parameter("tmp_path", inspect.Parameter.KEYWORD_ONLY), **own.parameters}
+    test.__dict__ |= {"__signature__": own.replace(parameters=sorted(every.values(), key=lambda each: each.kind))}
+    test.__name__, test.__qualname__, test.__doc__ = make.__name__, make.__qualname__, make.__doc__
+    test.__module__ = make.__module__
+    return test
 
 
 def assert_hands_over_its_bits(directory: Path, make: Make, expected: Sequence[str]) -> None:

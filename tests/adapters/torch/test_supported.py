@@ -25,6 +25,7 @@ from tests.adapters.torch.going_on import (
     adamw,
     assert_goes_on_with_its_bits,
     data,
+    goes_on,
     in_mid_run,
     net,
     plainly,
@@ -38,85 +39,76 @@ supports = pytest.mark.supports
 
 
 @supports("gradient accumulation and no_sync")
-def test_accumulated_gradients(tmp_path: Path) -> None:
-    def make() -> Program:
-        model = net()
-        optimizer = adamw(model)
+@goes_on
+def test_accumulated_gradients() -> Program:
+    model = net()
+    optimizer = adamw(model)
 
-        def step(_number: int) -> Any:
-            for _ in range(3):
-                loss = model(data()).square().mean() / 3
-                loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss
+    def step(_number: int) -> Any:
+        for _ in range(3):
+            loss = model(data()).square().mean() / 3
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
 
-        return Program(model, optimizer, step)
-
-    assert_goes_on_with_its_bits(tmp_path, make)
+    return Program(model, optimizer, step)
 
 
 @supports("gradient clipping")
 @pytest.mark.parametrize("foreach", [True, False])
-def test_clipping(tmp_path: Path, foreach: bool) -> None:
-    def make() -> Program:
-        model = net()
-        optimizer = adamw(model, foreach=foreach)
-        clip = functools.partial(nn.utils.clip_grad_norm_, list(model.parameters()), 0.1, foreach=foreach)
-        return Program(model, optimizer, plainly(model, optimizer, clip))
-
-    assert_goes_on_with_its_bits(tmp_path, make)
+@goes_on
+def test_clipping(foreach: bool) -> Program:
+    model = net()
+    optimizer = adamw(model, foreach=foreach)
+    clip = functools.partial(nn.utils.clip_grad_norm_, list(model.parameters()), 0.1, foreach=foreach)
+    return Program(model, optimizer, plainly(model, optimizer, clip))
 
 
 @supports("AMP and GradScaler")
 @pytest.mark.parametrize("kind", [{}, {"foreach": True}, {"fused": True}], ids=["plain", "foreach", "fused"])
-def test_a_gradient_scaler(tmp_path: Path, kind: dict[str, Any]) -> None:
-    def make() -> Program:
-        model = net()
-        optimizer = adamw(model, **kind)
-        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+@goes_on
+def test_a_gradient_scaler(kind: dict[str, Any]) -> Program:
+    model = net()
+    optimizer = adamw(model, **kind)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
 
-        def step(_number: int) -> Any:
-            optimizer.zero_grad()
-            with torch.amp.autocast("cpu", dtype=torch.bfloat16):
-                loss = model(data()).float().square().mean()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            return loss
+    def step(_number: int) -> Any:
+        optimizer.zero_grad()
+        with torch.amp.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(data()).float().square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss
 
-        return Program(model, optimizer, step, scaler=scaler)
-
-    assert_goes_on_with_its_bits(tmp_path, make)
+    return Program(model, optimizer, step, scaler=scaler)
 
 
 @supports("bf16 with own master weights")
-def test_own_master_weights(tmp_path: Path) -> None:
+@goes_on
+def test_own_master_weights() -> Program:
     """The optimizer holds the master weights; the copy to the model belongs to the update."""
+    model = net().bfloat16()
+    masters = nn.ParameterList([p.detach().float() for p in model.parameters()])
+    optimizer = adamw(masters)
+    program = Program(nn.ModuleDict({"model": model, "masters": masters}), optimizer, lambda _number: None)
 
-    def make() -> Program:
-        model = net().bfloat16()
-        masters = nn.ParameterList([p.detach().float() for p in model.parameters()])
-        optimizer = adamw(masters)
-        program = Program(nn.ModuleDict({"model": model, "masters": masters}), optimizer, lambda _number: None)
-
-        def step(_number: int) -> Any:
-            loss = model(data().bfloat16()).float().square().mean()
-            model.zero_grad()
-            loss.backward()
+    def step(_number: int) -> Any:
+        loss = model(data().bfloat16()).float().square().mean()
+        model.zero_grad()
+        loss.backward()
+        for master, parameter in zip(masters, model.parameters(), strict=True):
+            master.grad = parameter.grad.float()  # type: ignore[union-attr]
+        optimizer.step()
+        with torch.no_grad():
             for master, parameter in zip(masters, model.parameters(), strict=True):
-                master.grad = parameter.grad.float()  # type: ignore[union-attr]
-            optimizer.step()
-            with torch.no_grad():
-                for master, parameter in zip(masters, model.parameters(), strict=True):
-                    parameter.copy_(master)
-            program.step_done()
-            return loss
+                parameter.copy_(master)
+        program.step_done()
+        return loss
 
-        program.step = step
-        return program
-
-    assert_goes_on_with_its_bits(tmp_path, make)
+    program.step = step
+    return program
 
 
 @supports("torch.compile")
@@ -271,22 +263,19 @@ def test_an_optimizer_with_quantised_moments(tmp_path: Path) -> None:
 
 
 @supports("BatchNorm and SyncBatchNorm")
-def test_batch_statistics(tmp_path: Path) -> None:
+@goes_on
+def test_batch_statistics() -> Program:
     """SyncBatchNorm trains on a device only: here its statistics are changed by hand, and then used."""
+    model: Any = nn.SyncBatchNorm.convert_sync_batchnorm(net(nn.BatchNorm1d(8)))
+    assert isinstance(model[3], nn.SyncBatchNorm)
+    model[3].eval()
+    optimizer = adamw(model)
 
-    def make() -> Program:
-        model: Any = nn.SyncBatchNorm.convert_sync_batchnorm(net(nn.BatchNorm1d(8)))
-        assert isinstance(model[3], nn.SyncBatchNorm)
-        model[3].eval()
-        optimizer = adamw(model)
+    def before() -> None:
+        model[3].running_mean.lerp_(torch.randn(8), 0.1)
+        model[3].num_batches_tracked.add_(1)
 
-        def before() -> None:
-            model[3].running_mean.lerp_(torch.randn(8), 0.1)
-            model[3].num_batches_tracked.add_(1)
-
-        return Program(model, optimizer, plainly(model, optimizer, before))
-
-    assert_goes_on_with_its_bits(tmp_path, make)
+    return Program(model, optimizer, plainly(model, optimizer, before))
 
 
 class Numbers(IterableDataset[Tensor]):
@@ -344,43 +333,39 @@ def test_a_loader_that_knows_its_place(tmp_path: Path) -> None:
 
 @pytest.mark.slow  # 18,000 values are written and read one by one
 @supports("1,000 param groups")
-def test_a_thousand_param_groups(tmp_path: Path) -> None:
-    def make() -> Program:
-        model = nn.ParameterList([torch.randn(2) for _ in range(1000)])
-        groups = [{"params": [p], "lr": 1e-3 * (1 + n % 7), "depth": n} for n, p in enumerate(model)]
-        optimizer = torch.optim.AdamW(groups)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+@goes_on
+def test_a_thousand_param_groups() -> Program:
+    model = nn.ParameterList([torch.randn(2) for _ in range(1000)])
+    groups = [{"params": [p], "lr": 1e-3 * (1 + n % 7), "depth": n} for n, p in enumerate(model)]
+    optimizer = torch.optim.AdamW(groups)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 
-        def step(_number: int) -> Any:
-            optimizer.zero_grad()
-            loss = sum((p * torch.randn(2)).square().sum() for p in model)
-            loss.backward()
-            optimizer.step()
-            scheduler.step()
-            return loss
+    def step(_number: int) -> Any:
+        optimizer.zero_grad()
+        loss = sum((p * torch.randn(2)).square().sum() for p in model)
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        return loss
 
-        return Program(model, optimizer, step, scheduler=scheduler)
-
-    assert_goes_on_with_its_bits(tmp_path, make)
+    return Program(model, optimizer, step, scheduler=scheduler)
 
 
 @supports("model deepcopy and pickling")
-def test_a_copy_of_the_model_is_made_in_training(tmp_path: Path) -> None:
-    def make() -> Program:
-        model = net()
-        scheduler_of = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1)
-        optimizer = adamw(model)
-        scheduler = scheduler_of(optimizer)
+@goes_on
+def test_a_copy_of_the_model_is_made_in_training(tmp_path: Path) -> Program:
+    model = net()
+    scheduler_of = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1)
+    optimizer = adamw(model)
+    scheduler = scheduler_of(optimizer)
 
-        def after() -> None:
-            scheduler.step()
-            copied = copy.deepcopy(model)
-            assert digest(copied.state_dict()) == digest(model.state_dict())
-            torch.save(model, tmp_path / "model.pt")
-            loaded = torch.load(tmp_path / "model.pt", weights_only=False)
-            assert digest(loaded.state_dict()) == digest(model.state_dict())
-            loaded.eval()(torch.ones(1, 6)).sum().backward()  # trains on its own, and tells nobody
+    def after() -> None:
+        scheduler.step()
+        copied = copy.deepcopy(model)
+        assert digest(copied.state_dict()) == digest(model.state_dict())
+        torch.save(model, tmp_path / "model.pt")
+        loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+        assert digest(loaded.state_dict()) == digest(model.state_dict())
+        loaded.eval()(torch.ones(1, 6)).sum().backward()  # trains on its own, and tells nobody
 
-        return Program(model, optimizer, plainly(model, optimizer, after=after), scheduler=scheduler)
-
-    assert_goes_on_with_its_bits(tmp_path, make)
+    return Program(model, optimizer, plainly(model, optimizer, after=after), scheduler=scheduler)

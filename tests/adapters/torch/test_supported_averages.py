@@ -5,38 +5,33 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from tests.adapters.torch.going_on import Program, adamw, assert_goes_on_with_its_bits, data, net, plainly
+from tests.adapters.torch.going_on import Program, adamw, data, goes_on, net, plainly
 from tests.adapters.torch.stub_processor import Loop, registered
 from ttp.errors import UsageError
 
 supports = pytest.mark.supports
-_dist: Any = dist
 
 
 @supports("EMA")
 @pytest.mark.parametrize("use_buffers", [True, False])
-def test_an_averaged_model(tmp_path: Path, use_buffers: bool) -> None:
-    def make() -> Program:
-        from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+@goes_on
+def test_an_averaged_model(use_buffers: bool) -> Program:
+    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-        model = net(nn.BatchNorm1d(8))
-        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=use_buffers)
-        optimizer = adamw(model)
-        after = functools.partial(average.update_parameters, model)
-        return Program(model, optimizer, plainly(model, optimizer, after=after), extra_state={"ema": average})
-
-    assert_goes_on_with_its_bits(tmp_path, make)
+    model = net(nn.BatchNorm1d(8))
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=use_buffers)
+    optimizer = adamw(model)
+    after = functools.partial(average.update_parameters, model)
+    return Program(model, optimizer, plainly(model, optimizer, after=after), extra_state={"ema": average})
 
 
 @supports("EMA")
@@ -165,22 +160,19 @@ class OwnAverage:
 
 
 @supports("EMA")
-def test_an_average_that_is_no_module(tmp_path: Path) -> None:
+@goes_on
+def test_an_average_that_is_no_module() -> Program:
     """It is changed after the step: step_done() says when."""
+    model = net()
+    average, optimizer = OwnAverage(model), adamw(model)
+    program = Program(model, optimizer, lambda _number: None, extra_state={"ema": average})
 
-    def make() -> Program:
-        model = net()
-        average, optimizer = OwnAverage(model), adamw(model)
-        program = Program(model, optimizer, lambda _number: None, extra_state={"ema": average})
+    def after() -> None:
+        average.update()
+        program.step_done()
 
-        def after() -> None:
-            average.update()
-            program.step_done()
-
-        program.step = plainly(model, optimizer, after=after)
-        return program
-
-    assert_goes_on_with_its_bits(tmp_path, make)
+    program.step = plainly(model, optimizer, after=after)
+    return program
 
 
 class Rows:
@@ -232,14 +224,6 @@ def test_an_average_that_changes_after_its_version_is_told_once(
             loop.adapter.step_done()
     said = [text for text in caplog.messages if "a resumed run lacks the last change" in text]
     assert [text.partition(" ")[0] for text in said] == ["extra_state"] * told
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """Let this process be the only rank of a job."""
-    dist.init_process_group("gloo", store=_dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def averaged(directory: Path, average: Any) -> Any:
