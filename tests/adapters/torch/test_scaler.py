@@ -24,34 +24,39 @@ from ttp.adapters.torch.saving.job_state import JobState
 from ttp.errors import CheckpointError
 
 
-def to_the_gate(loop: Loop, overflow: bool) -> None:
-    """Run an iteration with a scaler up to the optimizer's step, which ``overflow`` makes the scaler skip."""
+def scaled(make: Any = None, *, fused: bool = False) -> Loop:
+    """Return the parts of a loop with a scaler; ``fused``: its optimizer applies the scale itself."""
+    loop = Loop(make, scaler=torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2, growth_factor=1.7))
+    if fused:
+        loop.optimizer = torch.optim.Adam(loop.model.parameters(), fused=True)
+        loop.post_step = PostStepState([loop.optimizer], scaler=loop.scaler)
+
+    def finished(*_: Any) -> None:
+        loop.version += 1
+        loop.post_step.update_finished(loop.version)
+
+    loop.optimizer.register_step_post_hook(finished)  # where the real hook is
+    return loop
+
+
+def iterate(loop: Loop, *, overflow: bool = False, update: bool = True) -> None:
+    """Run an iteration; ``overflow`` makes the scaler, or the device of a fused optimizer, skip its step."""
     loop.forward()
     weight: Any = next(loop.model.parameters())
     loop.scaler.scale(weight.sum() * 0)
     if overflow:
         weight.grad.fill_(float("inf"))
     loop.post_step.at_gate()
+    loop.scaler.step(loop.optimizer)
+    if update:
+        loop.scaler.update()
 
 
+@pytest.mark.supports("AMP and GradScaler")
 class TestScaler:
-    def loop(self, make: Any = None) -> Loop:
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2, growth_factor=1.7)
-        return Loop(make, scaler=scaler)
-
-    def iteration(self, loop: Loop, *, overflow: bool = False, update: bool = True) -> None:
-        to_the_gate(loop, overflow)
-        if not overflow:
-            loop.version += 1
-        loop.scaler.step(loop.optimizer)
-        if not overflow:
-            loop.post_step.update_finished(loop.version)
-        if update:
-            loop.scaler.update()
-
     def test_it_settles_with_the_update(self) -> None:
-        loop = self.loop()
-        self.iteration(loop, update=False)
+        loop = scaled()
+        iterate(loop, update=False)
         assert not loop.post_step.done()
         assert loop.state().scaler_pending
         loop.scaler.update()
@@ -60,26 +65,40 @@ class TestScaler:
         assert loop.state().scaler == loop.scaler.state_dict()
 
     def test_a_skipped_step_is_no_version_and_is_repeated(self) -> None:
-        loop = self.loop()
-        self.iteration(loop)
+        loop = scaled()
+        iterate(loop)
         before = loop.scaler.state_dict()
-        self.iteration(loop, overflow=True)
+        iterate(loop, overflow=True)
         assert loop.version == 1
         assert loop.scaler.get_scale() == 4.0
         assert loop.state().scaler == before
-        self.iteration(loop)
+        iterate(loop)
         assert loop.state().scaler == loop.scaler.state_dict()
 
+    def test_of_a_fused_optimizer_it_is_a_version_with_a_new_scale(self) -> None:
+        """Such an optimizer always steps; its device decides that nothing is written."""
+        loop = scaled(fused=True)
+        iterate(loop)
+        before = [p.clone() for p in loop.model.parameters()]
+        iterate(loop, overflow=True)
+        assert loop.version == 2 and all(map(torch.equal, before, loop.model.parameters()))
+        assert loop.state().scaler == loop.scaler.state_dict() and loop.scaler.get_scale() == 4.0
+        assert not loop.state().scaler_pending
+
+    @pytest.mark.parametrize(("fused", "overflow"), [(False, False), (True, False), (True, True)])
     @pytest.mark.parametrize("count", [1, 2, 3, 4])
-    def test_a_resumed_scaler_goes_on_as_the_unbroken_one(self, count: int) -> None:
-        unbroken = self.loop()
+    def test_a_resumed_scaler_goes_on_as_the_unbroken_one(self, count: int, fused: bool, overflow: bool) -> None:
+        """Saved between the step and ``update()``, it is known what is due."""
+        unbroken = scaled(fused=fused)
         for _ in range(count):
-            self.iteration(unbroken)
-        self.iteration(unbroken, update=False)
+            iterate(unbroken)
+        iterate(unbroken, overflow=overflow, update=False)
+        assert not unbroken.post_step.done()
         saved = JobState.decode(unbroken.state().encode())
+        assert saved.scaler_pending and saved.scaler_skipped == overflow
         unbroken.scaler.update()
-        resumed = self.loop()
-        assert saved.scaler_pending
+        assert unbroken.post_step.done() and not unbroken.state().scaler_skipped
+        resumed = scaled(fused=fused)
         schedules.load_scaler(resumed.scaler, saved)
         assert resumed.scaler.state_dict() == unbroken.scaler.state_dict()
 
@@ -89,62 +108,15 @@ class TestScaler:
         assert loop.post_step.done() and loop.state().scaler is None
 
     def test_both(self) -> None:
-        loop = self.loop(exponential)
+        loop = scaled(exponential)
         for _ in range(2):
-            self.iteration(loop)
+            iterate(loop)
             loop.step()
-        self.iteration(loop)
+        iterate(loop)
         assert not loop.post_step.done()
         assert loop.state().scheduler_pending and not loop.state().scaler_pending
         loop.step()
         assert loop.post_step.done()
-
-
-@pytest.mark.supports("AMP and GradScaler")
-class TestFused:
-    """An optimizer that takes the scale itself always steps; its device decides that nothing is written."""
-
-    def loop(self) -> Loop:
-        loop = Loop(scaler=torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2, growth_factor=1.7))
-        loop.optimizer = torch.optim.Adam(loop.model.parameters(), fused=True)
-        loop.optimizer.register_step_post_hook(lambda *_: self.finished(loop))  # where the real hook is
-        loop.post_step = PostStepState([loop.optimizer], scaler=loop.scaler)
-        return loop
-
-    def finished(self, loop: Loop) -> None:
-        loop.version += 1
-        loop.post_step.update_finished(loop.version)
-
-    def iteration(self, loop: Loop, *, overflow: bool = False, update: bool = True) -> None:
-        to_the_gate(loop, overflow)
-        loop.scaler.step(loop.optimizer)
-        if update:
-            loop.scaler.update()
-
-    def test_a_skipped_step_is_a_version_with_a_new_scale(self) -> None:
-        loop = self.loop()
-        self.iteration(loop)
-        before = [p.clone() for p in loop.model.parameters()]
-        self.iteration(loop, overflow=True)
-        assert loop.version == 2 and all(map(torch.equal, before, loop.model.parameters()))
-        assert loop.state().scaler == loop.scaler.state_dict() and loop.scaler.get_scale() == 4.0
-        assert not loop.state().scaler_pending
-
-    @pytest.mark.parametrize("overflow", [True, False])
-    @pytest.mark.parametrize("count", [1, 2, 3])
-    def test_between_the_step_and_the_update_it_is_known_what_is_due(self, count: int, overflow: bool) -> None:
-        unbroken = self.loop()
-        for _ in range(count):
-            self.iteration(unbroken)
-        self.iteration(unbroken, overflow=overflow, update=False)
-        assert not unbroken.post_step.done()
-        saved = JobState.decode(unbroken.state().encode())
-        assert saved.scaler_pending and saved.scaler_skipped == overflow
-        unbroken.scaler.update()
-        assert unbroken.post_step.done() and not unbroken.state().scaler_skipped
-        resumed = self.loop()
-        schedules.load_scaler(resumed.scaler, saved)
-        assert resumed.scaler.state_dict() == unbroken.scaler.state_dict()
 
 
 @pytest.fixture
@@ -259,32 +231,23 @@ class TestRateOnADevice:
         loop.forward()
         assert not loop.state().scheduler_pending and loop.rate == 0.5**4
 
-    def test_a_copy_behind_a_hang_is_not_read(self, loop: Loop, runtime: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(post_step_state, "NUMBER_S", 0.01)
-        loop.to_update(2)
-        runtime.device.run()
-        runtime.device.hang()
-        loop.step()
-        loop.forward()
-        with pytest.raises(CheckpointError, match="was not set on the device"):
-            loop.state()
-        with pytest.raises(CheckpointError, match="was not set on the device"):
-            loop.post_step.param_groups(loop.version)
-
-    def test_nor_is_one_of_a_tensor_that_only_the_schedule_has(
-        self, runtime: Any, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize("only_schedule", [False, True], ids=["a rate", "a tensor that only the schedule has"])
+    def test_a_copy_behind_a_hang_is_not_read(
+        self, loop: Loop, runtime: Any, monkeypatch: pytest.MonkeyPatch, only_schedule: bool
     ) -> None:
         monkeypatch.setattr(post_step_state, "NUMBER_S", 0.01)
-        loop = Loop(exponential)
-        loop.scheduler.best = runtime.device.put(torch.tensor(0.5))
-        loop.post_step = PostStepState([loop.optimizer], scheduler=loop.scheduler, runtimes=[runtime])
+        if only_schedule:
+            loop = Loop(exponential)
+            loop.scheduler.best = runtime.device.put(torch.tensor(0.5))
+            loop.post_step = PostStepState([loop.optimizer], scheduler=loop.scheduler, runtimes=[runtime])
         loop.to_update(2)
         runtime.device.run()
         runtime.device.hang()
         loop.step()
         loop.forward()
-        with pytest.raises(CheckpointError, match="was not set on the device"):
-            loop.state()
+        for read in (loop.state, lambda: loop.post_step.param_groups(loop.version)):
+            with pytest.raises(CheckpointError, match="was not set on the device"):
+                read()
 
     def test_while_a_graph_is_captured_nothing_is_copied(self, loop: Loop, runtime: Any) -> None:
         loop.to_update(2)
