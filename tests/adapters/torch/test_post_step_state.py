@@ -255,13 +255,7 @@ class TestOtherLoops:
             assert loop.post_step.param_groups(version)[0][0]["lr"] == 0.5
             assert loop.post_step.foreseen()
 
-    def test_the_version_before_is_known_too(self) -> None:
-        loop = Loop(exponential)
-        loop.iterations(3)
-        assert loop.state(2).scheduler["last_epoch"] == 2
-        assert loop.state(3).scheduler["last_epoch"] == 3
-
-    def test_so_are_those_that_a_device_may_be_behind(self) -> None:
+    def test_the_versions_that_a_device_may_be_behind_are_known_too(self) -> None:
         loop = Loop(exponential)
         loop.iterations(AHEAD_MAX)
         assert [loop.state(v).scheduler["last_epoch"] for v in range(1, AHEAD_MAX + 1)] == [*range(1, AHEAD_MAX + 1)]
