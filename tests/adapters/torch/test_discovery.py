@@ -55,7 +55,12 @@ class TestGroups:
     def test_which_ranks_are_connected_is_found_once_for_all(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Anew for each rank it would take a time that grows with the square of their number."""
         found, calls = discovery._components, list[int]()
-        monkeypatch.setattr(discovery, "_components", lambda views: calls.append(len(views)) or found(views))
+
+        def counted(views: list[RankShards]) -> list[int]:
+            calls.append(len(views))
+            return found(views)
+
+        monkeypatch.setattr(discovery, "_components", counted)
         assert len(same_shards([view(f"w:{rank}", scopes=(0,)) for rank in range(8)])) == 8 and calls == [8]
 
     def test_groups_of_ranks_that_overlap_connect(self) -> None:

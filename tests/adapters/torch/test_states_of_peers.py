@@ -49,7 +49,7 @@ class Peers:
         return save(self.adapters[0], self.processor, 0, pages=ranks[:there], missing=ranks[there:])
 
 
-def averaged(root: Path, updates: Sequence[Sequence[float | None]], size: int = SMALL) -> tuple[Path, dict[int, float]]:
+def averaged(root: Path, updates: Sequence[Sequence[Any]], size: int = SMALL) -> tuple[Path, dict[int, float]]:
     """Let each rank change an average in an update: before it, after it, and at the gate, if it comes there.
 
     A rank without an average after the update dies in it.
@@ -90,7 +90,7 @@ def averaged(root: Path, updates: Sequence[Sequence[float | None]], size: int = 
     ],
 )
 def test_a_rank_that_died_gets_the_average_of_ranks_that_had_the_same_where_it_died(
-    tmp_path: Path, size: int, updates: list[tuple[float | None, ...]], expected: list[float]
+    tmp_path: Path, size: int, updates: list[tuple[Any, ...]], expected: list[float]
 ) -> None:
     assert [*averaged(tmp_path, updates, size)[1].values()] == expected
 
@@ -117,7 +117,7 @@ BEHIND, ANEW = "one update behind", "extra_state['ema'] was not saved: it keeps 
 def test_what_a_rank_has_that_gets_nothing_from_others_is_told(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
-    updates: list[tuple[float | None, ...]],
+    updates: list[tuple[Any, ...]],
     rank: int,
     has: float,
     said: str,
