@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.making import making
 from ttp.adapters.torch.adapter import TorchAdapter
 from ttp.config import Config, RankEnv
 from ttp.core.decide import How
 from ttp.core.layout import Layout, Rank, Shard, Version
-from ttp.core.messages import Commit, FaultKind, SaverOrder
+from ttp.core.messages import Commit, FaultKind, Piece, SaverOrder
 from ttp.processor.gate.gate import Gate
 from ttp.processor.rank_job import RankJob
 from ttp.processor.saver import make_checkpoint
@@ -104,6 +106,12 @@ class Loop:
     def facts(self) -> Any:
         """Return what has to come back."""
 
+    def backward(self) -> None:
+        """Make the gradients of the next step."""
+        for each in self.adapter._given:
+            each.zero_grad()
+        self.model(torch.randn(6, 4)).square().mean().backward()
+
     def save(self, version: int, how: How = How.AS_IS) -> Path:
         return save(self.adapter, self.processor, version, how)
 
@@ -152,15 +160,9 @@ def save(
 ) -> Path:
     """Freeze, write everything, commit; return the path. Without ``pages`` this rank collects its own page."""
     processor.gate.close()
-    draft = processor.save_dir / f".draft-step_{version}-x"
-    draft.mkdir(parents=True)
     mine = Rank(processor.env.rank)
-    order = SaverOrder(mine, processor.layout.shards_of(mine), how, pages or (mine,), True)
-    pieces = adapter.source.write_pieces(
-        order=order, version=Version(version), draft=draft, generation=1, cancelled=lambda: False
-    )
-    last = Commit(mine, 1, "x", 1, Version(version), INCARNATION, draft.name, "", "", 3, tuple(pieces), missing)
-    return commit(adapter.source, processor, last)
+    pieces = write(adapter, processor, version, processor.layout.shards_of(mine), how, pages=pages or (mine,))
+    return commit(adapter, processor, version, pieces, missing)
 
 
 def save_together(
@@ -176,29 +178,42 @@ def save_together(
     import torch.distributed as dist
 
     processor.gate.close()
-    draft = processor.save_dir / f".draft-step_{version}-x"
-    draft.mkdir(parents=True, exist_ok=True)
-    mine = Rank(processor.env.rank)
-    pieces = adapter.source.write_pieces(
-        order=SaverOrder(mine, tuple(shards), how, pages, mine == 0),
-        version=Version(version),
-        draft=draft,
-        generation=1,
-        cancelled=lambda: False,
-    )
+    first = processor.env.rank == 0
     everyone: list[Any] = [None] * dist.get_world_size()
+    pieces = write(adapter, processor, version, shards, how, pages=pages, job_state=first)
     dist.all_gather_object(everyone, pieces)
-    if mine == 0:
-        found = tuple(piece for some in everyone for piece in some)
-        last = Commit(mine, 1, "x", 1, Version(version), INCARNATION, draft.name, "", "", 3, found, ())
-        commit(adapter.source, processor, last)
+    if first:
+        commit(adapter, processor, version, [piece for some in everyone for piece in some])
     dist.barrier()
     return processor.save_dir / f"tft_saved_checkpoints-step_{version}"
 
 
-def commit(source: Any, processor: StubProcessor, order: Commit) -> Path:
-    """Make a checkpoint of the saved pieces, as the processor's saver does, and return its path."""
-    job = RankJob(Config(), processor.env, processor.layout, source, processor.save_dir)
+def write(
+    adapter: Any,
+    processor: StubProcessor,
+    version: int,
+    shards: Iterable[Shard],
+    how: How = How.AS_IS,
+    *,
+    pages: tuple[Rank, ...] = (),
+    job_state: bool = True,
+    generation: int = 1,
+) -> list[Piece]:
+    """Write what this rank adds to the draft of ``version``."""
+    draft = processor.save_dir / f".draft-step_{version}-x"
+    draft.mkdir(parents=True, exist_ok=True)
+    order = SaverOrder(Rank(processor.env.rank), tuple(shards), how, pages, job_state)
+    given: dict[str, Any] = {"order": order, "version": Version(version), "draft": draft, "generation": generation}
+    return list(adapter.source.write_pieces(**given, cancelled=lambda: False))
+
+
+def commit(
+    adapter: Any, processor: StubProcessor, version: int, pieces: Iterable[Piece], missing: tuple[Rank, ...] = ()
+) -> Path:
+    """Make a checkpoint of the written pieces, as the processor's saver does, and return its path."""
+    mine, draft = Rank(processor.env.rank), f".draft-step_{version}-x"
+    order = Commit(mine, 1, "x", 1, Version(version), INCARNATION, draft, "", "", 3, tuple(pieces), missing)
+    job = RankJob(Config(), processor.env, processor.layout, adapter.source, processor.save_dir)
     return make_checkpoint(processor.save_dir, order, job, lambda count: None)[0]
 
 

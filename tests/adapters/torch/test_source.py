@@ -18,7 +18,7 @@ from torch import nn
 
 from tests.adapters.torch.fake_device import Watching
 from tests.adapters.torch.fake_runtime import FakeRuntime
-from tests.adapters.torch.stub_processor import Loop
+from tests.adapters.torch.stub_processor import Loop, write
 from tests.making import making
 from ttp.adapters.torch.device.accelerator import Fence
 from ttp.adapters.torch.device.to_host import HostCopier
@@ -28,9 +28,7 @@ from ttp.adapters.torch.restoring.reader import read_values
 from ttp.adapters.torch.saving import standing
 from ttp.adapters.torch.saving.piece_index import items_of
 from ttp.adapters.torch.saving.preimage import PreImage
-from ttp.core.decide import How
 from ttp.core.layout import Rank, Version
-from ttp.core.messages import SaverOrder
 from ttp.errors import CheckpointError
 from ttp.processor.source import MovedError
 from ttp.store.manifest import Manifest
@@ -357,16 +355,12 @@ def test_a_version_that_this_rank_does_not_hold_is_not_written(make: Callable[..
             job.save(version)
 
 
-def test_a_rank_stopped_before_its_update_brings_its_own_pages(make: Callable[..., Job], tmp_path: Path) -> None:
+def test_a_rank_stopped_before_its_update_brings_its_own_pages(make: Callable[..., Job]) -> None:
     """Its pages fit the version that another rank has finished, because this rank has finished its passes, too."""
     job = make()
     job.step()
     job.park()
-    order = SaverOrder(Rank(0), (), How.AS_IS, (Rank(0),), False)
-    (tmp_path / "draft").mkdir()
-    written = job.source.write_pieces(
-        order=order, version=Version(2), draft=tmp_path / "draft", generation=0, cancelled=lambda: False
-    )
+    written = write(job.adapter, job.processor, 2, (), pages=(Rank(0),), job_state=False, generation=0)
     assert [piece.file for piece in written] == ["rank_local_0_0.msgpack"]
     found = job.source.read_pages((Rank(0),), Version(2))
     assert Rank(0) in found.data and not found.missing
