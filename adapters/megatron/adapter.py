@@ -23,14 +23,14 @@ from ttp.adapters.megatron.restore import items_by_key, restore_groups, restore_
 from ttp.adapters.megatron.source import Held, MegatronSource, refuse_unsaved
 from ttp.adapters.megatron.stock import JOB_KEY
 from ttp.adapters.torch.adapter import TorchAdapter
+from ttp.adapters.torch.around_update import with_marks
 from ttp.adapters.torch.device.cuda import devices_of
 from ttp.adapters.torch.local_state.capture import LocalCapture
 from ttp.adapters.torch.local_state.extra_state import ExtraState, by_name
 from ttp.adapters.torch.loop.barrier import UpdateBarrier
-from ttp.adapters.torch.loop.combined_optimizer import combined
-from ttp.adapters.torch.loop.device_marks import with_marks
 from ttp.adapters.torch.loop.hooks import Attachment, Calls
 from ttp.adapters.torch.loop.post_step_state import PostStepState
+from ttp.adapters.torch.loop.unwrap_optimizer import combined
 from ttp.adapters.torch.restoring.compare import hand_to
 from ttp.adapters.torch.restoring.rank_local import Restore
 from ttp.adapters.torch.saving.job_state import JobState

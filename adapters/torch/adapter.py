@@ -13,15 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ttp.adapters.torch.around_update import AroundUpdate
+from ttp.adapters.torch.around_update import AroundUpdate, with_marks
 from ttp.adapters.torch.device.cuda import devices_of
 from ttp.adapters.torch.local_state.capture import LocalCapture
 from ttp.adapters.torch.local_state.extra_state import ExtraState
 from ttp.adapters.torch.loop.barrier import UpdateBarrier, needs_barrier
 from ttp.adapters.torch.loop.between import BetweenSteps
-from ttp.adapters.torch.loop.combined_optimizer import combined, members_of, refuse_shared, tell_forgotten
 from ttp.adapters.torch.loop.communication import told_of_waiting
-from ttp.adapters.torch.loop.device_marks import with_marks
 from ttp.adapters.torch.loop.followers import Followers, called, untrained
 from ttp.adapters.torch.loop.hook import Hook
 from ttp.adapters.torch.loop.hooks import Attachment, gathering
@@ -31,12 +29,16 @@ from ttp.adapters.torch.loop.repeating import Repeating
 from ttp.adapters.torch.loop.turns import Turns
 from ttp.adapters.torch.loop.untouched import Untouched
 from ttp.adapters.torch.loop.unwrap_optimizer import (
+    combined,
     distinct,
     hides_its_step,
     is_sharded,
+    members_of,
     names_of,
     owners_in,
+    refuse_shared,
     schedulers_in,
+    tell_forgotten,
     turn_takers,
     unwrap_optimizer,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -33,6 +34,9 @@ from ttp.adapters.torch.sharding.unconnected import different_weights, held_stat
 from ttp.adapters.torch.source import TorchSource
 from ttp.core.layout import Version
 from ttp.processor.continuing import current
+from ttp.processor.gate.gate import Gate
+
+log = logging.getLogger("ttp.adapters.torch")
 
 
 @dataclass(slots=True)
@@ -146,3 +150,27 @@ class AroundUpdate:
 
     def _numbers_now(self) -> tuple[Numbers, Numbers]:
         return numbers_of(self.optimizers, self.extra.objects), counts_of(self.model, self.extra.objects)
+
+
+def with_marks(calls: Calls, source: TorchSource, gate: Gate) -> Calls:
+    """Return ``calls`` that also mark in the queues of devices where the gradient is reduced, and the update begins.
+
+    They also keep the numbers that the optimizer has on the host, because the host may be ahead of its devices.
+    """
+
+    def before_gate() -> None:
+        source.reduced.record(gate.version + 1)
+        calls.before_gate()
+
+    def before_update(version: int, fresh: bool) -> None:
+        source.begun.record(version + 1)
+        calls.before_update(version, fresh)
+
+    def after_update() -> None:
+        try:
+            source.host_values.note(gate.version + 1)
+        except Exception as problem:  # a save of this version will raise and say so
+            log.debug("the numbers that the optimizer has on the host were not copied: %s", problem)
+        calls.after_update()
+
+    return calls._replace(before_gate=before_gate, before_update=before_update, after_update=after_update)

@@ -20,11 +20,10 @@ from ttp.adapters.torch.local_state.extra_state import ExtraState
 from ttp.adapters.torch.local_state.hyperparameters import plain_settings
 from ttp.adapters.torch.local_state.image import decode, object_digests, without_still
 from ttp.adapters.torch.local_state.module_states import ModuleStates
-from ttp.adapters.torch.loop.combined_optimizer import members_of
 from ttp.adapters.torch.loop.hooks import Attachment
 from ttp.adapters.torch.loop.post_step_state import PostStepState
 from ttp.adapters.torch.loop.swapped import Swapped
-from ttp.adapters.torch.loop.unwrap_optimizer import unwrap_optimizer
+from ttp.adapters.torch.loop.unwrap_optimizer import members_of, unwrap_optimizer
 from ttp.adapters.torch.restoring.kept import Kept, UnlikeError, keep
 from ttp.adapters.torch.saving.checkpoint import Deal, write_shard
 from ttp.adapters.torch.saving.inspection import ComparedTensor, Findings, Inspector, agreed_on, leaves_of, replicated

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ttp.adapters.torch.loop.combined_optimizer import members_of
+from ttp.adapters.torch.loop.unwrap_optimizer import members_of
 from ttp.adapters.torch.sharding.names import ModelNames, parameters_of
 
 SavedGroups = Sequence[Mapping[str, Any]]

@@ -27,9 +27,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ttp.adapters.torch.device.accelerator import AHEAD_MAX, Fence, Runtime, holder
-from ttp.adapters.torch.loop.combined_optimizer import members_of
 from ttp.adapters.torch.loop.schedule_habit import copied
-from ttp.adapters.torch.loop.unwrap_optimizer import unwrap_optimizer
+from ttp.adapters.torch.loop.unwrap_optimizer import members_of, unwrap_optimizer
 from ttp.adapters.torch.sharding.dtensor_chunks import is_distributed, local
 from ttp.adapters.torch.sharding.names import parameters_of
 from ttp.adapters.torch.tensor_memory import by_kind, is_plain

@@ -9,8 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ttp.adapters.torch.loop.combined_optimizer import members_of
-from ttp.adapters.torch.loop.unwrap_optimizer import unwrap_optimizer
+from ttp.adapters.torch.loop.unwrap_optimizer import members_of, unwrap_optimizer
 from ttp.adapters.torch.saving.job_state import JobState
 from ttp.adapters.torch.saving.preimage import Image
 from ttp.adapters.torch.sharding.names import ModelNames, parameters_of

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ttp.adapters.torch.loop.combined_optimizer import members_of
-from ttp.adapters.torch.loop.unwrap_optimizer import is_sharded
+from ttp.adapters.torch.loop.unwrap_optimizer import is_sharded, members_of
 from ttp.adapters.torch.saving.checkpoint import Chunk, TensorOrChunks, chunks_of
 from ttp.adapters.torch.sharding.data_parallel import ddps_of, not_replicated
 from ttp.adapters.torch.sharding.ddp_buckets import Ddp

@@ -17,10 +17,10 @@ from tests.adapters.torch.fake_device import FakeDevice, Sin, Watching
 from tests.adapters.torch.fake_runtime import FakeRuntime
 from tests.adapters.torch.stub_processor import Loop
 from tests.making import making
+from ttp.adapters.torch.around_update import with_marks
 from ttp.adapters.torch.device import to_host
 from ttp.adapters.torch.device.accelerator import AHEAD_MAX, Fence, holder
 from ttp.adapters.torch.device.to_host import HostCopier
-from ttp.adapters.torch.loop.device_marks import with_marks
 from ttp.adapters.torch.loop.hooks import Calls
 from ttp.adapters.torch.sharding import unconnected
 from ttp.adapters.torch.tensor_memory import copied_bytes, sample_of

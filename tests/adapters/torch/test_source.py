@@ -20,9 +20,9 @@ from tests.adapters.torch.fake_device import Watching
 from tests.adapters.torch.fake_runtime import FakeRuntime
 from tests.adapters.torch.stub_processor import Loop, write
 from tests.making import making
+from ttp.adapters.torch.around_update import with_marks
 from ttp.adapters.torch.device.accelerator import Fence
 from ttp.adapters.torch.device.to_host import HostCopier
-from ttp.adapters.torch.loop.device_marks import with_marks
 from ttp.adapters.torch.loop.swapped import Swapped
 from ttp.adapters.torch.restoring.reader import read_values
 from ttp.adapters.torch.saving import standing
