@@ -69,13 +69,14 @@ def protect(
             "FSDP1 with use_orig_params=False gives the optimizer flat tensors, which have no names: use "
             "FullyShardedDataParallelPlugin(use_orig_params=True) or fsdp_version=2"
         )
-    if any(map(_keeps_its_place, loaders)) and accelerator.num_processes > 1 and _counts_wrongly():
+    if any(map(_keeps_its_place, loaders)) and ranks > 1 and numbers(_accelerate.__version__) < (1, 13):
         raise ConfigError(
             f"stateful loaders of accelerate {_accelerate.__version__} save a wrong position if there are several "
             "processes (fixed in 1.13): install accelerate 1.13 or later, or set use_stateful_dataloader=False"
         )
     begins_once("Accelerate")
-    extra = _registered(accelerator)
+    # What the program gave register_for_checkpointing() is in a private attribute (seen in 1.13 to 1.15).
+    extra = {f"registered {number}": each for number, each in enumerate(getattr(accelerator, "_custom_objects", ()))}
     extra |= {f"loader {number}": _Place(each) for number, each in enumerate(loaders) if _keeps_its_place(each)}
     if accelerator.project_configuration.automatic_checkpoint_naming:
         extra["save_state"] = _Names(accelerator.project_configuration)
@@ -93,11 +94,6 @@ def protect(
 
 def _each(one_or_several: Any, of: Any) -> Any:
     return [of(each) for each in one_or_several] if isinstance(one_or_several, (list, tuple)) else of(one_or_several)
-
-
-def _registered(accelerator: Any) -> dict[str, Any]:
-    """Return the objects of ``register_for_checkpointing``, from a private attribute (seen in 1.13 to 1.15)."""
-    return {f"registered {number}": each for number, each in enumerate(getattr(accelerator, "_custom_objects", ()))}
 
 
 class _Names:
@@ -130,10 +126,6 @@ class _Schedule:
         if name == "_step_count":
             raise AttributeError(name)
         return getattr(self._inner, name)
-
-
-def _counts_wrongly() -> bool:
-    return numbers(_accelerate.__version__) < (1, 13)
 
 
 def _keeps_its_place(loader: Any) -> bool:

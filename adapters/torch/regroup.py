@@ -266,12 +266,14 @@ class Groups:
         Raises:
             RuntimeError: The groups of this rank and of another one differ.
         """
-        rank, mine = _dist.get_rank(), self._names()
-        store.set(f"ttp/groups/{rank}", json.dumps([_c10d._world.group_count, mine]))
+        rank, world = _dist.get_rank(), _c10d._world
+        # The name and the members of each group that this rank belongs to, in order of creation.
+        mine = [(str(world.pg_names[group]), sorted(world.pg_group_ranks[group])) for group in world.pg_map]
+        store.set(f"ttp/groups/{rank}", json.dumps([world.group_count, mine]))
         for other in range(_dist.get_world_size()):
             count, theirs = json.loads(store.get(f"ttp/groups/{other}"))
             shared = [name for name, ranks in mine if other in ranks]
-            if count != _c10d._world.group_count or [name for name, ranks in theirs if rank in ranks] != shared:
+            if count != world.group_count or [name for name, ranks in theirs if rank in ranks] != shared:
                 raise RuntimeError(f"rank {other} and rank {rank} have different process groups")
 
     def _exchange(self, group: Any, store: Any, launch: int) -> None:
@@ -293,12 +295,6 @@ class Groups:
         world.pg_map[group] = (world.pg_map[group][0], new_store)
         if bound is not None and "nccl" in kinds:  # as torch does; all members are here, in the same order
             group._get_backend(bound).eager_connect_single_device(bound)
-
-    @staticmethod
-    def _names() -> list[tuple[str, list[int]]]:
-        """Return the name and the members of each group that this rank belongs to, in order of creation."""
-        world = _c10d._world
-        return [(str(world.pg_names[group]), sorted(world.pg_group_ranks[group])) for group in world.pg_map]
 
 
 def register(group: Any, backend: Any, kind: Any, devices: Sequence[str]) -> None:

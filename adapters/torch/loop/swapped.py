@@ -170,13 +170,9 @@ class Swapped:
             self._places = kept
         self.evaluations += 1
         if (optimizer := self._in_evaluation()) and self._updates >= 0:
-            self._tell_of(optimizer)
-
-    def _tell_of(self, optimizer: str) -> None:
-        """Note an evaluation of the other weights that an optimizer has; said once, on rank 0."""
-        first, self._others_evaluated = not self._others_evaluated, self.evaluations
-        if first and tells():
-            log.warning(_EVALUATES_OTHERS, optimizer)
+            first, self._others_evaluated = not self._others_evaluated, self.evaluations
+            if first and tells():
+                log.warning(_EVALUATES_OTHERS, optimizer)
 
     def _note(self, row: int) -> None:
         """Keep the bytes in a row; on a device it is done in the order of its work. Never raises."""
