@@ -74,37 +74,49 @@ def test_one_name_for_two_shards_of_a_layout(told: dict[str, Any]) -> None:
     assert told["one name in two shards"].startswith(text)
 
 
+def said_by_second(told: dict[str, Any], case: str) -> str:
+    """Return what the rank is told that comes second; the first one has nothing to be compared with."""
+    first, second = sorted(told[case])
+    assert first == "" and isinstance(second, str)
+    return second
+
+
 @pytest.mark.supports("gradients reduced by hand")
 class TestGradientsReducedByHand:
     @pytest.mark.parametrize("case", ["on their own", "now and then", "outside of DDP"])
     def test_ranks_that_train_different_weights_are_refused(self, told: dict[str, Any], case: str) -> None:
-        first, second = sorted(told[case])
-        assert first == "" and second.startswith("UsageError: the weights of rank "), "one rank comes first"
-        assert f"(compared: {'loss.bias, loss.weight' if case == 'outside of DDP' else 'bias, weight'})" in second
-        assert "a part of the weights (tensor parallelism by hand)" in second and "DTensor.from_local()" in second
-
-    @pytest.mark.parametrize("case", ["always", "declared"])
-    def test_equal_weights_and_a_declared_layout_are_not(self, told: dict[str, Any], case: str) -> None:
-        assert told[case] == ["", ""]
+        said = said_by_second(told, case)
+        assert said.startswith("UsageError: the weights of rank ")
+        assert f"(compared: {'loss.bias, loss.weight' if case == 'outside of DDP' else 'bias, weight'})" in said
+        assert "a part of the weights (tensor parallelism by hand)" in said and "DTensor.from_local()" in said
 
     def test_a_state_of_the_optimizer_that_differs_is_told(self, told: dict[str, Any]) -> None:
         """Weights that are averaged in every version (DiLoCo) are equal; what the ranks' own updates leave is not."""
-        first, second = sorted(told["state of their own"])
-        assert first == "" and second.startswith("the optimizer's state differs from that of rank")
-        assert "(compared: bias, weight)" in second and "give this optimizer as extra_state= too" in second
-        assert told["state of their own as extra state"] == ["", ""]
+        said = said_by_second(told, "state of their own")
+        assert said.startswith("the optimizer's state differs from that of rank")
+        assert "(compared: bias, weight)" in said and "give this optimizer as extra_state= too" in said
 
     @pytest.mark.supports("weights initialised from the first batch")
     @pytest.mark.parametrize("case", ["initialised by each rank", "past the DDP", "beside a distributed tensor"])
     def test_weights_that_ddp_does_not_keep_equal_are_told(self, told: dict[str, Any], case: str) -> None:
         """It reduces gradients: what a rank writes to weights by itself stays different for ever."""
-        first, second = sorted(told[case])
-        assert first == "" and second.startswith("the weights of rank ")
-        assert "although a DistributedDataParallel has them" in second and told["connected"] == ["", ""]
+        said = said_by_second(told, case)
+        assert said.startswith("the weights of rank ") and "although a DistributedDataParallel has them" in said
 
-    def test_numbers_of_steps_are_not_compared(self, told: dict[str, Any]) -> None:
-        """They are on the host, which may be some updates ahead of its device when the weights have arrived."""
-        assert told["counts of their own"] == ["", ""]
+    @pytest.mark.parametrize(
+        "case",
+        [
+            "always",  # the gradients are reduced by hand in each update
+            "declared",  # the layout says that the ranks are copies
+            "connected",
+            "state of their own as extra state",
+            "counts of their own",  # on the host, which may be some updates ahead of its device
+            "as small as a share",  # an optimizer may keep less than its parameters have (APOLLO)
+            "state made anew",  # compared as it was after the same update, however late another thread comes to it
+        ],
+    )
+    def test_ranks_that_are_copies_are_told_nothing(self, told: dict[str, Any], case: str) -> None:
+        assert told[case] == ["", ""]
 
 
 @pytest.mark.supports("state spread by the optimizer itself")
@@ -113,9 +125,9 @@ def test_a_state_of_the_optimizer_that_only_one_rank_has_is_refused(told: dict[s
     """A checkpoint is written by one of the ranks, which lacks the state of the others. What a rank has given as extra
     state too is lost with its host.
     """
-    first, second = sorted(told[case])
-    assert first == "" and second.startswith("UsageError: the optimizer keeps its state spread over the ranks: rank ")
-    assert "has state for 1 parameter (weight)" in second or "has state for 1 parameter (bias)" in second
+    said = said_by_second(told, case)
+    assert said.startswith("UsageError: the optimizer keeps its state spread over the ranks: rank ")
+    assert "has state for 1 parameter (weight)" in said or "has state for 1 parameter (bias)" in said
 
 
 @pytest.mark.supports("state spread by the optimizer itself")
@@ -130,19 +142,9 @@ def test_a_state_of_the_optimizer_that_only_one_rank_has_is_refused(told: dict[s
 )
 def test_shares_of_a_state_are_refused(told: dict[str, Any], case: str) -> None:
     """Of the rows of each parameter, as with modded-nanogpt's DistAdam, or of the parameters of a group (NorMuon)."""
-    first, second = sorted(told[case])
-    assert first == "" and second.startswith("UsageError: the optimizer keeps its state spread over the ranks: rank ")
-    assert " have different shares of that for " in second and "ReplicatedOptimizer" in second
-
-
-def test_a_state_as_small_as_a_share_that_is_equal_is_not(told: dict[str, Any]) -> None:
-    """An optimizer may keep less than its parameters have, as those that project gradients (APOLLO)."""
-    assert told["as small as a share"] == ["", ""]
-
-
-def test_a_state_that_all_ranks_make_anew_is_not(told: dict[str, Any]) -> None:
-    """It is compared as it was after the same update on all ranks, however late another thread comes to it."""
-    assert told["state made anew"] == ["", ""]
+    said = said_by_second(told, case)
+    assert said.startswith("UsageError: the optimizer keeps its state spread over the ranks: rank ")
+    assert " have different shares of that for " in said and "ReplicatedOptimizer" in said
 
 
 def test_ranks_are_not_compared_if_the_keeper_of_the_store_has_died(
@@ -155,10 +157,8 @@ def test_ranks_are_not_compared_if_the_keeper_of_the_store_has_died(
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: client)
     del kept
     names = ModelNames(model := nn.Linear(2, 2), torch.optim.SGD(model.parameters()))
-    assert (
-        different_weights([], names, Held([], {}, [], {}), (), RankEnv(0, 2, 0, "127.0.0.1", "none", 0), Version(5))
-        == ""
-    )
+    env = RankEnv(0, 2, 0, "127.0.0.1", "none", 0)
+    assert different_weights([], names, Held([], {}, [], {}), (), env, Version(5)) == ""
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
