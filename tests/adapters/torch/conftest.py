@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.adapters.torch.fake_runtime import FakeRuntime
+from tests.adapters.torch.stub_processor import starting
 from ttp.processor import paged_source
 from ttp.processor.local_state.pages import PageWriter
 
@@ -32,6 +33,13 @@ def alone() -> Iterator[None]:
     dist.init_process_group("gloo", store=_dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Return a function that makes and starts a ``Job``, a class of the test's module, under a stub processor."""
+    with starting(request.module.Job, tmp_path) as start:
+        yield start
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import ttp
 from tests.adapters.torch.checkpoints import Net, digest
 from tests.adapters.torch.fake_runtime import FakeRuntime
-from tests.adapters.torch.stub_processor import Loop, starting
+from tests.adapters.torch.stub_processor import Loop
 from tests.adapters.torch.test_restore import OPTIMIZERS
 from ttp.adapters.torch.saving.piece_index import items_of
 from ttp.adapters.torch.saving.preimage import PreImage
@@ -52,8 +52,7 @@ class Job(Loop):
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
-            self.optimizer.zero_grad()
-            self.model(torch.randn(6, 4)).square().mean().backward()
+            self.backward()
             self.optimizer.step()
             self.scheduler.step()
             self.average.update_parameters(self.model)
@@ -70,20 +69,13 @@ class Job(Loop):
                     state["invented"] = torch.ones(2)
             raise RuntimeError("in mid-update")
 
-        self.optimizer.zero_grad()
-        self.model(torch.randn(6, 4)).square().mean().backward()
+        self.backward()
         handle = self.optimizer.register_step_post_hook(fail)
         self.adapter._attachment._handles[1].remove()  # the end of the update is not reached
         with pytest.raises(RuntimeError, match="in mid-update"):
             self.optimizer.step()
         handle.remove()
         self.gate.mark_torn()
-
-
-@pytest.fixture
-def started(tmp_path: Path) -> Iterator[Callable[..., Job]]:
-    with starting(Job, tmp_path) as started:
-        yield started
 
 
 def restored(path: Path, make: Make, version: int) -> Any:
@@ -93,8 +85,8 @@ def restored(path: Path, make: Make, version: int) -> Any:
 
 
 @pytest.mark.parametrize("kind", sorted(OPTIMIZERS.keys() - {"a rate that is learned"}))  # no schedule can set it
-def test_a_finished_update_is_undone(started: Callable[..., Job], kind: str) -> None:
-    job = started(OPTIMIZERS[kind])
+def test_a_finished_update_is_undone(start: Callable[..., Job], kind: str) -> None:
+    job = start(OPTIMIZERS[kind])
     job.train(3)
     now = job.facts()
     assert job.source.has_preimage
@@ -104,8 +96,8 @@ def test_a_finished_update_is_undone(started: Callable[..., Job], kind: str) -> 
 
 
 @pytest.mark.parametrize("kind", ["adamw with two groups", "sgd", "odd"])
-def test_a_torn_update_is_undone(started: Callable[..., Job], kind: str) -> None:
-    job = started(OPTIMIZERS[kind])
+def test_a_torn_update_is_undone(start: Callable[..., Job], kind: str) -> None:
+    job = start(OPTIMIZERS[kind])
     job.train(2)
     job.break_in_update()
     assert job.gate.state().phase is Phase.TORN and job.source.has_preimage
@@ -125,24 +117,24 @@ class Turning(SGD):
                 self.state[parameter] = {"axes": axes, "part": torch.arange(12.0).view(3, 4)[:, :2]}
 
 
-def test_the_order_in_memory_is_that_before_the_update(started: Callable[..., Job]) -> None:
-    job = started(lambda model: Turning(model.parameters()))
+def test_the_order_in_memory_is_that_before_the_update(start: Callable[..., Job]) -> None:
+    job = start(lambda model: Turning(model.parameters()))
     job.train(3)
     path = job.save(2, How.UNDO)
     saved = {item.path[-1]: item.order for item in items_of(Manifest.load(path).pieces) if item.path[0] == "optim"}
     assert saved["axes"] == (1, 0) and saved["part"] in ((), (0, 1))
 
 
-def test_the_first_update_leaves_no_moments_behind(started: Callable[..., Job]) -> None:
-    job = started()
+def test_the_first_update_leaves_no_moments_behind(start: Callable[..., Job]) -> None:
+    job = start()
     job.train(1)
     assert job.optimizer.state
     path = job.save(0, How.UNDO)
     assert restored(path, OPTIMIZERS["adamw with two groups"], 0) == job.seen[0]
 
 
-def test_training_goes_on_after_a_false_alarm(started: Callable[..., Job]) -> None:
-    job = started()
+def test_training_goes_on_after_a_false_alarm(start: Callable[..., Job]) -> None:
+    job = start()
     job.train(3)
     job.save(2, How.UNDO)
     job.gate.open()
@@ -151,38 +143,38 @@ def test_training_goes_on_after_a_false_alarm(started: Callable[..., Job]) -> No
 
 
 class TestWhatIsAtHand:
-    def test_nothing_unless_asked_for(self, started: Callable[..., Job]) -> None:
-        job = started(undo=None)
+    def test_nothing_unless_asked_for(self, start: Callable[..., Job]) -> None:
+        job = start(undo=None)
         job.train(2)
         assert not job.source.has_preimage
         with pytest.raises(CheckpointError, match='was not given undo="preimage"'):
             job.save(1, How.UNDO)
 
-    def test_nothing_before_the_first_update_nor_in_one(self, started: Callable[..., Job]) -> None:
-        job = started()
+    def test_nothing_before_the_first_update_nor_in_one(self, start: Callable[..., Job]) -> None:
+        job = start()
         assert not job.source.has_preimage
         job.train(1)
         assert job.source.has_preimage
         job.gate.begin_update()
         assert not job.source.has_preimage
 
-    def test_nothing_of_what_was_there_before_a_restore(self, started: Callable[..., Job]) -> None:
-        job = started()
+    def test_nothing_of_what_was_there_before_a_restore(self, start: Callable[..., Job]) -> None:
+        job = start()
         job.train(2)
         path = job.save(2)
         job.adapter.load(path, 0, 1, protected=True)
         assert not job.source.has_preimage
 
-    def test_another_version_is_refused(self, started: Callable[..., Job]) -> None:
-        job = started()
+    def test_another_version_is_refused(self, start: Callable[..., Job]) -> None:
+        job = start()
         job.train(3)
         with pytest.raises(CheckpointError, match="version 1 cannot be written by undo: the pre-image is of version 2"):
             job.save(1, How.UNDO)
 
 
 class TestCost:
-    def test_exactly_one_more_copy(self, started: Callable[..., Job]) -> None:
-        job = started()
+    def test_exactly_one_more_copy(self, start: Callable[..., Job]) -> None:
+        job = start()
         job.train(2)
         kept = job.source.preimage
         assert kept is not None
@@ -195,9 +187,9 @@ class TestCost:
         assert sum(memory.nbytes for memory in kept._memory.values()) == sum(tensor.nbytes for tensor in live)
 
     def test_memory_that_is_not_to_be_had_costs_the_pre_image_only(
-        self, started: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+        self, start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        job = started()
+        job = start()
         job.train(1)
 
         def fail(*_: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tests.adapters.torch.checkpoints import digest
 from tests.adapters.torch.going_on import data
-from tests.adapters.torch.stub_processor import Loop, starting
+from tests.adapters.torch.stub_processor import Loop
 from tests.adapters.torch.test_between import network
 from tests.adapters.torch.test_followers import in_place, taught
 from ttp.adapters.torch.loop import followers
@@ -21,7 +21,7 @@ from ttp.core.decide import How
 from ttp.errors import UsageError
 
 
-class Rounds(Loop):
+class Job(Loop):
     """The loop of this module, under a stub processor."""
 
     def __init__(self, directory: Path, **settings: Any) -> None:
@@ -34,8 +34,7 @@ class Rounds(Loop):
         return digest(self.model.state_dict(), self.optimizer), torch.get_rng_state().sum().item()
 
     def step(self) -> None:
-        self.optimizer.zero_grad()
-        self.model(torch.randn(6, 4)).square().mean().backward()
+        self.backward()
         self.optimizer.step()
 
     def iteration(self, steps: int = 3) -> None:
@@ -45,14 +44,13 @@ class Rounds(Loop):
 
 
 @pytest.fixture
-def rounds(tmp_path: Path) -> Iterator[Rounds]:
-    with starting(Rounds, tmp_path) as started:
-        yield started()
+def rounds(start: Callable[..., Job]) -> Job:
+    return start()
 
 
 @pytest.mark.supports("several steps in an iteration")
 @pytest.mark.parametrize("made", [1, 2])
-def test_who_stands_between_the_steps_of_one_optimizer_saves_the_last_version(rounds: Rounds, made: int) -> None:
+def test_who_stands_between_the_steps_of_one_optimizer_saves_the_last_version(rounds: Job, made: int) -> None:
     rounds.adapter.step_done()  # in front of the loop: no step is a version by itself
     for _ in range(3):
         rounds.iteration()
@@ -62,13 +60,13 @@ def test_who_stands_between_the_steps_of_one_optimizer_saves_the_last_version(ro
         rounds.step()
     rounds.processor.gate.close()
     path = rounds.save(3, How.UNDO)
-    again = Rounds(path.parent)
+    again = Job(path.parent)
     assert again.load(path) == 3
     assert again.facts() == before
 
 
 @pytest.mark.supports("several steps in an iteration")
-def test_steps_that_were_counted_before_the_first_step_done_are_refused_at_the_second(rounds: Rounds) -> None:
+def test_steps_that_were_counted_before_the_first_step_done_are_refused_at_the_second(rounds: Job) -> None:
     rounds.iteration()
     assert rounds.processor.gate.version == 3, "three for one iteration"
     rounds.step()
@@ -76,7 +74,7 @@ def test_steps_that_were_counted_before_the_first_step_done_are_refused_at_the_s
         rounds.step()
 
 
-def test_step_done_that_comes_late_and_counts_as_before_is_fine(rounds: Rounds) -> None:
+def test_step_done_that_comes_late_and_counts_as_before_is_fine(rounds: Job) -> None:
     for _ in range(3):
         rounds.step()
     for steps in (1, 1, 3):
@@ -111,20 +109,17 @@ class TestCommunicationInUpdates:
 
     @pytest.mark.parametrize("undo", [None, "preimage"])
     def test_it_is_told_once_if_they_cannot_go_back(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, undo: str | None
+        self, start: Callable[..., Job], caplog: pytest.LogCaptureFixture, undo: str | None
     ) -> None:
-        with starting(Rounds, tmp_path) as started:
-            rounds = started(undo=undo)
+        rounds = start(undo=undo)
+        rounds.adapter.step_done()
+        for _ in range(4):
+            rounds.step()
+            dist.barrier()
             rounds.adapter.step_done()
-            for _ in range(4):
-                rounds.step()
-                dist.barrier()
-                rounds.adapter.step_done()
         assert caplog.text.count("communicates with other ranks between optimizer.step() and") == (undo is None)
 
-    def test_a_rare_evaluation_is_told_at_its_second_time(
-        self, rounds: Rounds, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_a_rare_evaluation_is_told_at_its_second_time(self, rounds: Job, caplog: pytest.LogCaptureFixture) -> None:
         """The first time may be another thread that writes a checkpoint."""
         rounds.adapter.step_done()
         for told in (0, 1, 1):
@@ -141,16 +136,15 @@ class TestCommunicationInUpdates:
         [(Exchanging, None, 1), (Exchanging, "preimage", 0), (OnceExchanging, None, 0), (torch.optim.SGD, None, 0)],
     )
     def test_in_a_step_it_is_told_once_if_they_cannot_go_back(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: Any, undo: str | None, told: int
+        self, start: Callable[..., Job], caplog: pytest.LogCaptureFixture, kind: Any, undo: str | None, told: int
     ) -> None:
-        with starting(Rounds, tmp_path) as started:
-            rounds = started(undo=undo, kind=kind)
-            for _ in range(7):
-                rounds.step()
-                dist.barrier()
+        rounds = start(undo=undo, kind=kind)
+        for _ in range(7):
+            rounds.step()
+            dist.barrier()
         assert caplog.text.count(".step() communicates with other ranks: if a rank is lost") == told
 
-    def test_communication_elsewhere_is_not(self, rounds: Rounds, caplog: pytest.LogCaptureFixture) -> None:
+    def test_communication_elsewhere_is_not(self, rounds: Job, caplog: pytest.LogCaptureFixture) -> None:
         rounds.adapter.step_done()
         for _ in range(4):
             dist.barrier()
@@ -159,7 +153,7 @@ class TestCommunicationInUpdates:
         assert "communicates with other ranks" not in caplog.text
 
     def test_nor_is_it_where_steps_are_copied_because_others_follow(
-        self, rounds: Rounds, caplog: pytest.LogCaptureFixture
+        self, rounds: Job, caplog: pytest.LogCaptureFixture
     ) -> None:
         rounds.adapter.step_done()
         for _ in range(4):
@@ -171,7 +165,7 @@ class TestCommunicationInUpdates:
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["in front of it", "behind it"])
-def test_what_the_loop_changes_in_the_optimizer_before_step_done_is_of_the_version(rounds: Rounds, late: bool) -> None:
+def test_what_the_loop_changes_in_the_optimizer_before_step_done_is_of_the_version(rounds: Job, late: bool) -> None:
     """Sophia's ``update_hessian()``: a backward pass behind the step, and a write to the optimizer's state."""
 
     def second_half() -> None:
@@ -190,7 +184,7 @@ def test_what_the_loop_changes_in_the_optimizer_before_step_done_is_of_the_versi
         second_half()
     rounds.processor.gate.close()
     path = rounds.save(3, How.UNDO)
-    again = Rounds(path.parent)
+    again = Job(path.parent)
     assert again.load(path) == 3
     assert again.facts() == before
 

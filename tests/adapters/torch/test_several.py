@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.optim.lr_scheduler import ExponentialLR, StepLR
 
 import ttp
 from tests.adapters.torch.checkpoints import Net, digest
-from tests.adapters.torch.stub_processor import Loop, registered, starting
+from tests.adapters.torch.stub_processor import Loop, registered
 from ttp import session
 from ttp.errors import ConfigError, UsageError
 
@@ -44,9 +43,7 @@ class Job(Loop):
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
-            for optimizer in self.optimizers:
-                optimizer.zero_grad()
-            self.model(torch.randn(6, 4)).square().mean().backward()
+            self.backward()
             for optimizer in self.optimizers:
                 optimizer.step()
             for scheduler in self.schedulers:
@@ -58,12 +55,6 @@ class Job(Loop):
             [scheduler.state_dict() for scheduler in self.schedulers],
             torch.get_rng_state().sum().item(),
         )
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Any:
-    with starting(Job, tmp_path) as started:
-        yield started
 
 
 @pytest.fixture
@@ -116,8 +107,7 @@ def test_a_parameter_in_two_optimizers_is_refused_by_name(tmp_path: Path) -> Non
 
 
 def test_a_parameter_in_no_optimizer_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        Job(tmp_path, lambda model: [torch.optim.SGD(model.first.parameters(), lr=0.1)])
+    Job(tmp_path, lambda model: [torch.optim.SGD(model.first.parameters(), lr=0.1)])
     assert "give wrap_optimizer() all optimizers" in caplog.text and "second.weight" in caplog.text
 
 

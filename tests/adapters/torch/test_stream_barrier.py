@@ -4,7 +4,6 @@ order.
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import threading
 import time
@@ -119,27 +118,24 @@ def test_a_death_holds_the_device_for_good_and_it_can_be_let_go(caplog: pytest.L
     first, _ = warm(*ranks(2, gone))
     first.step()
     assert first.wait_held(4)
-    with caplog.at_level(logging.WARNING, "ttp.adapters.torch"):
-        dead.set()
-        run(first.barrier._meeting.warn())
-        until(lambda: "makes the update to version 4 only by order" in caplog.text, PATIENCE_S)
+    dead.set()
+    run(first.barrier._meeting.warn())
+    until(lambda: "makes the update to version 4 only by order" in caplog.text, PATIENCE_S)
     assert first.wait_version(3) and first.barrier.held(4)
     assert first.barrier.admit(4) and first.wait_version(4)
 
 
 def test_an_optimizer_that_waits_for_the_device_keeps_the_host_in_the_barrier(caplog: pytest.LogCaptureFixture) -> None:
     (rank,) = ranks(1)
-    with caplog.at_level(logging.WARNING, "ttp.adapters.torch"):
-        warm(rank, wait=True)
-        assert not rank.step()
+    warm(rank, wait=True)
+    assert not rank.step()
     assert "optimizer.step() waits for the device (somewhere)" in caplog.text
 
 
 def test_why_not_is_asked_once_and_said(caplog: pytest.LogCaptureFixture) -> None:
     (rank,) = ranks(1, why_not=lambda: "the state is elsewhere")
-    with caplog.at_level(logging.WARNING, "ttp.adapters.torch"):
-        warm(rank)
-        assert not rank.step() and not rank.step()
+    warm(rank)
+    assert not rank.step() and not rank.step()
     assert caplog.text.count("the state is elsewhere") == 1
 
 

@@ -286,10 +286,7 @@ class TestRefusal:
 
     def test_an_old_one(self, nccl: type[ProcessGroupNCCL], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(nccl, "version", (2, 25, 1))
-        assert "NCCL is 2.25.1" in self.why_not() and "2.26" in self.why_not_again()
-
-    def why_not_again(self) -> str:
-        return Nccl().why_not()
+        assert "NCCL is 2.25.1" in self.why_not() and "2.26" in Nccl().why_not()
 
     @pytest.mark.parametrize("name", [HANDLING, "NCCL_NVLS_ENABLE", "TORCH_NCCL_PROPAGATE_ERROR"])
     def test_a_setting_of_the_user(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -56,9 +55,10 @@ class Job:
         self.adapter.attach(self.processor)  # type: ignore[arg-type]
         return self
 
-    def step(self) -> None:
-        self.model(torch.ones(1, 3)).sum().backward()
-        self.optimizer.step()
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.model(torch.ones(1, 3)).sum().backward()
+            self.optimizer.step()
 
 
 def buffer(tensor: Callable[[], Tensor], name: str = "odd", **how: Any) -> Callable[[nn.Module], object]:
@@ -211,8 +211,7 @@ class TestAfterTheFirstUpdate:
                 "none": None,
             },
         )
-        for _ in range(3):
-            job.step()
+        job.step(3)
         assert save(job.adapter, job.processor, 3).is_dir()
 
     @pytest.mark.supports("functions in param groups")
@@ -220,13 +219,11 @@ class TestAfterTheFirstUpdate:
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         job = Job(tmp_path)
-        with caplog.at_level(logging.WARNING):
-            job.wrap()
-            job.optimizer.param_groups[0]["rule"] = lambda: 0
-            for _ in range(3):
-                job.step()
-            job.optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
-            job.step()
+        job.wrap()
+        job.optimizer.param_groups[0]["rule"] = lambda: 0
+        job.step(3)
+        job.optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
+        job.step()
         (said,) = (text for text in caplog.messages if "optim.param_groups.0.rule" in text)
         assert "has no form on disk: a restarted program has to make it again" in said
 
@@ -237,8 +234,7 @@ class TestAfterTheFirstUpdate:
         job.adapter.source.everything = lambda: 1 / 0  # type: ignore[method-assign,assignment,return-value]
         trial = job.adapter._trial
         trial._make_state = job.adapter.source.everything
-        for _ in range(3):
-            job.step()
+        job.step(3)
         assert "the check whether this training state can be saved has failed" in caplog.text
         assert job.processor.gate.version == 3
 
@@ -266,8 +262,7 @@ class TestWhatChangesAfterWrapping:
         job.step()
         job.model.append(nn.Linear(2, 2))
         job.optimizer.add_param_group({"params": job.model[2].parameters(), "lr": 0.2})
-        for _ in range(2):
-            job.step()
+        job.step(2)
         path = save(job.adapter, job.processor, 3)
         fresh = Job(tmp_path, lambda model: model.append(nn.Linear(2, 2)))  # type: ignore[operator]
         two: Any = [[*fresh.model[:2].parameters()], [*fresh.model[2].parameters()]]
@@ -361,7 +356,6 @@ class TestWhatChangesAfterWrapping:
         job.step()
         (job if frozen else fresh).model[1].requires_grad_(False)
         path = save(job.adapter, job.processor, 1)
-        caplog.set_level(logging.WARNING)
         fresh.adapter.load(path, 0, 1, protected=False)
         then, now = ("frozen", "trained") if frozen else ("trained", "frozen")
         assert f"2 parameters (1.bias, 1.weight) were {then} when it was saved and are {now} here" in caplog.text
@@ -376,6 +370,5 @@ class TestWhatChangesAfterWrapping:
         for trained in [*[True] * steps_between, False] * 2:
             job.model[1].requires_grad_(trained)
             job.step()
-        caplog.set_level(logging.WARNING)
         fresh.adapter.load(save(job.adapter, job.processor, 2 * steps_between + 2), 0, 1, protected=False)
         assert "requires_grad" not in caplog.text

@@ -30,8 +30,7 @@ def test_a_check_that_does_not_end_is_told_and_training_goes_on(
     trial.start(check)
     trial.start(lambda: "only one check runs at a time")
     running = trial._thread
-    for _ in range(2):
-        job.step()
+    job.step(2)
     ends.set()
     running.join()
     said = [text for text in caplog.messages if "has not ended after 0.01 s" in text]
@@ -40,8 +39,7 @@ def test_a_check_that_does_not_end_is_told_and_training_goes_on(
 
 def test_an_update_waits_for_no_check_that_waits_for_a_device(tmp_path: Path) -> None:
     job, arrived = Job(tmp_path).wrap(), threading.Event()
-    for _ in range(2):
-        job.step()
+    job.step(2)
     trial: Any = job.adapter._trial
 
     def check() -> str:

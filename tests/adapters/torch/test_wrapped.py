@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.optim import Adam
 from torch.optim.lr_scheduler import ChainedScheduler, SequentialLR, StepLR
 
 from tests.adapters.torch.checkpoints import Net
-from tests.adapters.torch.stub_processor import Loop, registered, starting
+from tests.adapters.torch.stub_processor import Loop, registered
 from tests.adapters.torch.wrappers import Base, Container, Lookahead, LookaheadInside, Sam, no_grad
 from ttp.adapters.torch.loop.unwrap_optimizer import owners_of
 from ttp.errors import UsageError
@@ -57,15 +57,12 @@ Make = Callable[[nn.Module], Any]
 
 
 class Job(Loop):
-    """A loop with one optimizer of these."""
+    """A loop with one optimizer of these; ``more`` returns further arguments for it."""
 
-    def __init__(self, directory: Path, make: Make, done: bool = False) -> None:
+    def __init__(self, directory: Path, make: Make, done: bool = False, more: Make = lambda _: {}) -> None:
         model, self.done = Net(), done
-        super().__init__(directory, model, make(model))
-
-    def backward(self) -> None:
-        self.optimizer.zero_grad()
-        self.model(torch.randn(6, 4)).square().mean().backward()
+        optimizer = make(model)
+        super().__init__(directory, model, optimizer, **more(optimizer))
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
@@ -73,12 +70,6 @@ class Job(Loop):
             self.optimizer.step()
             if self.done:
                 self.adapter.step_done()
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
-    with starting(Job, tmp_path) as started:
-        yield started
 
 
 @pytest.mark.supports("schedule-free optimizers")
@@ -143,23 +134,13 @@ class Counting(Sign):
         return {**super().state_dict(), "count": self.count, "norms": self.norms}
 
 
-def three_updates(root: Path, make: Callable[[Any], Any], extra: Callable[[Any], Any] = lambda _: None) -> None:
-    """Train with an optimizer; ``extra`` returns the ``extra_state`` for it."""
-    model = nn.Linear(3, 2)
-    optimizer = make(model.parameters())
-    with starting(Loop, root) as start:
-        loop = start(model, optimizer, extra_state=extra(optimizer))
-        for _ in range(3):
-            loop.model(torch.ones(1, 3)).sum().backward()
-            optimizer.step()
-
-
 @pytest.mark.supports("numbers in attributes of an optimizer")
 @pytest.mark.parametrize("as_extra", [False, True])
 def test_numbers_that_are_in_no_checkpoint_are_told_once(
-    as_extra: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    as_extra: bool, start: Callable[..., Job], caplog: pytest.LogCaptureFixture
 ) -> None:
-    three_updates(tmp_path, Counting, lambda optimizer: {"optimizer": optimizer} if as_extra else None)
+    more = (lambda optimizer: {"extra_state": {"optimizer": optimizer}}) if as_extra else (lambda _: {})
+    start(lambda model: Counting(model.parameters()), more=more).train(3)
     said = [text for text in caplog.messages if "is in no checkpoint" in text]
     assert [text.split(" changes")[0] for text in said] == (
         [] if as_extra else ["Counting.count, Counting.norms, Counting.scales"]
@@ -204,16 +185,19 @@ class Stream:
 @pytest.mark.supports("numbers in attributes of an optimizer")
 @pytest.mark.parametrize("as_extra", [False, True])
 def test_random_streams_of_an_optimizer_are_told(
-    as_extra: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    as_extra: bool, start: Callable[..., Job], caplog: pytest.LogCaptureFixture
 ) -> None:
-    three_updates(tmp_path, Rounding, lambda optimizer: Stream(optimizer.ours) if as_extra else None)
+    more = (lambda optimizer: {"extra_state": Stream(optimizer.ours)}) if as_extra else (lambda _: {})
+    start(lambda model: Rounding(model.parameters()), more=more).train(3)
     (said,) = (text for text in caplog.messages if "is in no checkpoint" in text)
     names = ["Rounding.ours"] * (not as_extra) + ["Rounding.python", "Rounding.theirs"]
     assert said.split(" changes")[0] == ", ".join(names)
 
 
-def test_random_streams_that_need_no_saving_are_no_news(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    three_updates(tmp_path, Borrowed)
+def test_random_streams_that_need_no_saving_are_no_news(
+    start: Callable[..., Job], caplog: pytest.LogCaptureFixture
+) -> None:
+    start(lambda model: Borrowed(model.parameters())).train(3)
     assert "is in no checkpoint" not in caplog.text
 
 
@@ -289,18 +273,18 @@ def test_a_schedule_without_a_state_is_refused() -> None:
 
 @pytest.mark.parametrize(("given", "said"), [("nothing", 1), ("scheduler", 0), ("extra_state", 0)])
 def test_a_schedule_that_is_not_given_is_told_once(
-    given: str, said: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    given: str, said: int, start: Callable[..., Job], caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = nn.Linear(3, 2)
-    optimizer = Adam(model.parameters())
-    scheduler = StepLR(optimizer, 2)
-    parts = {} if given == "nothing" else {given: scheduler}
-    with starting(Loop, tmp_path) as start:
-        loop = start(model, optimizer, **parts)
-        for _ in range(3):
-            loop.model(torch.ones(1, 3)).sum().backward()
-            optimizer.step()
-            scheduler.step()
+    made: list[StepLR] = []
+
+    def more(optimizer: Any) -> dict[str, Any]:
+        made.append(StepLR(optimizer, 2))
+        return {} if given == "nothing" else {given: made[0]}
+
+    job = start(lambda model: Adam(model.parameters()), more=more)
+    for _ in range(3):
+        job.train(1)
+        made[0].step()
     assert sum("wrap_optimizer() was given none" in text for text in caplog.messages) == said
 
 
