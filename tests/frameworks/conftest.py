@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,6 +40,14 @@ def quick(kills: Sequence[kit.Kill], *chosen: int, name: str = "") -> Any:
     few = pytest.param(name, [kills[number] for number in chosen], id=f"{name or 'job'}")
     every = pytest.param(name, kills, id=f"{name or 'job'}-all", marks=pytest.mark.slow)
     return [few, every] if chosen else [every]
+
+
+def survives(job: kit.Job, directory: Path) -> Any:
+    """Run a job with its faults and without them, print what became of it, and check that it ends with its bits."""
+    found = kit.run(job, directory, start=forking.ForkedPython)
+    print(found)
+    found.check()
+    return found
 
 
 @pytest.fixture(autouse=True)

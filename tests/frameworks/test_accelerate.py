@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.forking import ForkedPython
-from tests.frameworks.conftest import MAY_LOSE, quick
+from tests.frameworks.conftest import MAY_LOSE, quick, survives
 from ttp.errors import ConfigError
 from ttp.testing import kit
 
@@ -35,10 +34,8 @@ COPIES = [kit.Kill("in_step", rank=0, after=5), kit.Kill("stepped", rank=1, afte
 )
 def test_it_is_killed_and_ends_with_its_bits(loop: str, kills: list[kit.Kill], tmp_path: Path) -> None:
     env, ranks = {"LOOP": loop, "TTP_BUDDY_EVERY": "2"}, 4 if loop == "hsdp" else 2
-    job = kit.Job(PROGRAM, kills, ranks, steps=12, env=env, may_lose=MAY_LOSE if kills[0] in COPIES else 0)
-    found = kit.run(job, tmp_path, start=ForkedPython)
-    print(found)
-    found.check()
+    lost = MAY_LOSE if kills[0] in COPIES else 0
+    survives(kit.Job(PROGRAM, kills, ranks, steps=12, env=env, may_lose=lost), tmp_path)
 
 
 @pytest.mark.parametrize(

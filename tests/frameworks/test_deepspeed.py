@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.forking import ForkedPython
-from tests.frameworks.conftest import MAY_LOSE
+from tests.frameworks.conftest import MAY_LOSE, survives
 from ttp.errors import ConfigError
 from ttp.testing import kit
 
@@ -22,26 +22,21 @@ KILLS = [kit.Kill("in_step", rank=0, after=11), kit.Kill("stepped", rank=1, afte
 def test_replicas_lose_no_step(tmp_path: Path) -> None:
     kills = [kit.Kill("backward", rank=1), kit.Kill("in_step", rank=0)]
     env = {"PROGRAM_STAGE": "0", "PROGRAM_TYPE": ""}
-    found = kit.run(kit.Job(PROGRAM, kills, steps=6, env=env), tmp_path, start=ForkedPython)
-    print(found)
-    found.check()
+    survives(kit.Job(PROGRAM, kills, steps=6, env=env), tmp_path)
 
 
 @pytest.mark.parametrize(("stage", "dtype"), [(1, "bf16"), (2, "bf16"), (2, "fp16"), (1, "")])
 def test_partitions_come_back_from_their_copies(stage: int, dtype: str, tmp_path: Path) -> None:
     """A copy is made every two updates."""
     env = {"PROGRAM_STAGE": str(stage), "PROGRAM_TYPE": dtype, "TTP_BUDDY_EVERY": "2"}
-    found = kit.run(kit.Job(PROGRAM, KILLS, steps=14, env=env, may_lose=MAY_LOSE), tmp_path, start=ForkedPython)
-    print(found)
-    found.check()
+    survives(kit.Job(PROGRAM, KILLS, steps=14, env=env, may_lose=MAY_LOSE), tmp_path)
 
 
 @pytest.mark.parametrize("ranks", [3, 1])
 def test_another_number_of_ranks_goes_on_with_the_same_weights_and_moments(ranks: int, tmp_path: Path) -> None:
     env = {"TTP_BUDDY_EVERY": "2"}
     job = kit.Job(PROGRAM, KILLS[:1], steps=8, env=env, may_lose=MAY_LOSE)
-    found = kit.run(job, tmp_path / "two", start=ForkedPython)
-    found.check()
+    found = survives(job, tmp_path / "two")
     version = found.rows[0].version
     assert version
 

@@ -12,11 +12,15 @@ from typing import Any
 import pytest
 
 from tests.forking import ForkedPython
-from tests.frameworks.conftest import MAY_LOSE, quick
+from tests.frameworks.conftest import MAY_LOSE, quick, survives
 from ttp.errors import CheckpointError, ConfigError, UsageError
 from ttp.testing import kit
 
-pytestmark = [pytest.mark.needs("transformers", "accelerate"), pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.needs("transformers", "accelerate"),
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("ignore"),  # of the Trainer, about everything
+]
 PROGRAM = "tests.frameworks.hf_program"
 KILLS = [
     kit.Kill("backward", rank=1),
@@ -32,17 +36,13 @@ COPIES = [kit.Kill("in_step", rank=0, after=5), kit.Kill("on_evaluate", rank=1, 
 
 @pytest.mark.parametrize(("scaler", "kills"), [*quick(KILLS, 0, 2, 3, name="scaler"), *quick(KILLS)])
 def test_it_is_killed_in_a_step_and_behind_it(scaler: str, kills: list[kit.Kill], tmp_path: Path) -> None:
-    found = kit.run(kit.Job(PROGRAM, kills, steps=16, env={"HF_SCALER": scaler}), tmp_path, start=ForkedPython)
-    print(found)
-    found.check()
+    survives(kit.Job(PROGRAM, kills, steps=16, env={"HF_SCALER": scaler}), tmp_path)
 
 
 def test_a_schedule_that_follows_evaluations(tmp_path: Path) -> None:
     """An evaluation comes after its version, so a job that is killed in the next step has to keep the rate it set."""
     kills = [kit.Kill("backward", rank=1, after=4), kit.Kill("on_evaluate", rank=0, after=2), kit.Kill("forward")]
-    found = kit.run(kit.Job(PROGRAM, kills, steps=14, env={"HF_PLATEAU": "1"}), tmp_path, start=ForkedPython)
-    print(found)
-    found.check()
+    survives(kit.Job(PROGRAM, kills, steps=14, env={"HF_PLATEAU": "1"}), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -51,9 +51,7 @@ def test_a_schedule_that_follows_evaluations(tmp_path: Path) -> None:
 def test_a_sharded_model(shard: str, kills: list[kit.Kill], tmp_path: Path) -> None:
     env = {"HF_SHARD": shard, "TTP_BUDDY_EVERY": "2"}
     ranks, lost = (4, 0) if shard == "hsdp" else (2, MAY_LOSE)
-    found = kit.run(kit.Job(PROGRAM, kills, ranks, 16, env=env, may_lose=lost), tmp_path, start=ForkedPython)
-    print(found)
-    found.check()
+    survives(kit.Job(PROGRAM, kills, ranks, 16, env=env, may_lose=lost), tmp_path)
 
 
 @pytest.mark.slow
@@ -66,25 +64,19 @@ def test_it_is_killed_in_other_hooks_and_in_an_evaluation_of_each_epoch(tmp_path
         kit.Kill("on_prediction_step", rank=0, after=2),
         kit.Kill("on_step_begin", rank=1),
     ]
-    job = kit.Job(PROGRAM, kills, steps=20, env={"HF_EVALUATE": "epoch"})
-    found = kit.run(job, tmp_path, start=ForkedPython)
-    print(found)
-    found.check()
+    survives(kit.Job(PROGRAM, kills, steps=20, env={"HF_EVALUATE": "epoch"}), tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["ttp", "torchrun"])
 def test_the_same_under_a_launcher(launcher: str, tmp_path: Path) -> None:
-    found = kit.run(kit.Job(PROGRAM, KILLS, steps=16, launcher=launcher), tmp_path, start=ForkedPython)
-    print(found)
-    found.check()
+    survives(kit.Job(PROGRAM, KILLS, steps=16, launcher=launcher), tmp_path)
 
 
 @pytest.mark.slow
 def test_survivors_do_not_go_on_in_their_processes(tmp_path: Path) -> None:
     job = kit.Job(PROGRAM, KILLS[:1], steps=16, launcher="ttp", env={"TTP_CONTINUITY": "keep"})
-    found = kit.run(job, tmp_path, start=ForkedPython)
-    found.check()
+    found = survives(job, tmp_path)
     assert "will not go on after a failure of another: Accelerate can begin only one training" in found.story
 
 
@@ -92,8 +84,7 @@ def test_survivors_do_not_go_on_in_their_processes(tmp_path: Path) -> None:
 def test_the_trainer_alone_resumes_from_the_directory_that_was_made(tmp_path: Path) -> None:
     """On all ranks, without ttp: the weights are those of an unbroken job."""
     env = {"HF_SCALER": "1"}
-    found = kit.run(kit.Job(PROGRAM, KILLS[:2], steps=16, env=env), tmp_path / "protected", start=ForkedPython)
-    found.check()
+    survives(kit.Job(PROGRAM, KILLS[:2], steps=16, env=env), tmp_path / "protected")
     (directory,) = (tmp_path / "protected" / "hurt" / "checkpoints" / "trainer").glob("checkpoint-*")
     assert {path.name for path in directory.iterdir()} >= {
         "config.json",
@@ -116,7 +107,6 @@ def test_the_trainer_alone_resumes_from_the_directory_that_was_made(tmp_path: Pa
             assert ours[name] == alone[name], name
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_a_line_of_the_log_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The state is read several times in a step, and the log of a long training has tens of thousands of lines."""
     from ttp.adapters.frameworks import hf
@@ -140,7 +130,6 @@ def test_a_line_of_the_log_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert [*map(decode, callback.state_dict()["log"])] == [{"step": 0}]
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_a_reference_model_that_follows_the_model_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     """TRL's ``sync_ref_model``: a resumed job would begin with the first reference model again."""
     from ttp.adapters.frameworks import hf
@@ -159,7 +148,6 @@ def test_a_reference_model_that_follows_the_model_is_saved(monkeypatch: pytest.M
         assert given == {**saved, "ttp.hf": callback}
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_a_directory_that_cannot_be_completed_is_said_and_stops_nobody(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -174,7 +162,6 @@ def test_a_directory_that_cannot_be_completed_is_said_and_stops_nobody(
     assert (tmp_path / "scheduler.pt").exists() and (tmp_path / "rng_state.pth").exists()
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_a_model_that_writes_only_its_own_weights_gets_those_of_the_checkpoint_first(tmp_path: Path) -> None:
     """sentence-transformers: its ``save_pretrained`` takes no ``state_dict``."""
     import torch
@@ -191,83 +178,78 @@ def test_a_model_that_writes_only_its_own_weights_gets_those_of_the_checkpoint_f
     assert all(torch.equal(written[name], saved[name]) for name in saved)
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_a_checkpoint_in_the_fallback_directory_is_found_without_a_save_dir(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def choose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that chooses the directory to resume from, without a ``save_dir``."""
+    from ttp.adapters.frameworks import hf_directory
+
+    current = SimpleNamespace(config=SimpleNamespace(save_dir=None), fallback_dir=tmp_path / "fallback")
+    current.fallback_dir.mkdir()
+    monkeypatch.setattr("ttp.session.current", lambda: current)
+
+    def choose(**settings: Any) -> Any:
+        args = SimpleNamespace(output_dir=str(tmp_path / "output"), **{"save_only_model": False, **settings})
+        return hf_directory.choose(SimpleNamespace(args=args), tmp_path / "absent")
+
+    return choose
+
+
+def test_a_checkpoint_in_the_fallback_directory_is_found_without_a_save_dir(choose: Any, tmp_path: Path) -> None:
     """Else the Trainer would begin anew, and the restore, which finds the checkpoint, would end the job each time."""
     from tests.adapters.torch.checkpoints import Net, adamw, write_checkpoint
-    from ttp.adapters.frameworks import hf_directory
     from ttp.adapters.torch.saving.job_state import JobState
 
-    (tmp_path / "fallback").mkdir()
     model = Net()
-    optimizer = adamw(model)
-    write_checkpoint(tmp_path / "fallback" / "tft_saved_checkpoints-step_3", model, optimizer, JobState(version=3))
-    current = SimpleNamespace(config=SimpleNamespace(save_dir=None), fallback_dir=tmp_path / "fallback")
-    monkeypatch.setattr("ttp.session.current", lambda: current)
-    trainer = SimpleNamespace(args=SimpleNamespace(output_dir=str(tmp_path / "output"), save_only_model=False))
+    path = tmp_path / "fallback" / "tft_saved_checkpoints-step_3"
+    write_checkpoint(path, model, adamw(model), JobState(version=3))
     with pytest.raises(CheckpointError, match="fallback/tft_saved_checkpoints-step_3 holds no state of a Trainer"):
-        hf_directory.choose(trainer, tmp_path / "absent")
+        choose()
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_the_trainers_own_checkpoints_of_the_model_alone_do_not_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_trainers_own_checkpoints_of_the_model_alone_do_not_count(choose: Any, tmp_path: Path) -> None:
     """The Trainer would resume from one with the optimizer and the schedule of a first step, and say nothing."""
-    from ttp.adapters.frameworks import hf_directory
-
     own = tmp_path / "output" / "checkpoint-8"
     own.mkdir(parents=True)
     (own / "trainer_state.json").write_text("{}")
-    current = SimpleNamespace(config=SimpleNamespace(save_dir=None), fallback_dir=None)
-    monkeypatch.setattr("ttp.session.current", lambda: current)
-    args = SimpleNamespace(output_dir=str(tmp_path / "output"), save_only_model=False)
-    found = hf_directory.choose(SimpleNamespace(args=args), tmp_path / "absent")
-    assert found == {"version": 0, "directory": str(own), "foreign": True}
-    args.save_only_model = True
-    assert hf_directory.choose(SimpleNamespace(args=args), tmp_path / "absent") == {"version": 0}
+    assert choose() == {"version": 0, "directory": str(own), "foreign": True}
+    assert choose(save_only_model=True) == {"version": 0}
 
 
-@pytest.mark.filterwarnings("ignore")
-class TestRefused:
-    """All ranks refuse before the training begins."""
+def trainer(*callbacks: Any, settings: Any = None, **more: Any) -> Any:
+    args = SimpleNamespace(process_index=0, world_size=1, output_dir="none", save_only_model=False, **(settings or {}))
+    return SimpleNamespace(args=args, callback_handler=SimpleNamespace(callbacks=callbacks), **more)
 
-    @staticmethod
-    def trainer(*callbacks: Any, **settings: Any) -> Any:
-        args = SimpleNamespace(process_index=0, world_size=1, output_dir="none", save_only_model=False, **settings)
-        return SimpleNamespace(args=args, callback_handler=SimpleNamespace(callbacks=callbacks))
 
-    @pytest.mark.parametrize("setting", ["enable_jit_checkpoint", "auto_find_batch_size"])
-    def test_what_works_against_ttp(self, setting: str) -> None:
-        from ttp import hf
+LOCAL = SimpleNamespace(fsdp_plugin=SimpleNamespace(state_dict_type="StateDictType.LOCAL_STATE_DICT"))
 
-        trainer = self.trainer(hf.TtpCallback("nowhere"), **{setting: True})
-        with pytest.raises(ConfigError, match=rf"TrainingArguments\({setting}=True\).*switch it off"):
-            hf.resume_directory(trainer)
 
-    def test_deepspeed(self) -> None:
-        from ttp import hf
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"settings": {"enable_jit_checkpoint": True}},
+            r"TrainingArguments\(enable_jit_checkpoint=True\).*switch it off",
+        ),
+        (
+            {"settings": {"auto_find_batch_size": True}},
+            r"TrainingArguments\(auto_find_batch_size=True\).*switch it off",
+        ),
+        ({"is_deepspeed_enabled": True}, r"is_deepspeed_enabled: write the loop with ttp\.deepspeed"),
+        ({"accelerator": SimpleNamespace(state=LOCAL)}, "FULL_STATE_DICT or SHARDED_STATE_DICT"),
+    ],
+)
+def test_what_cannot_be_protected_is_refused(given: dict[str, Any], said: str) -> None:
+    """By all ranks, before the training begins."""
+    from ttp import hf
 
-        trainer = self.trainer(hf.TtpCallback("nowhere"))
-        trainer.is_deepspeed_enabled = True
-        with pytest.raises(ConfigError, match=r"is_deepspeed_enabled: write the loop with ttp\.deepspeed"):
-            hf.resume_directory(trainer)
+    with pytest.raises(ConfigError, match=said):
+        hf.resume_directory(trainer(hf.TtpCallback("nowhere"), **given))
 
-    def test_pieces_of_a_number_of_ranks(self) -> None:
-        from ttp import hf
 
-        trainer = self.trainer(hf.TtpCallback("nowhere"))
-        plugin = SimpleNamespace(state_dict_type="StateDictType.LOCAL_STATE_DICT")
-        trainer.accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
-        with pytest.raises(ConfigError, match="FULL_STATE_DICT or SHARDED_STATE_DICT"):
-            hf.resume_directory(trainer)
+def test_a_trainer_without_the_callback_is_refused() -> None:
+    from ttp import hf
 
-    def test_a_trainer_without_the_callback(self) -> None:
-        from ttp import hf
-
-        with pytest.raises(UsageError, match=r"call trainer\.add_callback"):
-            hf.resume_directory(self.trainer())
-        with pytest.raises(UsageError, match="TtpCallback does not know its trainer"):
-            hf.TtpCallback("nowhere").on_train_begin(None, None, None)
+    with pytest.raises(UsageError, match=r"call trainer\.add_callback"):
+        hf.resume_directory(trainer())
+    with pytest.raises(UsageError, match="TtpCallback does not know its trainer"):
+        hf.TtpCallback("nowhere").on_train_begin(None, None, None)

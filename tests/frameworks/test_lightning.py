@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.forking import ForkedPython
-from tests.frameworks.conftest import quick
+from tests.frameworks.conftest import quick, survives
 from ttp.errors import ConfigError
 from ttp.testing import kit
 
@@ -66,40 +66,38 @@ def test_it_is_killed_and_ends_with_its_bits(kind: str, kills: list[kit.Kill], t
     if kind == "workers":
         pytest.importorskip("torchdata")
     env, ranks = {"PROGRAM_KIND": kind, "TTP_BUDDY_EVERY": "1"}, 4 if kind in ("hsdp", "hsdp1") else 2
-    job = kit.Job(PROGRAM, kills, ranks, env=env, may_lose=2 if kind in ("fsdp1", "fsdp2") else 0)
-    found = kit.run(job, tmp_path, start=ForkedPython)
-    print(found)
-    found.check()
+    survives(kit.Job(PROGRAM, kills, ranks, env=env, may_lose=2 if kind in ("fsdp1", "fsdp2") else 0), tmp_path)
+
+
+def ended(directory: Path, ranks: int = 2, steps: int = 10, **env: str) -> tuple[Any, int]:
+    """Run a job that ends its first life itself, and check that no step is lost. Returns what was found, and saved."""
+    job = kit.Job(PROGRAM, [kit.Kill("never", after=99)], ranks, steps, env=env)
+    found = kit.run(job, directory, start=ForkedPython)
+    (row,) = found.rows
+    assert set(row.codes) == {75} and row.version is not None and not row.lost, found.story
+    return found, row.version
 
 
 @pytest.mark.parametrize(("ranks", "step"), [pytest.param(2, 3, marks=pytest.mark.slow), (1, 10)])
 def test_a_sigterm_saves_and_is_not_the_frameworks(ranks: int, step: int, tmp_path: Path) -> None:
     """One rank's sampler draws from the random stream; its tenth step is in the second epoch."""
-    env = {"PROGRAM_KIND": "plateau", "PROGRAM_TERM": str(step)}
-    job = kit.Job(PROGRAM, [kit.Kill("never", after=99)], world_size=ranks, steps=14, env=env)
-    found = kit.run(job, tmp_path, start=ForkedPython)
-    (row,) = found.rows
-    assert set(row.codes) == {75} and row.version is not None and row.version >= step and not row.lost, found.story
+    found, version = ended(tmp_path, ranks, 14, PROGRAM_KIND="plateau", PROGRAM_TERM=str(step))
+    assert version >= step
     assert not found.differences, found
     assert "Received SIGTERM" not in found.story  # by Lightning's handler
 
 
 def test_param_groups_that_a_callback_has_added_keep_their_rates(tmp_path: Path) -> None:
     """``BackboneFinetuning`` puts the groups as it made them in place of the restored ones, unless it is stopped."""
-    env = {"PROGRAM_KIND": "tuned", "PROGRAM_TERM": "27"}  # in the fourth epoch
-    job = kit.Job(PROGRAM, [kit.Kill("never", after=99)], world_size=1, steps=30, env=env)
-    found = kit.run(job, tmp_path, start=ForkedPython)
-    (row,) = found.rows
+    found, _ = ended(tmp_path, 1, 30, PROGRAM_KIND="tuned", PROGRAM_TERM="27")  # in the fourth epoch
     late = "rank 0: watch differs"  # the save may come before the callback has seen the end of the batch
-    assert row.codes == (75,) and not row.lost and not {*found.differences} - {late}, f"{found}\n{found.story}"
+    assert not {*found.differences} - {late}, f"{found}\n{found.story}"
 
 
 @pytest.mark.slow
 def test_a_callback_that_raises_is_saved_and_the_framework_writes_no_file(tmp_path: Path) -> None:
-    env = {"PROGRAM_KIND": "automatic", "PROGRAM_RAISE": "3"}
-    found = kit.run(kit.Job(PROGRAM, [kit.Kill("never", after=99)], env=env), tmp_path, start=ForkedPython)
-    (row,) = found.rows
-    assert set(row.codes) == {75} and row.version == 3 and not row.lost and not found.differences, found.story
+    found, version = ended(tmp_path, PROGRAM_KIND="automatic", PROGRAM_RAISE="3")
+    assert version == 3 and not found.differences, found.story
     assert "ValueError: a callback raises" in found.story
     assert not list((tmp_path / "hurt").glob("raised/*"))  # OnExceptionCheckpoint
 
@@ -107,8 +105,7 @@ def test_a_callback_that_raises_is_saved_and_the_framework_writes_no_file(tmp_pa
 @pytest.mark.slow
 def test_survivors_do_not_go_on_in_their_processes(tmp_path: Path) -> None:
     env = {"PROGRAM_KIND": "automatic", "TTP_CONTINUITY": "keep"}
-    found = kit.run(kit.Job(PROGRAM, KILLS["automatic"][1:2], launcher="ttp", env=env), tmp_path, start=ForkedPython)
-    found.check()
+    found = survives(kit.Job(PROGRAM, KILLS["automatic"][1:2], launcher="ttp", env=env), tmp_path)
     assert "will not go on after a failure of another: Lightning can begin only one training" in found.story
 
 

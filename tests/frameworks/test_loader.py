@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forking import ForkedPython
-from tests.frameworks.conftest import quick
+from tests.frameworks.conftest import quick, survives
 from ttp.testing import kit
 
 
@@ -15,7 +14,4 @@ from ttp.testing import kit
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("_name", "kills"), quick([kit.Kill("backward", 1), kit.Kill("stepped", 0, after=7)], 1))
 def test_batches_of_workers_come_in_their_order(_name: str, kills: list[kit.Kill], tmp_path: Path) -> None:
-    job = kit.Job("tests.frameworks.loader_program", kills, steps=14)  # seven batches make an epoch
-    found = kit.run(job, tmp_path, start=ForkedPython)
-    print(found)
-    found.check()
+    survives(kit.Job("tests.frameworks.loader_program", kills, steps=14), tmp_path)  # seven batches make an epoch

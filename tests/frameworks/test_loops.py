@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forking import ForkedPython
-from tests.frameworks.conftest import quick
+from tests.frameworks.conftest import quick, survives
 from ttp.testing import kit
 
 KILLS = [
@@ -23,16 +22,10 @@ pytestmark = pytest.mark.timeout(600)
 @pytest.mark.needs("lightning")
 @pytest.mark.parametrize(("precision", "kills"), [*quick(KILLS, 1, 2), *quick(KILLS, name="bf16-mixed")])
 def test_fabric(precision: str, kills: list[kit.Kill], tmp_path: Path) -> None:
-    job = kit.Job("tests.frameworks.fabric_program", kills, steps=12, env={"LOOP": precision})
-    found = kit.run(job, tmp_path, start=ForkedPython)
-    print(found)
-    found.check()
+    survives(kit.Job("tests.frameworks.fabric_program", kills, steps=12, env={"LOOP": precision}), tmp_path)
 
 
 @pytest.mark.needs("ignite")
 @pytest.mark.parametrize(("_name", "kills"), quick([*KILLS, kit.Kill("iteration", rank=0)], 1, 2))
 def test_ignite(_name: str, kills: list[kit.Kill], tmp_path: Path) -> None:
-    job = kit.Job("tests.frameworks.ignite_program", kills, steps=25)
-    found = kit.run(job, tmp_path, start=ForkedPython)
-    print(found)
-    found.check()
+    survives(kit.Job("tests.frameworks.ignite_program", kills, steps=25), tmp_path)

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forking import ForkedPython
-from tests.frameworks.conftest import MAY_LOSE, quick
+from tests.frameworks.conftest import MAY_LOSE, quick, survives
 from ttp.testing import kit
 
 pytestmark = [pytest.mark.needs("torchtitan", "spmd_types"), pytest.mark.timeout(600)]
@@ -18,17 +17,11 @@ KILLS = [kit.Kill("backward", rank=3), kit.Kill("in_step", rank=0), kit.Kill("st
 
 @pytest.mark.parametrize(("_name", "kills"), quick(KILLS, 1))
 def test_it_is_killed_and_ends_with_its_bits(_name: str, kills: list[kit.Kill], tmp_path: Path) -> None:
-    job = kit.Job("tests.frameworks.titan_program", kills, world_size=4, steps=8 if len(kills) > 1 else 4)
-    found = kit.run(job, tmp_path, start=ForkedPython)
-    print(found)
-    found.check()
+    survives(kit.Job("tests.frameworks.titan_program", kills, world_size=4, steps=8 if len(kills) > 1 else 4), tmp_path)
 
 
 @pytest.mark.slow
 def test_shards_without_replicas_come_back_from_their_copies(tmp_path: Path) -> None:
     kills = [kit.Kill("in_step", rank=1, after=5)]
     env = {"PROGRAM_SHARDS": "2", "TTP_BUDDY_EVERY": "2"}
-    job = kit.Job("tests.frameworks.titan_program", kills, env=env, may_lose=MAY_LOSE)
-    found = kit.run(job, tmp_path, start=ForkedPython)
-    print(found)
-    found.check()
+    survives(kit.Job("tests.frameworks.titan_program", kills, env=env, may_lose=MAY_LOSE), tmp_path)
