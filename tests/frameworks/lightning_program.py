@@ -38,6 +38,7 @@ import ttp.lightning
 from ttp.testing import kit
 
 KIND = os.environ.get("PROGRAM_KIND", "automatic")
+FSDP1, FSDP2 = KIND in ("fsdp1", "hsdp1"), KIND in ("fsdp2", "hsdp")
 LIFE_AND_RANK = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), os.environ.get("RANK", "0")
 HURT = "TTP_PORT" in os.environ and LIFE_AND_RANK == ("0", "0")
 TERM, RAISE = (int(os.environ.get(f"PROGRAM_{name}", "-1")) if HURT else -1 for name in ("TERM", "RAISE"))
@@ -111,7 +112,7 @@ class Sharded(Classifier):
         self.layers[1] = nn.LayerNorm(32)
 
     def configure_model(self) -> None:
-        if KIND in ("fsdp1", "hsdp1"):
+        if FSDP1:
             return
         mesh = self.device_mesh if KIND == "hsdp" else self.device_mesh["data_parallel"]
         for layer in self.layers:
@@ -212,10 +213,10 @@ def loader(length: int, kind: str) -> DataLoader[Any]:
 
 
 def strategy() -> Any:
-    if KIND in ("fsdp2", "hsdp"):
+    if FSDP2:
         replicas = 2 if KIND == "hsdp" else int(os.environ["WORLD_SIZE"])
         return ModelParallelStrategy(replicas, int(os.environ["WORLD_SIZE"]) // replicas)
-    if KIND in ("fsdp1", "hsdp1"):
+    if FSDP1:
         sharding: Any = "HYBRID_SHARD" if KIND == "hsdp1" else "FULL_SHARD"
         return OnThisDevice(auto_wrap_policy={nn.Linear}, state_dict_type="sharded", sharding_strategy=sharding)
     return "ddp_find_unused_parameters_true" if KIND == "manual" else "ddp"
@@ -224,17 +225,8 @@ def strategy() -> Any:
 def main(steps: int, save_dir: Path, report: Callable[[int, Any], None]) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     torch.manual_seed(1)
-    kinds = {
-        "manual": Gan,
-        "by_hand": ByHand,
-        "plateau": Plateau,
-        "tuned": Tuned,
-        "fsdp2": Sharded,
-        "hsdp": Sharded,
-        "fsdp1": Sharded,
-        "hsdp1": Sharded,
-    }
-    module: Any = kinds.get(KIND, Classifier)(steps)
+    kinds: dict[str, Any] = {"manual": Gan, "by_hand": ByHand, "plateau": Plateau, "tuned": Tuned}
+    module: Any = kinds.get(KIND, Sharded if FSDP1 or FSDP2 else Classifier)(steps)
     torch.manual_seed(100 + int(os.environ["RANK"]))
     watch = Watch(report)
     callbacks: list[Any] = [watch]
@@ -257,7 +249,7 @@ def main(steps: int, save_dir: Path, report: Callable[[int, Any], None]) -> dict
         strategy=strategy(),
         max_steps=steps * (3 if KIND == "manual" else 1),
         accumulate_grad_batches=accumulate,
-        gradient_clip_val=None if KIND in ("manual", "by_hand", "fsdp1", "hsdp1") else 1.0,
+        gradient_clip_val=None if FSDP1 or KIND in ("manual", "by_hand") else 1.0,
         val_check_interval=2 * accumulate,
         limit_val_batches=0 if KIND == "manual" else 2,
         callbacks=[*callbacks, ttp.lightning.TtpCallback(save_dir, buddy=KIND in ("fsdp1", "fsdp2"), **extra)],  # ttp
@@ -280,9 +272,7 @@ def main(steps: int, save_dir: Path, report: Callable[[int, Any], None]) -> dict
     train()
     loops = trainer.fit_loop.state_dict()
     loops["state_dict"] = {}  # the loader's
-    model = (
-        list(module.parameters()) if KIND in ("fsdp1", "hsdp1") else module
-    )  # pieces: torch's state_dict() needs all ranks
+    model = list(module.parameters()) if FSDP1 else module  # pieces: torch's state_dict() needs all ranks
     found: dict[str, Any] = {"model": model, "loops": loops, "watch": watch}
     found |= {f"optimizer {number}": each for number, each in enumerate(trainer.optimizers)}
     found |= {f"schedule {number}": each.scheduler for number, each in enumerate(trainer.lr_scheduler_configs)}
