@@ -96,22 +96,14 @@ def test_what_a_call_has_begun_with_is_put_back(make: Callable[..., Job]) -> Non
     assert job.counts["stays"].loaded == 0, "what did not change is left alone: a loader would begin anew"
 
 
-def test_gradients_that_were_zeros_are_zeros_again(make: Callable[..., Job]) -> None:
-    """With None the optimizer would skip a parameter that this call does not use."""
-    job = make()
-    how: dict[str, Any] = {"drop": False, "after": lambda: job.optimizer.zero_grad(set_to_none=False)}
-    job.calls(**how)
-    job.broken(drop=False)
-    assert job.repeating.refusal() == ""
-    job.repeating.reset()
-    assert all(grad is not None and not grad.any() for grad in job.gradients())
-
-
-def test_gradients_that_the_broken_call_dropped_are_zeros_again(make: Callable[..., Job]) -> None:
+@pytest.mark.parametrize("drop", [False, True])
+def test_gradients_that_were_zeros_are_zeros_again(make: Callable[..., Job], drop: bool) -> None:
+    """Also if the broken call has dropped them. With None the optimizer would skip a parameter that it does not use."""
     job = make()
     job.calls(drop=False, after=lambda: job.optimizer.zero_grad(set_to_none=False))
-    job.broken()  # has dropped them, and computed others for a part of the model only
-    job.model[0].weight.grad = None
+    job.broken(drop=drop)
+    if drop:
+        job.model[0].weight.grad = None  # it has computed others for a part of the model only
     assert job.repeating.refusal() == ""
     job.repeating.reset()
     assert all(grad is not None and not grad.any() for grad in job.gradients())
