@@ -28,14 +28,6 @@ def device() -> FakeRuntime:
 
 
 @pytest.fixture
-def alone() -> Iterator[None]:
-    """Let this process be the only rank of a job."""
-    dist.init_process_group("gloo", store=_dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.fixture
 def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Any]]:
     """Return a function that makes and starts a ``Job``, a class of the test's module, under a stub processor."""
     with starting(request.module.Job, tmp_path) as start:
@@ -51,8 +43,7 @@ def server() -> Iterator[Any]:
 @pytest.fixture
 def world_of_one() -> Iterator[None]:
     """Make the default process group of one rank."""
-    library: Any = dist
-    dist.init_process_group("gloo", store=library.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=_dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 

@@ -74,7 +74,7 @@ def test_what_an_optimizer_keeps_in_another_form_is_not_kept(add: Callable[[Any,
         kept(model, optimizer)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("world_of_one")
 def test_an_optimizer_that_sends_updated_weights_is_not_kept() -> None:
     """After a death in the exchange the survivors may hold weights of two versions."""
     with warnings.catch_warnings():
@@ -119,7 +119,7 @@ def test_another_model_with_the_same_names_and_shapes_gets_nothing(new: Callable
     assert digest(other.state_dict()) == before and not optimizer.state
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("world_of_one")
 def test_moments_of_a_sharded_model_are_distributed_again() -> None:
     """They are kept as this rank's part: the new parameter tells how they are cut. Plain values stay as they are."""
     old, new, whole = net(), net(), net()

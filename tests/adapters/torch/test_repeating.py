@@ -109,7 +109,7 @@ def test_gradients_that_were_zeros_are_zeros_again(make: Callable[..., Job], dro
     assert all(grad is not None and not grad.any() for grad in job.gradients())
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("world_of_one")
 def test_a_reducer_has_reduced_nothing_when_the_call_begins_again(make: Callable[..., Job]) -> None:
     """Half of the gradients of the broken call may be in its buckets, and a scaler may have looked at some."""
     job = make(Ddp(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))))
@@ -141,7 +141,7 @@ def sharded(job: Job) -> None:
     job.repeating._layout = two_shards()
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize(
     ("change", "why"),
     [

@@ -104,7 +104,7 @@ class TestCommunicationInUpdates:
     """Ranks that wait for a lost one there hold no version, so that nothing could be saved."""
 
     @pytest.fixture(autouse=True)
-    def first_of_two_ranks(self, alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def first_of_two_ranks(self, world_of_one: None, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(dist, "get_world_size", lambda: 2)
 
     @pytest.mark.parametrize("undo", [None, "preimage"])

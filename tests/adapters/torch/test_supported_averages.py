@@ -234,7 +234,7 @@ def averaged(directory: Path, average: Any) -> Any:
     return Loop(directory, model, adamw_, extra_state=average and {"ema": average}).start(directory / "pages")
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("world_of_one")
 def test_a_sharded_average_comes_back_in_its_shards(tmp_path: Path) -> None:
     """Each rank reads what it holds of it, and no rank needs the memory for the whole."""
     average, other = net(), net()
@@ -248,7 +248,7 @@ def test_a_sharded_average_comes_back_in_its_shards(tmp_path: Path) -> None:
         assert isinstance(value, DTensor) and torch.equal(value.to_local(), whole[name]), name
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("world_of_one")
 def test_an_average_that_a_program_has_only_now_begins_as_the_program_makes_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
