@@ -79,49 +79,58 @@ def test_any_other_exception(job: Make) -> None:
     assert "ValueError: out of luck" in this.story()
 
 
-@pytest.mark.slow
-def test_a_slow_update_is_waited_for(job: Make) -> None:
-    slow = fault(2, 4, "slow", at="inside", seconds=3)
-    this = job(faults=[slow, fault(1, 4, "kill", at="late", after="slow made-0-4-0 made-0-4-3")])
-    codes = this.run()
-    check_dumped(this, 4, [0, 3], codes)
+def slow_in(rank: int, at: str) -> list[dict[str, Any]]:
+    """Return faults: one rank is slow in its update, or before it, and rank 1 dies when the ranks after it made it."""
+    made = "made-0-4-0 made-0-4-3" if at == "inside" else "made-0-4-0 made-0-4-2"
+    return [fault(rank, 4, "slow", at=at, seconds=2), fault(1, 4, "kill", at="late", after=f"slow {made}")]
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_one_step_behind_catches_up(job: Make) -> None:
-    behind = fault(3, 4, "slow", at="late", seconds=2)
-    this = job(faults=[behind, fault(1, 4, "kill", at="late", after="slow made-0-4-0 made-0-4-2")])
-    codes = this.run()
-    check_dumped(this, 4, [0, 3], codes)
+@pytest.mark.parametrize(
+    ("faults", "options", "step"),
+    [
+        pytest.param(slow_in(2, "inside"), {}, 4, id="a slow update is waited for"),
+        pytest.param(slow_in(3, "late"), {}, 4, id="a rank that is one step behind catches up"),
+        pytest.param([fault(1, 4, "memory")], {"enable_uce": False}, 3, id="lost memory without enable_uce"),
+        pytest.param([fault(1, 4, "kill")], {"manage": "fail", "step_s": 0.1}, 3, id="a manager whose callbacks fail"),
+        pytest.param([fault(1, 4, "kill")], {"version": "MindSpeed-LLM"}, 3, id="stopped and cleaned before the dump"),
+    ],
+)
+def test_whatever_the_fault_the_job_is_saved(
+    job: Make, faults: list[dict[str, Any]], options: dict[str, Any], step: int
+) -> None:
+    this = job(faults=faults, options=options)
+    check_dumped(this, step, [0, 3], this.run())
+    assert ("the callback for" in this.story()) is ("manage" in options)
+    wanted = ["stop", "clean"] if "version" in options else []
+    assert [w for w in this.order(0) if not w.startswith("report_")] == [*wanted, "save"]
+    assert this.order(3) == [*wanted, "save", "rename"]
+
+
+def state_on(copies: int, *ranks: int) -> dict[str, Any]:
+    return {"rank_list": list(ranks), "replica_cnt": copies}
+
+
+DENSE, EVEN, ODD = state_on(2, 0, 1, 2, 3), state_on(2, 0, 2), state_on(2, 1, 3)
 
 
 @pytest.mark.slow
-def test_stopped_and_cleaned_before_the_dump_where_the_program_wants_it(job: Make) -> None:
-    this = job(faults=[fault(1, 4, "kill")], options={"version": "MindSpeed-LLM"})
+@pytest.mark.parametrize(
+    ("sets", "infos"),
+    [
+        pytest.param(
+            [*[[state_on(3, 0, 1, 2)]] * 3, *[[state_on(2, 3, 4)]] * 2], {0: {0: [0]}, 3: {0: [3]}}, id="unequal groups"
+        ),
+        pytest.param(
+            [[DENSE, EVEN], [DENSE, ODD]] * 2, {0: {0: [0, 3], 1: [0]}, 3: {0: [0, 3], 1: [3]}}, id="dense and experts"
+        ),
+    ],
+)
+def test_each_set_saves_its_own(job: Make, sets: list[list[Any]], infos: dict[int, Any]) -> None:
+    this = job(ranks=len(sets), faults=[fault(1, 4, "kill")], options={"sets": sets})
     codes = this.run()
-    check_dumped(this, 3, [0, 3], codes)
-    assert this.order(0) == ["stop", "clean", "save"] and this.order(3) == ["stop", "clean", "save", "rename"]
-
-
-@pytest.mark.slow
-def test_groups_that_are_not_equal(job: Make) -> None:
-    sets = [{"rank_list": ranks, "replica_cnt": len(ranks)} for ranks in ([0, 1, 2], [3, 4])]
-    this = job(ranks=5, faults=[fault(1, 4, "kill")], options={"sets": [[sets[0]]] * 3 + [[sets[1]]] * 2})
-    codes = this.run()
-    saves = this.of("save")
-    assert codes == [SAVED, -9, SAVED, SAVED, SAVED], this.story()
-    assert sorted(saves) == [0, 3] and saves[3][0]["info"] == [{"type": 0, "ranks": [3]}]
-
-
-@pytest.mark.slow
-def test_dense_and_expert_state(job: Make) -> None:
-    dense = {"rank_list": [0, 1, 2, 3], "replica_cnt": 2}
-    sets = [[dense, {"rank_list": ranks, "replica_cnt": 2}] for ranks in ([0, 2], [1, 3], [0, 2], [1, 3])]
-    this = job(faults=[fault(1, 4, "kill")], options={"sets": sets})
-    codes = this.run()
-    infos = {rank: {e["type"]: e["ranks"] for e in notes[0]["info"]} for rank, notes in this.of("save").items()}
-    assert infos == {0: {0: [0, 3], 1: [0]}, 3: {0: [0, 3], 1: [3]}}, this.story()
-    assert codes == [SAVED, -9, SAVED, SAVED]
+    assert codes == [SAVED, KILLED, *[SAVED] * (len(sets) - 2)], this.story()
+    assert {r: {e["type"]: e["ranks"] for e in notes[0]["info"]} for r, notes in this.of("save").items()} == infos
 
 
 # ----------------------------------------------------------------------------------------------------------- the repair
@@ -152,30 +161,16 @@ def test_lost_memory_is_repaired_from_a_replica(job: Make) -> None:
 
 def test_a_broken_network_and_memory_that_is_not_lost_need_no_transfer(job: Make) -> None:
     """One after the other, in the same processes."""
-    faults = [fault(1, 3, "error", text="HCCL OP RETRY FAILED"), fault(0, 6, "memory_low")]
-    this = job(ranks=2, steps=8, faults=faults)
+    texts = ("HCCL OP RETRY FAILED", "SUSPECT REMOTE ERROR", "UB LINK ERROR", "HCCS LINK ERROR")
+    broken = [fault(1, 3 + number, "error", text=text) for number, text in enumerate(texts)]
+    this = job(ranks=2, steps=9, faults=[*broken, fault(0, 8, "memory_low")])
     check_repaired(this, this.run())
     (note,) = this.of("repair")[0]
     assert note["info"] == {"type": [], "repair_type": RepairType.RT_UCE_LOWLEVEL.value, "src": [], "dst": [],
                             "rank_list": []}  # fmt: skip
     cure = ["stop", "clean", "rollback"]
-    assert (this.order(0), this.order(1)) == ([*cure, "stop", "clean", "repair", "rollback"], cure * 2)
-    assert [[note["step"] for note in notes] for notes in this.of("rollback").values()] == [[2, 5]] * 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("text", ["SUSPECT REMOTE ERROR", "UB LINK ERROR", "HCCS LINK ERROR"])
-def test_a_broken_network(job: Make, text: str) -> None:
-    this = job(faults=[fault(1, 4, "error", text=text)])
-    check_repaired(this, this.run())
-    assert not this.of("repair") and this.order(1) == ["stop", "clean", "rollback"]
-
-
-@pytest.mark.slow
-def test_without_enable_uce_all_is_saved_and_ended(job: Make) -> None:
-    this = job(faults=[fault(1, 4, "memory")], options={"enable_uce": False})
-    codes = this.run()
-    check_dumped(this, 3, [0, 3], codes)
+    assert (this.order(0), this.order(1)) == ([*cure * 4, "stop", "clean", "repair", "rollback"], cure * 5)
+    assert [[note["step"] for note in notes] for notes in this.of("rollback").values()] == [[2, 3, 4, 5, 7]] * 2
 
 
 @pytest.mark.slow
@@ -263,13 +258,6 @@ def test_the_handshake_with_the_manager(job: Make, strategy: str, what: str) -> 
         check_repaired(this, codes)
     else:
         check_dumped(this, 3, [0, 3], codes)
-
-
-@pytest.mark.slow
-def test_a_manager_whose_callbacks_fail_is_not_waited_for(job: Make) -> None:
-    this = job(faults=[fault(1, 4, "kill")], options={"manage": "fail", "step_s": 0.1})
-    check_dumped(this, 3, [0, 3], this.run())
-    assert "the callback for" in this.story()
 
 
 @pytest.mark.slow
