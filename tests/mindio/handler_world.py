@@ -143,15 +143,19 @@ class HandlerWorld(Talk):
         what = self.trouble.pop((Kind.MAKE_WAY, rank + SEAT), "")
         if what == "hang":
             return ""
-        self.streams[rank] += 1000
-        self.ranks[rank] = FakeRank(version=0, parked=False, out=True)
-        said = self.hello(rank, framework=rm.HANDLERS, nonce=f"new{rank}", pid=1000 + rank, launch=1)
+        said = self.sit(rank, f"new{rank}", pid=1000 + rank)
         if what == "die":
             self.dies(rank)
         elif Rank(rank) in self.machine.job.live:
             self.report(rank, self.handlers(rank))
             self.report(rank, rm.Ailing(Rank(rank), rm.Ailment.JOINED, "", "here I am"))
         return said
+
+    def sit(self, rank: int, nonce: str = "new", **more: Any) -> str:
+        """Let a new process say hello in the seat of ``rank``, and no more."""
+        self.streams[rank] += 1000
+        self.ranks[rank] = FakeRank(version=0, parked=False, out=True)
+        return self.hello(rank, framework=rm.HANDLERS, nonce=nonce, launch=1, **more)
 
     def knock(self, rank: int, *, ready: bool = True, **more: Any) -> str:
         """Let a new process on another host ask for the seat of a live rank; ``ready``: its model is made."""
@@ -183,6 +187,13 @@ class HandlerWorld(Talk):
         """Deliver a notice of the manager."""
         known = tuple(RankFault(Rank(rank), FaultOf(what)) for rank, what in (faults or {}).items())
         self.event(Noticed(Notice(kind, known, seconds, strategy)))
+
+    def stopped(self, faults: dict[int, int] | None = None, strategy: str | None = None) -> None:
+        """Deliver what a manager says of a fault up to the offer of strategies; then ``strategy``, if it is given."""
+        self.say(NoticeKind.STOP_TRAIN, faults)
+        self.say(NoticeKind.GLOBAL_RANK, faults)
+        if strategy is not None:
+            self.say(NoticeKind.STRATEGY, strategy=strategy)
 
     def attend(self, wait_s: float = 30.0) -> None:
         """Attach a manager."""

@@ -7,22 +7,21 @@ from typing import Any
 import pytest
 
 from tests.core.talk import PATIENCE
-from tests.mindio.handler_world import CURE, FOUR, REPLACED, FakeRank, HandlerWorld, Kind
+from tests.mindio.handler_world import CURE, FOUR, REPLACED, FakeRank, HandlerWorld, Kind, Trouble
 from tests.mindio.test_replacement import led
 from ttp.core import messages as m
 from ttp.core.layout import Rank, Version
 from ttp.errors import EXIT_NOT_SAVED, EXIT_SAVED
-from ttp.mindio.protocol import messages as rm
 from ttp.mindio.protocol.manager_messages import ManagerLeft, NoticeKind
 from ttp.mindio.protocol.messages import HANDLERS
 
 # -------------------------------------------------------------------------------------------------------------- manager
 
 
-def attended(*said: NoticeKind) -> HandlerWorld:
+def attended(*said: NoticeKind, trouble: Trouble | None = None, wait_s: float = 30.0, **handlers: Any) -> HandlerWorld:
     """Return a world of four ranks with a manager, which has given these notices."""
-    world = HandlerWorld(FOUR)
-    world.attend()
+    world = HandlerWorld(FOUR, trouble, **handlers)
+    world.attend(wait_s)
     for kind in said:
         world.say(kind)
     return world
@@ -49,8 +48,7 @@ def test_the_hand_shake() -> None:
 
 @pytest.mark.parametrize("until", [None, NoticeKind.STOP_TRAIN, NoticeKind.GLOBAL_RANK])
 def test_a_manager_that_says_nothing_more_is_not_waited_for_long(until: NoticeKind | None) -> None:
-    world = HandlerWorld(FOUR)
-    world.attend(30)
+    world = attended()
     world.kill(1)
     world.after(1.1)
     for kind in () if until is None else (NoticeKind.STOP_TRAIN, until):
@@ -61,12 +59,10 @@ def test_a_manager_that_says_nothing_more_is_not_waited_for_long(until: NoticeKi
 
 
 def test_what_cannot_be_cured_can_be_dumped_and_what_cannot_be_dumped_only_be_left() -> None:
-    world = HandlerWorld(FOUR, {(Kind.SAVE, 3): "fail"})
-    world.attend()
+    world = attended(trouble={(Kind.SAVE, 3): "fail"})
     world.kill(1)
     world.after(1.1)
-    for kind in (NoticeKind.STOP_TRAIN, NoticeKind.GLOBAL_RANK):
-        world.say(kind, {1: 1})
+    world.stopped({1: 1})
     assert world.heard()[-1] == ("strategies", 0, "exit,dump")
     world.say(NoticeKind.STRATEGY, strategy="retry")
     assert world.heard()[-1] == ("result", 406, "retry")
@@ -88,8 +84,7 @@ def test_the_manager_knows_of_a_fault_first() -> None:
 
 
 def test_the_manager_knows_of_more_faults_and_wants_more_time_to_choose() -> None:
-    world = HandlerWorld(FOUR)
-    world.attend(30)
+    world = attended()
     world.ails(1)
     world.say(NoticeKind.STOP_TRAIN, {1: 0})
     world.say(NoticeKind.GLOBAL_RANK, {1: 0, 2: 1}, seconds=50)
@@ -102,11 +97,9 @@ def test_the_manager_knows_of_more_faults_and_wants_more_time_to_choose() -> Non
 
 
 def test_a_death_while_some_are_back_in_their_loops_stops_them_again() -> None:
-    this = HandlerWorld(FOUR, {(Kind.RESUME, 3): "die"}, recover=True)
-    this.attend()
+    this = attended(trouble={(Kind.RESUME, 3): "die"}, recover=True)
     this.ails(1)
-    for kind in (NoticeKind.STOP_TRAIN, NoticeKind.GLOBAL_RANK, NoticeKind.STRATEGY):
-        this.say(kind, strategy="retry")
+    this.stopped(strategy="retry")
     this.dies(3)
     this.after(3)
     this.say(NoticeKind.STRATEGY, strategy="recover")
@@ -118,9 +111,7 @@ def test_a_manager_that_reports_the_death_again_does_not_accuse_the_newcomer() -
     this = led()
     this.starts = False
     this.say(NoticeKind.STRATEGY, strategy="recover")
-    this.streams[1] += 1000
-    this.ranks[1] = FakeRank(version=0, parked=False, out=True)
-    this.hello(1, framework=rm.HANDLERS, nonce="new", launch=1)
+    this.sit(1)
     this.say(NoticeKind.GLOBAL_RANK, {1: 1})
     for report in this._newcomer(1):
         this.report(1, report)
@@ -140,9 +131,7 @@ def resizing(strategy: str, *dead: int, hosts: str = "aabb", **handlers: Any) ->
     else:
         for rank in range(4):
             world.fault(rank, m.FaultKind.PREEMPTED)
-    for kind in (NoticeKind.STOP_TRAIN, NoticeKind.GLOBAL_RANK):
-        world.say(kind, dict.fromkeys(dead, 1))
-    world.say(NoticeKind.STRATEGY, strategy=strategy)
+    world.stopped(dict.fromkeys(dead, 1), strategy)
     return world
 
 
@@ -186,9 +175,8 @@ def test_otherwise_it_is_refused_with_what_is_possible(
 
 
 def test_a_pause_is_at_the_end_of_the_step_that_the_furthest_is_in() -> None:
-    world = HandlerWorld(FOUR)
+    world = attended()
     world.ranks[2].version = 8
-    world.attend()
     world.say(NoticeKind.PAUSE_TRAIN)
     assert world.kinds() == ["hold", "pause", "sync"]
     assert {act.version for act in world.acted(Kind.PAUSE).values()} == {9}
@@ -208,24 +196,16 @@ def test_a_strategy_that_a_pause_does_not_have_is_refused_and_the_next_one_count
 
 
 def test_a_pause_that_not_all_can_make_is_none() -> None:
-    world = HandlerWorld(FOUR, {(Kind.PAUSE, 1): "fail"})
-    world.attend()
-    world.say(NoticeKind.PAUSE_TRAIN)
+    world = attended(NoticeKind.PAUSE_TRAIN, trouble={(Kind.PAUSE, 1): "fail"})
     assert world.kinds() == ["hold", "pause", "continue"]
     assert world.heard() == [("stop_complete", 1, ""), ("result", 0, "continue")]
 
 
-def test_a_death_in_a_pause_is_a_death() -> None:
+def test_a_death_in_a_pause_is_a_death_and_the_pause_ends_with_its_incarnation() -> None:
     world = attended(NoticeKind.PAUSE_TRAIN)
     world.kill(0)
     world.settle()
     assert world.named == [7] and world.released == {EXIT_SAVED}
-
-
-def test_a_pause_ends_with_its_incarnation() -> None:
-    world = attended(NoticeKind.PAUSE_TRAIN)
-    world.kill(0)
-    world.settle()
     world.ranks = [FakeRank() for _ in world.ranks]
     for rank in range(4):
         world.streams[rank] += 1000
@@ -240,9 +220,7 @@ def test_a_pause_ends_with_its_incarnation() -> None:
 @pytest.mark.parametrize("early", [False, True])
 def test_a_checkpoint_in_a_pause_leaves_the_pause_as_it_is(early: bool) -> None:
     """``early``: the manager ends the pause while the checkpoint is written."""
-    world = HandlerWorld(FOUR, {(Kind.SAVE, 0): "hang"} if early else {})
-    world.attend(2000)
-    world.say(NoticeKind.PAUSE_TRAIN)
+    world = attended(NoticeKind.PAUSE_TRAIN, trouble={(Kind.SAVE, 0): "hang"} if early else {}, wait_s=2000)
     world.ask_for_save()
     if early:
         world.say(NoticeKind.STRATEGY, strategy="continue")
@@ -271,8 +249,7 @@ def test_a_paused_job_can_be_ended(strategy: str, named: list[int]) -> None:
     ],
 )
 def test_without_a_manager_nobody_is_left_standing(how: str, wait_s: float, asked_s: float) -> None:
-    world = HandlerWorld(FOUR)
-    world.attend(wait_s)
+    world = attended(wait_s=wait_s)
     world.say(NoticeKind.PAUSE_TRAIN, seconds=asked_s)
     world.after(29)
     assert world.kinds()[-1] == "sync"
@@ -289,8 +266,7 @@ def test_without_a_manager_nobody_is_left_standing(how: str, wait_s: float, aske
 def test_a_repair_ends_the_pause_and_the_next_one_is_a_pause() -> None:
     world = attended(NoticeKind.PAUSE_TRAIN)
     world.ails(1)
-    for kind in (NoticeKind.STOP_TRAIN, NoticeKind.GLOBAL_RANK, NoticeKind.STRATEGY):
-        world.say(kind, strategy="retry")
+    world.stopped(strategy="retry")
     assert world.kinds()[-1] == "resume"
     world.say(NoticeKind.PAUSE_TRAIN)
     assert world.kinds()[-1] == "sync" and world.heard()[-1] == ("stop_complete", 0, "")

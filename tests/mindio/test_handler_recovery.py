@@ -94,15 +94,6 @@ def test_a_controller_that_stood_still_reads_first_that_a_rank_was_in_its_update
     assert world.kinds() == ["save", "rename"] and world.released == {EXIT_SAVED}
 
 
-def test_a_piece_that_nobody_has_is_no_checkpoint() -> None:
-    world = HandlerWorld(FOUR)
-    world.ranks[1].dead = world.ranks[3].dead = True
-    world.lost(1)
-    world.lost(3)
-    world.settle()
-    assert world.kinds() == [] and world.released <= {EXIT_NOT_SAVED}
-
-
 def test_ranks_that_contradict_each_other_are_named() -> None:
     world = HandlerWorld(FOUR)
     world.report(3, rm.Handlers(Rank(3), (rm.ReplicaSet((Rank(2), Rank(3)), 2),), True, False, False, 1, 1, False))

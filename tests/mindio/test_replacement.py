@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.core.talk import PATIENCE
-from tests.mindio.handler_world import FOUR, REPLACED, SEAT, FakeRank, HandlerWorld, Kind, Trouble
+from tests.mindio.handler_world import FOUR, REPLACED, SEAT, HandlerWorld, Kind, Trouble
 from tests.mindio.test_handler_recovery import check
 from ttp.core import messages as m
 from ttp.core.layout import Rank, Version
@@ -74,9 +74,7 @@ def test_a_newcomer_that_does_not_say_what_it_shares_holds_what_the_dead_held() 
     this.starts = False
     this.dies(1)
     this.start(1)
-    this.streams[1] += 1000
-    this.ranks[1] = FakeRank(version=0, parked=False, out=True)
-    this.hello(1, framework=rm.HANDLERS, nonce="new", launch=1)
+    this.sit(1)
     this.report(1, replace(this.handlers(1), sets=()))
     this.report(1, rm.Ailing(Rank(1), rm.Ailment.JOINED, "", "here I am"))
     this.settle()
@@ -87,11 +85,9 @@ def test_a_newcomer_is_told_that_it_joins_and_nobody_else() -> None:
     this = world({(Kind.MAKE_WAY, 1 + SEAT): "hang"})
     this.dies(1)
     this.start(1)  # does not come
-    this.streams[1] += 1000
-    this.hello(1, framework=rm.HANDLERS, nonce="new", launch=1)
+    this.sit(1)
     assert [order.joins for order in this.orders(m.Welcome)] == [True]
-    this.streams[1] += 1000  # the welcome was lost with its stream
-    this.hello(1, framework=rm.HANDLERS, nonce="new", launch=1, save_dir="/1")  # handlers save where they like
+    this.sit(1, save_dir="/1")  # the welcome was lost with its stream; handlers save where they like
     assert [order.joins for order in this.orders(m.Welcome)] == [True]
     this.streams[2] += 1000
     this.back(2, framework=rm.HANDLERS)
@@ -179,11 +175,12 @@ def test_only_deaths_are_mended_so() -> None:
     ended_as_without(this)
 
 
-def test_what_no_other_rank_holds_is_lost() -> None:
-    this = world()
+@pytest.mark.parametrize("recover", [True, False])
+def test_what_no_other_rank_holds_is_lost(recover: bool) -> None:
+    this = world(recover=recover)
     this.dies(1, 3)
     this.settle()
-    assert this.released == {EXIT_NOT_SAVED} and Kind.MAKE_WAY not in {act.kind for act in this.acts}
+    assert this.released == {EXIT_NOT_SAVED} and this.kinds() == []
 
 
 def test_before_the_first_step_there_is_nothing_to_go_on_from() -> None:
@@ -286,8 +283,7 @@ def led(trouble: Trouble | None = None, seat: str = "", *, saved: bool = False) 
         this.settle()
     this.attend()
     this.dies(1, seat=seat)
-    for kind in (NoticeKind.STOP_TRAIN, NoticeKind.GLOBAL_RANK):
-        this.say(kind, {1: 1})
+    this.stopped({1: 1})
     assert this.heard() == [("fault_ranks", 0, ""), ("stop_complete", 0, ""), ("fault_ranks", 0, ""),
                            ("strategies", 0, "exit,dump" if seat else "exit,dump,recover")]  # fmt: skip
     return this
@@ -333,25 +329,6 @@ def test_it_is_tried_once_for_each_fault() -> None:
     assert this.heard()[-1] == ("result", 406, "recover")
     this.say(NoticeKind.STRATEGY, strategy="recover")
     assert this.heard()[-2:] == [("result", 406, "recover")] * 2
-    this = led({(Kind.REBUILD, 0): "fail"})
-    this.say(NoticeKind.STRATEGY, strategy="recover")
-    this.start(1)
-    assert this.heard()[-1] == ("result", 406, "recover")
-    this.event(ManagerLeft())
-    this.settle()
-    assert this.kinds().count("rebuild") == 1
-    ended_as_without(this)
-
-
-def test_where_it_fails_and_the_manager_chooses_to_exit_what_was_on_disk_before_counts() -> None:
-    """Exit code 70 would say that finished steps are lost."""
-    this = led({(Kind.REBUILD, 0): "fail"}, saved=True)
-    this.say(NoticeKind.STRATEGY, strategy="recover")
-    this.start(1)
-    assert this.heard()[-1] == ("result", 406, "recover")
-    this.say(NoticeKind.STRATEGY, strategy="exit")
-    this.settle()
-    ended_as_without(this)
 
 
 def test_where_it_fails_the_manager_may_have_the_dump_that_was_made_first() -> None:
@@ -369,18 +346,22 @@ def test_where_it_fails_the_manager_may_have_the_dump_that_was_made_first() -> N
     ended_as_without(this)
 
 
-@pytest.mark.parametrize("end", ["the manager says exit", "the time is over"])
-def test_however_it_ends_what_was_saved_first_counts(end: str) -> None:
-    this = led({(Kind.REBUILD, 0): "fail"})
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize("end", ["the manager says exit", "the manager leaves", "the time is over"])
+def test_however_it_ends_what_was_saved_first_counts(end: str, saved: bool) -> None:
+    """``saved``: it was on disk before the fault. Exit code 70 would say that finished steps are lost."""
+    this = led({(Kind.REBUILD, 0): "fail"}, saved=saved)
     this.starts = False
     this.say(NoticeKind.STRATEGY, strategy="recover")
     if end == "the time is over":
         this.after(PATIENCE.rescue_s + 1)  # in one piece, as for a controller that was stopped
     else:
         this.start(1)
-        this.say(NoticeKind.STRATEGY, strategy="exit")
+        assert this.heard()[-1] == ("result", 406, "recover")
+        this.say(NoticeKind.STRATEGY, strategy="exit") if "exit" in end else this.event(ManagerLeft())
     this.settle()
     ended_as_without(this)
+    assert this.kinds().count("rebuild") == ("time" not in end), "it is tried once"
     assert this.machine.rescue.committing.last == (7, "where the save handlers wrote it")
 
 

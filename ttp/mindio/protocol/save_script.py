@@ -49,6 +49,7 @@ def dump(state: RepairState, incident: Incident, *, halts: bool = True) -> Scrip
         if isinstance(plan, NoPlan) or (state.must_load and incident.saved):
             return _saved_before(incident, plan.reason)
         if plan.version <= state.on_disk():
+            incident.saved, incident.path = state.on_disk(), PLACE  # also if the time limit ends the incident later
             text = f"version {state.on_disk()} is on disk already" if state.on_disk() else "no update had finished"
             return Ending(Outcome.SAVED, state.on_disk(), text, PLACE)
         behind = [a.rank for a in plan.assignments if a.how is How.REDO]
