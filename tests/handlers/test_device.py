@@ -57,52 +57,32 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     return made
 
 
-def test_another_thread_gets_the_device_of_the_training_thread(runtime: Runtime) -> None:
-    runtime.set_device(3)
-    mine = device.of_this_thread()
-    assert mine is not None and mine.index == 3
-    seen: list[int] = []
-
-    def handler() -> None:
-        seen.append(runtime.current_device())
-        with mine.borrowed(aside=False):
-            seen.append(runtime.current_device())
-
-    thread = threading.Thread(target=handler)
-    thread.start()
-    thread.join()
-    assert seen == [0, 3] and runtime.log == []
-
-
-def test_a_save_waits_for_the_last_update_and_for_nothing_that_came_after_it(runtime: Runtime) -> None:
-    mine = device.of_this_thread()
-    assert mine is not None
-    for what in ("update 1", "update 2"):
-        runtime.log.append(what)
-        mine.updated()
-    runtime.log.append("a collective that hangs")
-    with mine.borrowed(aside=True):
-        runtime.log.append("save")
-    assert runtime.log[3:] == ["side waits for update 2", "onto side", "save", "off side"]
-
-
-def test_a_participant_finds_its_device_with_its_first_update_and_has_its_saves_wait_for_the_last(
+def test_handlers_run_on_the_device_of_the_training_thread_and_a_save_waits_for_the_last_update_only(
     runtime: Runtime,
 ) -> None:
+    """The device is found with the first update. Another thread, as of a handler, begins on device 0."""
     part = Participant(RankEnv.from_env({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "here"}), Config(port=1))
     gate = SimpleNamespace(updating=True, closed=False)
     processor: Any = SimpleNamespace(gate=gate, begin_update=lambda: None, end_update=lambda version: None)
     part._processor = processor
     assert part.device_index is None
     runtime.set_device(3)
-    part.begin_update()
-    runtime.log.append("update 1")
-    part.end_update(1)
+    for step in (1, 2):
+        part.begin_update()
+        runtime.log.append(f"update {step}")
+        part.end_update(step)
+    runtime.log.append("a collective that hangs")
     assert part.device_index == 3
-    for kind in (HandlerKind.SAVE, HandlerKind.REPAIR):
-        with part._on_device(kind):
-            runtime.log.append(kind.value)
-    assert runtime.log == ["update 1", "side waits for update 1", "onto side", "save", "off side", "repair"]
+
+    def handlers() -> None:
+        for kind in (HandlerKind.SAVE, HandlerKind.REPAIR):
+            with part._on_device(kind):
+                runtime.log.append(f"{kind.value} on {runtime.current_device()}")
+
+    thread = threading.Thread(target=handlers)
+    thread.start()
+    thread.join()
+    assert runtime.log[3:] == ["side waits for update 2", "onto side", "save on 3", "off side", "repair on 3"]
 
 
 def test_a_job_without_a_device_has_none_and_a_strange_one_hurts_nobody(
