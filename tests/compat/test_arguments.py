@@ -94,6 +94,8 @@ def test_numbers_of_numpy_are_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda nothing: tft.tft_report_error(2, nothing), "error_code .* is not text of at most 15 characters"),
         (lambda nothing: tft.tft_register_exception_handler(nothing, "RS_UCE", str), "pattern .* is not text"),
         (lambda nothing: tft.tft_register_exception_handler("A", nothing, str), "is not one of RS_NORMAL"),
+        (lambda nothing: tft.tft_register_exception_handler("A", "RS_RETRY", nothing), "cannot be called"),
+        (lambda _: tft.tft_register_exception_handler("A", "RS_WEATHER", str), "is not one of RS_NORMAL"),
         (tft.tft_register_save_ckpt_handler, "save is not callable"),
         (tft.tft_register_zit_upgrade_repair_handler, "upgrade_repair is not callable"),
         (tft.tft_register_decrypt_handler, "decrypt is not callable"),
@@ -165,8 +167,7 @@ class Held:
 def test_nothing_of_the_ended_loop_is_held_while_its_state_is_repaired(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device the repair needs that memory."""
     told, held = Told(monkeypatch), WeakSet[Held]()
-    monkeypatch.setattr(told, "wait_next_action", lambda: None, raising=False)
-    monkeypatch.setattr(told, "wait_repair_action", lambda: left.append(len(held)), raising=False)
+    monkeypatch.setattr(told, "wait_repair_action", lambda: left.append(len(held)))
     left: list[int] = []
 
     def step(activations: Any) -> None:

@@ -16,7 +16,7 @@ from tests.wire.certificates import Authority
 from ttp.compat.mindio import catching, managing, rank, tls_info, update_times
 from ttp.compat.mindio.handlers import Handlers
 from ttp.errors import ConfigError, UsageError
-from ttp.mindio.handlers import Ailment, Call, HandlerKind
+from ttp.mindio.handlers import Ailment, Call, HandlerKind, NextAction
 from ttp.mindio.protocol.messages import RepairWay
 
 
@@ -39,12 +39,14 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Told:
-    """A stand-in for a participant that records its calls."""
+    """A stand-in for a participant that records its calls. ``exits_at``: the wait that ends the process."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reports: list[Ailment] = []
         self.codes: list[str] = []
         self.left: list[bool] = []
+        self.waited: list[str] = []
+        self.exits_at = ""
         self.device_index: int | None = None
         self.rebooted = self.moves = self.was_guest = False
         monkeypatch.setattr(rank.THIS, "participant", self)
@@ -55,6 +57,16 @@ class Told:
 
     def leave(self, interrupt: KeyboardInterrupt | None = None) -> None:
         self.left.append(interrupt is not None)
+
+    def wait_next_action(self) -> NextAction:
+        return self._wait("next")
+
+    def wait_repair_action(self) -> NextAction:
+        return self._wait("repair")
+
+    def _wait(self, what: str) -> NextAction:
+        self.waited.append(what)
+        return NextAction.EXIT if what == self.exits_at else NextAction.RETRY
 
 
 def test_the_numbers() -> None:
@@ -103,34 +115,6 @@ def test_a_programs_own_handler_may_say_any_kind_and_nonsense_is_unknown() -> No
     assert found == ["RS_UCE_CORRUPTED", "RS_UNKNOWN", "RS_UNKNOWN"]
 
 
-def test_a_pattern_whose_handler_raises_does_not_hide_the_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The exception of the training function is reported and raised, not the error of the program's handler."""
-    told = Told(monkeypatch)
-    tft.tft_register_exception_handler("ODD", "RS_RETRY", lambda text: text.split("=")[1])
-
-    @tft.tft_exception_handler
-    def train() -> None:
-        raise RuntimeError("ODD without a number")
-
-    with pytest.raises(RuntimeError, match="ODD without a number"):
-        train()
-    assert told.reports == [Ailment.FATAL]
-
-
-@pytest.mark.parametrize("text", ["ARF FINISH", "STEP FINISH", "out of luck"])
-def test_what_only_processes_say_that_join_a_running_job_is_an_error_like_any_other_in_others(
-    monkeypatch: pytest.MonkeyPatch, text: str
-) -> None:
-    told = Told(monkeypatch)
-
-    def train() -> None:
-        raise RuntimeError(text)
-
-    with pytest.raises(RuntimeError, match=text):
-        tft.tft_exception_handler(train)()
-    assert told.reports == [Ailment.FATAL]
-
-
 @pytest.mark.parametrize(
     ("fact", "text", "ailment"),
     [
@@ -143,11 +127,9 @@ def test_arf_has_processes_that_join_and_others_that_lose_a_peer(
     monkeypatch: pytest.MonkeyPatch, fact: str, text: str, ailment: Ailment
 ) -> None:
     """The function is called again in each of them; only the last has something to clean."""
-    told, calls, waited = Told(monkeypatch), [], []
+    told, calls = Told(monkeypatch), []
     setattr(told, fact or "other", True)
     monkeypatch.setattr(rank.THIS, "enable_arf", True)
-    for name in ("wait_next_action", "wait_repair_action"):
-        monkeypatch.setattr(told, name, lambda name=name: waited.append(name), raising=False)
 
     def train() -> int:
         calls.append(1)
@@ -156,8 +138,7 @@ def test_arf_has_processes_that_join_and_others_that_lose_a_peer(
         return 7
 
     assert tft.tft_exception_handler(train)() == 7
-    assert told.reports == [ailment]
-    assert waited == ["wait_next_action", "wait_repair_action"][bool(fact) :]
+    assert told.reports == [ailment] and told.waited == ["next", "repair"][bool(fact) :]
 
 
 @pytest.mark.parametrize(("guest", "how"), [(False, "arf"), (True, "hot switch")])
@@ -168,30 +149,42 @@ def test_a_new_process_asks_how_it_has_joined(monkeypatch: pytest.MonkeyPatch, g
     assert tft.tft_is_reboot_node() and tft.tft_get_reboot_type() == how
 
 
-def test_who_presses_control_c_is_not_kept_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = Told(monkeypatch)
-
-    def train() -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        tft.tft_exception_handler(train)()
-    assert told.left == [True] and told.reports == []
+REPORTED, LEFT = [Ailment.FATAL], [False]
 
 
-@pytest.mark.parametrize("problem", [RuntimeError("no space left"), ValueError("no accuracy"), SystemExit(3)])
-def test_what_is_raised_after_the_processor_was_destroyed_stays_what_it_is(
-    monkeypatch: pytest.MonkeyPatch, problem: BaseException
+@pytest.mark.parametrize(
+    ("problem", "destroyed", "reports", "left"),
+    [
+        (RuntimeError("out of luck"), False, REPORTED, []),
+        (RuntimeError("ARF FINISH"), False, REPORTED, []),  # only processes say that which join a running job
+        (RuntimeError("STEP FINISH"), False, REPORTED, []),
+        (RuntimeError("ODD without a number"), False, REPORTED, []),  # the error of the program's handler hides nothing
+        (SystemExit(3), False, REPORTED, []),
+        (SystemExit(0), False, [], LEFT),
+        (SystemExit(), False, [], LEFT),
+        (KeyboardInterrupt(), False, [], [True]),  # who presses Control-C is not kept waiting
+        *(
+            (problem, True, [], LEFT)
+            for problem in (RuntimeError("disk full"), ValueError("no accuracy"), SystemExit(3))
+        ),
+    ],
+    ids=repr,
+)
+def test_what_ends_the_training_function_is_reported_and_stays_what_it_is(
+    monkeypatch: pytest.MonkeyPatch, problem: BaseException, destroyed: bool, reports: Any, left: list[bool]
 ) -> None:
+    """``destroyed``: the program has left the job before."""
     told = Told(monkeypatch)
+    tft.tft_register_exception_handler("ODD", "RS_RETRY", lambda text: text.split("=")[1])
 
     def train() -> None:
-        tft.tft_destroy_processor()
+        if destroyed:
+            tft.tft_destroy_processor()
         raise problem
 
     with pytest.raises(type(problem)) as raised:
         tft.tft_exception_handler(train)()
-    assert raised.value is problem and told.left == [False] and told.reports == []
+    assert raised.value is problem and (told.reports, told.left) == (reports, left)
 
 
 def test_arguments_of_none_change_nothing() -> None:

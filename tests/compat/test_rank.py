@@ -17,7 +17,7 @@ from tests.compat.test_names import Told, fresh  # noqa: F401 - a fixture that i
 from ttp.compat.mindio import catching, rank
 from ttp.compat.mindio.values import RET_EXIT
 from ttp.errors import ConfigError, UsageError
-from ttp.mindio.handlers import Ailment, HandlerKind, NextAction
+from ttp.mindio.handlers import Ailment, HandlerKind
 
 SETS = [{"rank_list": [0, 1], "replica_cnt": 1, "replica_shift": 0}]
 
@@ -116,14 +116,12 @@ class Ended(BaseException):
     """The process has ended."""
 
 
-@pytest.mark.parametrize("at", ["wait_next_action", "wait_repair_action"])
+@pytest.mark.parametrize("at", ["next", "repair"])
 def test_a_rank_that_is_not_repaired_ends_for_its_launcher_to_restart_it(
     monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
-    told: Any = Told(monkeypatch)
-    for name in ("wait_next_action", "wait_repair_action"):
-        setattr(told, name, lambda name=name: NextAction.EXIT if name == at else NextAction.RETRY)
-    codes: list[int] = []
+    told, codes = Told(monkeypatch), list[int]()
+    told.exits_at = at
 
     def end(code: int) -> None:
         codes.append(code)
@@ -138,16 +136,6 @@ def test_a_rank_that_is_not_repaired_ends_for_its_launcher_to_restart_it(
     with pytest.raises(Ended):
         tft.tft_exception_handler(train)()
     assert codes == [RET_EXIT] and told.reports == [Ailment.MEMORY]
-
-
-@pytest.mark.parametrize(("code", "reported"), [(0, False), (None, False), (3, True)])
-def test_a_program_that_exits_in_its_training_function_has_ended_well_or_not(
-    monkeypatch: pytest.MonkeyPatch, code: int | None, reported: bool
-) -> None:
-    told = Told(monkeypatch)
-    with pytest.raises(SystemExit):
-        tft.tft_exception_handler(lambda: sys.exit(code))()
-    assert bool(told.reports) == reported and bool(told.left) != reported
 
 
 def test_the_memory_of_the_ended_loop_is_given_back_before_the_repair(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,12 +154,40 @@ def test_the_memory_of_the_ended_loop_is_given_back_before_the_repair(monkeypatc
         assert emptied == wanted
 
 
-def test_a_handler_that_cannot_be_called_is_refused_when_it_is_registered() -> None:
-    table: Any = catching.TABLE
-    for arguments, kind, said in (
-        ((7, "RS_RETRY", print), ConfigError, "is not text"),
-        (("ODD", "RS_WEATHER", print), ConfigError, "is not one of RS_NORMAL"),
-        (("ODD", "RS_RETRY", None), TypeError, "cannot be called"),
-    ):
-        with pytest.raises(kind, match=said):
-            table.add(*arguments)
+@pytest.mark.parametrize(("words", "code"), [(" 507054", "507054"), ("  12aB", "12aB"), (": 1", "")])
+def test_the_processor_may_be_started_in_the_training_function(
+    monkeypatch: pytest.MonkeyPatch, words: str, code: str
+) -> None:
+    """As the guide's ``train`` does. The repair is the same, and the code of the device is reported."""
+    told: list[Told] = []
+
+    def train(state: str) -> list[Any]:
+        if not told:
+            told.append(Told(monkeypatch))
+            raise RuntimeError(f"UCE ERROR, Device error type{words}")
+        return list(rank.THIS.handlers.args)
+
+    assert tft.tft_exception_handler(train)("state") == ["state"]
+    assert (told[0].reports, told[0].codes, told[0].left) == ([Ailment.MEMORY], [code], [False])
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("", 180), ("soon", 180), ("nan", 180), ("7", 30), ("60", 60), ("inf", 1800)]
+)
+def test_a_time_limit_that_is_no_number_is_the_default(
+    monkeypatch: pytest.MonkeyPatch, text: str, seconds: float
+) -> None:
+    monkeypatch.setenv("TTP_NORMAL_ACTION_TIME_LIMIT", text)
+    assert rank.seconds("TTP_NORMAL_ACTION_TIME_LIMIT", 180, 30, 1800) == seconds
+
+
+def test_replicas_that_the_job_refuses_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a processor that is started again would declare them."""
+
+    def refuse(sets: Any) -> None:
+        raise ConfigError("outside 0..1")
+
+    monkeypatch.setattr(Told(monkeypatch), "set_replicas", refuse, raising=False)
+    with pytest.raises(ConfigError, match="outside"):
+        tft.tft_set_optimizer_replica(0, [{"rank_list": [0, 7], "replica_cnt": 2}])
+    assert not rank.THIS._sets
