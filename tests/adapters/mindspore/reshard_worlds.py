@@ -78,10 +78,7 @@ def pieces(tensors: Tensors, cuts: Cuts, rank: int) -> dict[str, Array]:
 def save(directory: Path, tensors: Tensors, cuts: Cuts, ranks: Iterable[int], step: int = 12, first: int = 0) -> Path:
     """Write files of ``ranks`` as stock MindSpore does, with what training adds; ``first``: the stage's first rank."""
     for rank in ranks:
-        entries = {
-            name: cuts[name].piece(full, rank - first) if name in cuts else full for name, full in tensors.items()
-        }
-        listed = [{"name": name, "data": ms.Tensor(value)} for name, value in entries.items()]
+        listed = [{"name": n, "data": ms.Tensor(value)} for n, value in pieces(tensors, cuts, rank - first).items()]
         listed.append({"name": "global_step", "data": ms.Tensor(np.array([step], np.int32))})
         listed.append({"name": "learning_rate", "data": ms.Tensor(np.float32(0.25))})
         folder = directory / f"rank_{rank}"
@@ -141,6 +138,7 @@ def quiet(_what: str, _total: int | None) -> Callable[[int], None]:
 
 TENSORS = real_tensors()
 S8, S8O, S4 = real_cuts((2, 4)), real_cuts((2, 4), opt=True), real_cuts((4,))
+PP = [{name: cut for name, cut in S4.items() if ("l3" in name) == last} for last in (False, True)]
 
 
 def run(source: Path, target: Path, src: Path | None, dst: Path | None, **more: Any) -> Resharded:

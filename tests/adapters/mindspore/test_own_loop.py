@@ -6,7 +6,7 @@ import ctypes
 import faulthandler
 import logging
 import signal
-import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,7 @@ class Loop:
         self.adapter.source.on_welcome(Rank(rank), INCARNATION, directory / "pages")
         self.adapter.attach(processor)
         self.optimizer.reporter = self
-        self.saved: list[Path | BaseException] = []
+        self.saved = Future[Path]()
         self._step = 0
         loss, scaler, optimizer = nn.MSELoss(), whole.scaler, self.optimizer
 
@@ -98,9 +98,9 @@ class Loop:
 
     def begin_update(self) -> None:
         if self._step == SAVED + 1:
-            thread = threading.Thread(target=self._save)
-            thread.start()
-            thread.join()
+            pages = tuple(map(Rank, range(self.ranks)))
+            with ThreadPoolExecutor(1) as pool:
+                self.saved = pool.submit(save, self.adapter, self.processor, SAVED, How.AS_IS, pages=pages)
             self.processor.gate.open()
         self.adapter.begin_update()
         self._die("in")
@@ -111,13 +111,6 @@ class Loop:
     def _die(self, place: str) -> None:
         if (self._step, self.dies) == (SAVED, place):
             raise DiedError
-
-    def _save(self) -> None:
-        try:
-            pages = tuple(map(Rank, range(self.ranks)))
-            self.saved.append(save(self.adapter, self.processor, SAVED, How.AS_IS, pages=pages))
-        except BaseException as problem:
-            self.saved.append(problem)
 
     def train(self, first: int) -> dict[str, bytes]:
         rng = np.random.default_rng(1)
@@ -137,6 +130,11 @@ class Loop:
             self.adapter.step_done()
         return whole_state_of(self.whole) | whole_state_of(self.optimizer)
 
+    def go_on(self, checkpoint: Path) -> dict[str, bytes]:
+        assert self.adapter.load(checkpoint, self.rank, self.ranks, protected=True) == SAVED
+        self.processor.gate.set_version(SAVED)
+        return self.train(SAVED)
+
 
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("mode", MODES)
@@ -144,20 +142,15 @@ def test_who_goes_on_from_it_ends_where_the_other_ends(mode: str, jit: bool, tmp
     ms.set_context(mode=MODES[mode])
     first = Loop(tmp_path, jit=jit)
     unbroken = first.train(0)
-    (checkpoint,) = first.saved
-    assert isinstance(checkpoint, Path), checkpoint
-    second = Loop(tmp_path, jit=jit)
-    assert second.adapter.load(checkpoint, 0, 1, protected=True) == SAVED
-    second.processor.gate.set_version(SAVED)
-    assert second.train(SAVED) == unbroken
+    checkpoint = first.saved.result()
+    assert Loop(tmp_path, jit=jit).go_on(checkpoint) == unbroken
 
 
 def test_what_is_drawn_or_seeded_between_restore_and_training_does_not_count(tmp_path: Path) -> None:
     """But between the trainings of a loop over epochs it belongs to the training."""
     first = Loop(tmp_path, jit=False)
     first.train(0)
-    (checkpoint,) = first.saved
-    assert isinstance(checkpoint, Path), checkpoint
+    checkpoint = first.saved.result()
     second = Loop(tmp_path, jit=False)
     for several, size in ((False, SAVED), (True, SAVED + 1)):
         second.adapter.load(checkpoint, 0, 1, protected=True)
@@ -180,8 +173,7 @@ def test_frozen_weights_are_saved_once_and_not_with_each_rank(tmp_path: Path) ->
     first = Loop(tmp_path, jit=False, ranks=2)
     Loop(tmp_path, jit=False, rank=1, ranks=2, dies="after").adapter.step_begins(Position(step=1))
     first.train(0)
-    (checkpoint,) = first.saved
-    assert isinstance(checkpoint, Path), checkpoint
+    checkpoint = first.saved.result()
     (local,) = checkpoint.glob("rank_local_*")
     assert 2 * 4 * LARGE < local.stat().st_size < 3 * 4 * LARGE, "the sum, and the table, which has changed"
     again = Loop(tmp_path / "again", jit=False)
@@ -270,12 +262,9 @@ def test_a_rank_that_dies_in_its_step_gets_what_the_rest_of_the_step_made_of_rep
         dead.train(0)
     alive = Loop(tmp_path, jit=False, rank=0, ranks=2)
     assert alive.train(0) != unbroken
-    (checkpoint,) = alive.saved
-    assert isinstance(checkpoint, Path), checkpoint
+    checkpoint = alive.saved.result()
     again = Loop(tmp_path / "again", jit=False, rank=1, ranks=2)
-    assert again.adapter.load(checkpoint, 1, 2, protected=True) == SAVED
-    again.processor.gate.set_version(SAVED)
-    assert again.train(SAVED) == unbroken
+    assert again.go_on(checkpoint) == unbroken
     assert again.drawn == reference.drawn[SAVED:]
     (note,) = (record.getMessage() for record in caplog.records if "before the end of its step" in record.getMessage())
     assert note.endswith(": sum"), note

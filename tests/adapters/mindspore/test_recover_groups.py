@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.adapters.mindspore.jobs import make_job
+from tests.adapters.mindspore.jobs import add_manifest, make_job
 from tests.adapters.mindspore.reshard_worlds import Cut, write_strategy
-from ttp.core.layout import Rank, Shard, Version
-from ttp.core.messages import Piece
 from ttp.errors import CheckpointError
 from ttp.mindspore_files.ckpt_reader import CkptContents, StoredTensor
 from ttp.mindspore_files.group_info import write_group_info
@@ -20,8 +18,6 @@ from ttp.mindspore_files.redundancy import groups_of_stages
 from ttp.mindspore_files.redundancy_plan import Seen, recover
 from ttp.mindspore_files.redundancy_recovery import examine, write
 from ttp.mindspore_files.strategy_file import read_stages
-from ttp.store.digest import digest_file
-from ttp.store.manifest import Manifest
 
 pytestmark = pytest.mark.xdist_group("mindspore-files")
 
@@ -37,15 +33,7 @@ def test_a_parameter_is_one_whatever_its_name_begins_with(name: str, tmp_path: P
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     """Return a checkpoint of ttp of 4 ranks in 2 slices, of which ranks 0 and 1 have written one each."""
-    step = make_job(tmp_path / "step", [(0,), (1,)], step=12)
-    pieces = []
-    for rank in (0, 1):
-        file = f"rank_{rank}/checkpoint-2_1875.ckpt"
-        pieces.append(Piece(file, *digest_file(step / file), "shard", f"s{rank}", Rank(rank)))
-    groups = {Shard(f"s{rank}"): (Rank(rank), Rank(rank + 2)) for rank in (0, 1)}
-    manifest = Manifest(Version(12), "r", 0, "i", "c", "w", 4, groups, "mindspore", 0.0, tuple(pieces))
-    (step / "manifest.json").write_text(manifest.to_json())
-    return step
+    return add_manifest(make_job(tmp_path / "step", [(0,), (1,)], step=12), {"s0": (0, 2), "s1": (1, 3)})
 
 
 def test_digests_are_checked_whoever_tells_the_replicas(saved: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.adapters.mindspore.reshard_worlds import (
+    PP,
     S4,
     S8,
     S8O,
@@ -22,78 +23,16 @@ from tests.adapters.mindspore.reshard_worlds import (
     assert_cut,
     assert_same,
     load,
-    quiet,
     run,
     save,
     write_strategy,
 )
 from ttp.errors import CheckpointError
-from ttp.mindspore_files.reshard_fit import TargetTensor, make_plan
-from ttp.mindspore_files.reshard_source import open_newest
-from ttp.mindspore_files.reshard_strategy import read_strategy
-from ttp.mindspore_files.tensor_layout import Cell
 from ttp.store.verify import verify_checkpoint
 
 pytestmark = pytest.mark.xdist_group("mindspore-files")
 
-PP = [{name: cut for name, cut in S4.items() if ("l3" in name) == last} for last in (False, True)]
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return checkpoints of eight ranks, of eight with optimizer parallelism, of four, and of a pipeline."""
-    made = {name: tmp_path_factory.mktemp(name) for name in ("s8", "s8o", "s4", "pp")}
-    for name, cuts, ranks in (("s8", S8, 8), ("s8o", S8O, 8), ("s4", S4, 4)):
-        save(made[name], TENSORS, cuts, range(ranks))
-    for stage, cuts in enumerate(PP):
-        save(made["pp"], {n: TENSORS[n] for n in cuts}, cuts, range(4 * stage, 4 * stage + 4), first=4 * stage)
-    return made
-
-
 # ------------------------------------------------------------------------------------- strategies that MindSpore wrote
-
-
-@pytest.mark.parametrize(
-    ("source", "src", "dst", "cuts", "world_size"),
-    [
-        ("s8", "s8.ckpt", "s4.ckpt", S4, 4),
-        ("s8o", "s8o.ckpt", "s4.ckpt", S4, 4),
-        ("s8o", "s8o.ckpt", "s8.json", S8, 8),
-        ("s4", "s4.ckpt", "s8o.ckpt", S8O, 8),
-        ("s8o", "s8o.ckpt", None, None, 1),
-        ("pp", "pp", "s4.ckpt", S4, 4),
-        ("pp", "pp", None, None, 1),
-    ],
-)
-def test_real_strategies_give_what_plain_slicing_gives(
-    source: str, src: str, dst: str | None, cuts: Cuts | None, world_size: int, tmp_path: Path, files: dict[str, Path]
-) -> None:
-    target = tmp_path / "made"
-    done = run(files[source], target, STRATEGIES / src, STRATEGIES / dst if dst else None)
-    assert done.world_size == world_size and done.version == 12
-    assert_cut(target, TENSORS, cuts, range(world_size))
-    assert verify_checkpoint(target) == []
-    last = load(target, world_size - 1)
-    assert last["cur_rank"] == world_size - 1 and last["note"] == "as it was" and last["global_step"] == [12]
-    assert (last["epoch_num"], last["step_num"], last["loss_scale"]) == (3, 12, 8.0)
-
-
-def test_into_a_pipeline(files: dict[str, Path], tmp_path: Path) -> None:
-    assert run(files["s8"], tmp_path / "made", STRATEGIES / "s8.ckpt", STRATEGIES / "pp").world_size == 8
-    for stage, cuts in enumerate(PP):
-        assert_cut(tmp_path / "made", TENSORS, cuts, range(4 * stage, 4 * stage + 4), first=4 * stage)
-    assert not {"l3.w", "moments.l3.w"} & set(load(tmp_path / "made", 0))
-
-
-STOCK = [
-    ("s8", "s8.ckpt", "s4.ckpt"),
-    ("s8", "s8.json", "s4.ckpt"),
-    ("s8o", "s8o.ckpt", "s4.ckpt"),
-    ("s4", "s4.ckpt", "s8o.ckpt"),
-    ("s8o", "s8o.ckpt", None),
-    ("pp", "pp", "s4.ckpt"),
-    ("pp", "pp", None),
-]
 
 
 def stock_strategy(name: str | None, path: Path) -> str | None:
@@ -104,49 +43,46 @@ def stock_strategy(name: str | None, path: Path) -> str | None:
     return str(path / "merged.ckpt")
 
 
-@pytest.mark.parametrize(("source", "src", "dst"), STOCK)
-def test_stock_transform_checkpoints_makes_the_same(
-    source: str, src: str, dst: str | None, tmp_path: Path, files: dict[str, Path]
+@pytest.mark.parametrize(
+    ("source", "src", "dst", "cuts", "world_size"),
+    [
+        ("s8", "s8.ckpt", "s4.ckpt", S4, 4),
+        ("s8", "s8.json", "s4.ckpt", S4, 4),
+        ("s8o", "s8o.ckpt", "s4.ckpt", S4, 4),
+        ("s8o", "s8o.ckpt", "s8.json", S8, 8),
+        ("s4", "s4.ckpt", "s8o.ckpt", S8O, 8),
+        ("s8o", "s8o.ckpt", None, None, 1),
+        ("pp", "pp", "s4.ckpt", S4, 4),
+        ("pp", "pp", None, None, 1),
+    ],
+)
+def test_real_strategies_give_what_plain_slicing_and_stock_transform_checkpoints_give(
+    source: str, src: str, dst: str | None, cuts: Cuts | None, world_size: int, tmp_path: Path, files: dict[str, Path]
 ) -> None:
-    plain = tmp_path / "plain"  # texts make the stock function fail
-    saved = files[source]
-    for rank in range(len(list(saved.iterdir()))):
+    target, saved = tmp_path / "made", files[source]
+    done = run(saved, target, STRATEGIES / src, STRATEGIES / dst if dst else None)
+    assert done.world_size == world_size and done.version == 12
+    assert_cut(target, TENSORS, cuts, range(world_size))
+    assert verify_checkpoint(target) == []
+    last = load(target, world_size - 1)
+    assert last["cur_rank"] == world_size - 1 and last["note"] == "as it was" and last["global_step"] == [12]
+    assert (last["epoch_num"], last["step_num"], last["loss_scale"]) == (3, 12, 8.0)
+    for rank in range(len(list(saved.iterdir()))):  # texts make the stock function fail
         kept = {name: value for name, value in load(saved, rank).items() if name in TENSORS}
-        (plain / f"rank_{rank}").mkdir(parents=True)
+        (tmp_path / "plain" / f"rank_{rank}").mkdir(parents=True)
         listed = [{"name": name, "data": ms.Tensor(value)} for name, value in kept.items()]
-        ms.save_checkpoint(listed, str(plain / f"rank_{rank}" / "net.ckpt"), integrated_save=False)
+        ms.save_checkpoint(listed, str(tmp_path / "plain" / f"rank_{rank}" / "net.ckpt"), integrated_save=False)
     strategies = stock_strategy(src, tmp_path), stock_strategy(dst, tmp_path)
-    ms.transform_checkpoints(str(plain), str(tmp_path / "stock"), "stock", *strategies)
-    done = run(plain, tmp_path / "made", STRATEGIES / src, STRATEGIES / dst if dst else None)
-    for rank in range(done.world_size):
-        assert_same(load(tmp_path / "made", rank), load(tmp_path / "stock", rank))
+    ms.transform_checkpoints(str(tmp_path / "plain"), str(tmp_path / "stock"), "stock", *strategies)
+    for rank in range(world_size):
+        assert_same(load(target, rank), load(tmp_path / "stock", rank))
 
 
-@pytest.mark.parametrize(("source", "src", "dst"), STOCK)
-def test_what_a_rank_needs_is_on_the_ranks_that_mindspore_lists(
-    source: str, src: str, dst: str | None, tmp_path: Path, files: dict[str, Path]
-) -> None:
-    read = [None if name is None else read_strategy(STRATEGIES / name) for name in (src, dst)]
-    plan = open_newest(files[source], quiet, lambda found: make_plan(found, *read, inference=False))
-    for rank in range(plan.world_size):
-        listed = set(ms.rank_list_for_transform(rank, stock_strategy(src, tmp_path), stock_strategy(dst, tmp_path)))
-        for name, entry in plan.of_rank(rank).items():
-            needed = needed_cells(entry, rank % plan.devices)
-            held = {cell for cell, ranks in entry.copies.items() if listed & set(ranks)}
-            assert needed <= held, (rank, name)
-
-
-def needed_cells(entry: TargetTensor, rank: int) -> set[Cell]:
-    """Return the parts of the source that hold any element of a target rank, element by element."""
-    owner = np.zeros((*entry.full, len(entry.full)), np.int64)
-    for axis, (size, parts) in enumerate(zip(entry.full, entry.source.grid, strict=True)):
-        shape = [1] * len(entry.full)
-        shape[axis] = size
-        owner[..., axis] = (np.arange(size) // (size // parts)).reshape(shape)
-    mine = tuple(
-        slice(cell * size, (cell + 1) * size) for cell, size in zip(entry.target.cell(rank), entry.piece, strict=True)
-    )
-    return {tuple(cell) for cell in np.unique(owner[mine].reshape(-1, len(entry.full)), axis=0).tolist()}
+def test_into_a_pipeline(files: dict[str, Path], tmp_path: Path) -> None:
+    assert run(files["s8"], tmp_path / "made", STRATEGIES / "s8.ckpt", STRATEGIES / "pp").world_size == 8
+    for stage, cuts in enumerate(PP):
+        assert_cut(tmp_path / "made", TENSORS, cuts, range(4 * stage, 4 * stage + 4), first=4 * stage)
+    assert not {"l3.w", "moments.l3.w"} & set(load(tmp_path / "made", 0))
 
 
 def test_a_full_file_is_cut_again(files: dict[str, Path], tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.adapters.mindspore.jobs import add_manifest
 from tests.adapters.mindspore.reshard_worlds import (
     S4,
     S8,
@@ -25,8 +26,6 @@ from tests.adapters.mindspore.reshard_worlds import (
     save,
     write_strategy,
 )
-from ttp.core.layout import Rank, Shard, Version
-from ttp.core.messages import Piece
 from ttp.errors import CheckpointError, UsageError
 from ttp.mindspore_files.ckpt_reader import index
 from ttp.mindspore_files.optimizer_state import is_optimizer_state
@@ -35,25 +34,21 @@ from ttp.mindspore_files.reshard_fit import Plan, make_plan
 from ttp.mindspore_files.reshard_rank import blocks, difference
 from ttp.mindspore_files.reshard_source import open_newest
 from ttp.mindspore_files.reshard_strategy import read_strategy
-from ttp.store.digest import Watch, digest_file
-from ttp.store.manifest import MANIFEST, Manifest
+from ttp.store.digest import Watch
+from ttp.store.manifest import MANIFEST
 
 pytestmark = pytest.mark.xdist_group("mindspore-files")
 
 
-@pytest.fixture(scope="module")
-def s4(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("s4"), TENSORS, S4, range(4))
+@pytest.fixture
+def s4(files: dict[str, Path]) -> Path:
+    return files["s4"]
 
 
 def test_one_slice_is_not_taken_for_the_whole_model(tmp_path: Path) -> None:
     """Nothing but the manifest tells that there were other slices."""
     source = save(tmp_path / "source", TENSORS, S8, [0])
-    (file,) = (source / "rank_0").iterdir()
-    piece = Piece(f"rank_0/{file.name}", *digest_file(file), "shard", "slice_0", Rank(0))
-    groups = {Shard(f"slice_{rank}"): (Rank(rank), Rank(rank + 4)) for rank in range(4)}
-    manifest = Manifest(Version(12), "job", 0, "", "", "", 8, groups, "mindspore", 0.0, (piece,))
-    (source / MANIFEST).write_text(manifest.to_json())
+    add_manifest(source, {f"slice_{rank}": (rank, rank + 4) for rank in range(4)})
     with pytest.raises(CheckpointError, match=r"no whole file of slice_1 \(ranks 1,5\), .*: give --src-strategy"):
         run(source, tmp_path / "made", None, None)
 

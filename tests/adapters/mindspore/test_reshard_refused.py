@@ -39,27 +39,18 @@ from ttp.store.manifest import MANIFEST
 
 pytestmark = pytest.mark.xdist_group("mindspore-files")
 
+TO_FOUR = STRATEGIES / "s8.ckpt", STRATEGIES / "s4.ckpt"
 WHOLE = {"model": range(8)}
 NEWER = {name: full + 1 for name, full in TENSORS.items()}
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("s8"), TENSORS, S8, range(8))
-
-
 @pytest.fixture
-def s8(saved: Path, tmp_path: Path) -> Path:
+def s8(files: dict[str, Path], tmp_path: Path) -> Path:
     """Return files of eight ranks, to be damaged."""
-    shutil.copytree(saved, tmp_path / "s8")
+    shutil.copytree(files["s8"], tmp_path / "s8")
     for file in (tmp_path / "s8").rglob("*.ckpt"):
         file.chmod(0o600)  # MindSpore makes them unwritable
     return tmp_path / "s8"
-
-
-@pytest.fixture(scope="module")
-def s8o(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("s8o"), TENSORS, S8O, range(8))
 
 
 def file_of(directory: Path, rank: int) -> Path:
@@ -82,7 +73,7 @@ def refused(source: Path, src: Path | None, dst: Path | None, why: str, **more: 
 def test_one_replica_of_each_group_is_enough(s8: Path) -> None:
     for rank in (0, 1, 6, 7):
         shutil.rmtree(s8 / f"rank_{rank}")
-    done = run(add_manifest(s8, WHOLE), s8.parent / "made", STRATEGIES / "s8.ckpt", STRATEGIES / "s4.ckpt")
+    done = run(add_manifest(s8, WHOLE), s8.parent / "made", *TO_FOUR)
     assert any("each part is on disk once" in note for note in done.notes)
     assert_cut(s8.parent / "made", TENSORS, S4, range(4))
     refused_too = s8.parent / "lost"
@@ -90,21 +81,21 @@ def test_one_replica_of_each_group_is_enough(s8: Path) -> None:
     shutil.rmtree(refused_too / "rank_4")
     (refused_too / MANIFEST).unlink()
     with pytest.raises(CheckpointError, match=r"l1.w: there is no whole file of ranks 0,4"):
-        run(refused_too, s8.parent / "none", STRATEGIES / "s8.ckpt", STRATEGIES / "s4.ckpt")
+        run(refused_too, s8.parent / "none", *TO_FOUR)
 
 
 def test_a_damaged_piece_is_replaced_by_its_replica_or_named(s8: Path) -> None:
     flip(file_of(add_manifest(s8, WHOLE), 5))
-    done = run(s8, s8.parent / "first", STRATEGIES / "s8.ckpt", STRATEGIES / "s4.ckpt")
+    done = run(s8, s8.parent / "first", *TO_FOUR)
     assert any("rank_5/net-3_12.ckpt is damaged" in note for note in done.notes)
     assert_cut(s8.parent / "first", TENSORS, S4, range(4))
     shutil.rmtree(s8.parent / "first")
     file_of(s8, 1).write_bytes(b"")
-    refused(s8, STRATEGIES / "s8.ckpt", STRATEGIES / "s4.ckpt", r"ranks 1,5.*rank_1/net-3_12.ckpt has 0 bytes")
+    refused(s8, *TO_FOUR, r"ranks 1,5.*rank_1/net-3_12.ckpt has 0 bytes")
 
 
 def test_without_a_manifest_the_files_own_crc_counts(s8: Path) -> None:
-    run(s8, s8.parent / "made", STRATEGIES / "s8.ckpt", STRATEGIES / "s4.ckpt")
+    run(s8, s8.parent / "made", *TO_FOUR)
     (s8.parent / "made" / MANIFEST).unlink()
     flip(file_of(s8.parent / "made", 2))
     with pytest.raises(CheckpointError, match=r"there is no whole file of rank 2.*its CRC is"):
@@ -122,7 +113,7 @@ def test_files_that_lack_what_another_rank_saved(s8: Path) -> None:
             loaded |= {name: ms.Parameter(TENSORS[name]) for name in ("l3.w", "moments.l3.w")}
         file.unlink()
         ms.save_checkpoint([{"name": name, "data": value} for name, value in loaded.items()], str(file))
-    run(s8, s8.parent / "made", STRATEGIES / "s8.ckpt", STRATEGIES / "s4.ckpt")
+    run(s8, s8.parent / "made", *TO_FOUR)
     assert_cut(s8.parent / "made", TENSORS, S4, range(4))
 
 
@@ -158,11 +149,11 @@ WRONG: dict[str, tuple[Callable[[], dict[str, Cut]], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_strategy_of_other_files_is_refused(case: str, s8o: Path, tmp_path: Path) -> None:
+def test_a_strategy_of_other_files_is_refused(case: str, files: dict[str, Path], tmp_path: Path) -> None:
     cuts, why = WRONG[case]
-    shutil.copytree(s8o, tmp_path / "s8o")
+    shutil.copytree(files["s8o"], tmp_path / "s8o")
     strategy = write_strategy(tmp_path / "strategy.ckpt", cuts())
-    refused(tmp_path / "s8o", strategy, STRATEGIES / "s4.ckpt", why)
+    refused(tmp_path / "s8o", strategy, TO_FOUR[1], why)
 
 
 def test_equal_parts_may_be_trusted(tmp_path: Path) -> None:
@@ -209,7 +200,7 @@ def test_an_older_step_is_taken_when_damage_leaves_a_hole_in_the_newest(s8: Path
     save(s8, NEWER, S8, range(8), step=20)
     for rank in (1, 5):
         (s8 / f"rank_{rank}" / "net-3_20.ckpt").write_bytes(b"")
-    done = run(s8, s8.parent / "made", STRATEGIES / "s8.ckpt", STRATEGIES / "s4.ckpt")
+    done = run(s8, s8.parent / "made", *TO_FOUR)
     assert done.version == 12
     assert any(note.startswith("passed over 3_20: ") and "no whole file of ranks 1,5" in note for note in done.notes)
     assert_cut(s8.parent / "made", TENSORS, S4, range(4))
@@ -285,31 +276,34 @@ def test_nothing_is_written_over(s8: Path) -> None:
 def test_some_ranks_only_beside_those_that_others_make(s8: Path) -> None:
     target = s8.parent / "made"
     for rank in (2, 0):
-        assert run(s8, target, STRATEGIES / "s8.ckpt", STRATEGIES / "s4.ckpt", ranks=(rank,)).ranks == (rank,)
+        assert run(s8, target, *TO_FOUR, ranks=(rank,)).ranks == (rank,)
     assert sorted(path.name for path in target.iterdir()) == ["rank_0", "rank_2"]
     assert_cut(target, TENSORS, S4, [0, 2])
     with pytest.raises(UsageError, match="rank_2 exists"):
-        run(s8, target, STRATEGIES / "s8.ckpt", STRATEGIES / "s4.ckpt", ranks=(2,))
+        run(s8, target, *TO_FOUR, ranks=(2,))
     with pytest.raises(UsageError, match="--rank 4: the target has 4 ranks, 0 to 3"):
-        run(s8, target, STRATEGIES / "s8.ckpt", STRATEGIES / "s4.ckpt", ranks=(4,))
+        run(s8, target, *TO_FOUR, ranks=(4,))
 
 
 def test_a_disk_that_is_too_small(s8: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(s8)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=100_000))
-    refused(s8, STRATEGIES / "s8.ckpt", STRATEGIES / "s4.ckpt", "has 100000 bytes free, but .* are needed")
+    refused(s8, *TO_FOUR, "has 100000 bytes free, but .* are needed")
 
 
 def test_worker_processes_make_the_same(s8: Path) -> None:
+    """And leave the source as it was."""
     one, two = s8.parent / "one", s8.parent / "two"
-    run(s8, one, STRATEGIES / "s8.ckpt", STRATEGIES / "s4.ckpt")
-    run(s8, two, STRATEGIES / "s8.ckpt", STRATEGIES / "s4.ckpt", jobs=2, memory=2 * JOB_BYTES)
+    before = {file: (file.stat().st_mtime_ns, digest_file(file)) for file in s8.rglob("*.ckpt")}
+    run(s8, one, *TO_FOUR)
+    run(s8, two, *TO_FOUR, jobs=2, memory=2 * JOB_BYTES)
     for rank in range(4):
         assert file_of(one, rank).read_bytes() == file_of(two, rank).read_bytes()
+    assert {file: (file.stat().st_mtime_ns, digest_file(file)) for file in s8.rglob("*.ckpt")} == before
 
 
 def test_too_little_memory_is_refused(s8: Path) -> None:
-    refused(s8, STRATEGIES / "s8.ckpt", STRATEGIES / "s4.ckpt", "a worker process needs", memory=1000)
+    refused(s8, *TO_FOUR, "a worker process needs", memory=1000)
 
 
 # --------------------------------------------------------------------------------------------------- when it goes wrong
@@ -324,13 +318,7 @@ def test_a_wrong_conversion_is_not_published(s8: Path, monkeypatch: pytest.Monke
         yield bytes(data)
 
     monkeypatch.setattr(reshard_rank, "blocks", spoilt)
-    refused(s8, STRATEGIES / "s8.ckpt", STRATEGIES / "s4.ckpt", "l2.w of rank 2 differs from what was written")
-
-
-def test_the_source_is_as_it_was(s8: Path) -> None:
-    before = {file: (file.stat().st_mtime_ns, digest_file(file)) for file in s8.rglob("*.ckpt")}
-    run(s8, s8.parent / "made", STRATEGIES / "s8.ckpt", STRATEGIES / "s4.ckpt")
-    assert {file: (file.stat().st_mtime_ns, digest_file(file)) for file in s8.rglob("*.ckpt")} == before
+    refused(s8, *TO_FOUR, "l2.w of rank 2 differs from what was written")
 
 
 def test_a_large_tensor_is_read_and_written_in_several_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ The forward pass of the next step has run by then, so BatchNorm's averages are a
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,16 @@ from mindspore import nn
 from mindspore.train import Callback
 from mindspore.train.callback import _InternalCallbackParam
 
-from tests.adapters.mindspore.test_wrapper import MODES, OPTIMIZERS, STEPS_PER_EPOCH, Net, data, whole_state_of
+from tests.adapters.mindspore.jobs import add_manifest
+from tests.adapters.mindspore.test_wrapper import (
+    MODES,
+    OPTIMIZERS,
+    STEPS_PER_EPOCH,
+    Net,
+    data,
+    switched_on,
+    whole_state_of,
+)
 from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, save
 from tests.waiting import until
 from ttp.adapters.mindspore import OptTTPWrapper, restore
@@ -30,26 +39,19 @@ from ttp.adapters.mindspore.local_state import LocalState, Position
 from ttp.adapters.mindspore.memory import Memory
 from ttp.adapters.mindspore.source import MindSporeSource
 from ttp.core.decide import How
-from ttp.core.layout import Rank, Shard, Version
-from ttp.core.messages import Phase, Piece
+from ttp.core.layout import Rank, Version
+from ttp.core.messages import Phase
 from ttp.errors import CheckpointError, ConfigError, OtherModelError, UsageError
 from ttp.mindspore_files.reshard import Wish, reshard
 from ttp.processor import paged_source
-from ttp.store.digest import digest_file
-from ttp.store.manifest import Manifest
 
 pytestmark = pytest.mark.xdist_group("mindspore")
+
+__all__ = ["switched_on"]
 
 EPOCHS = 3
 SAVED = 6
 """In the middle of the second epoch."""
-
-
-@pytest.fixture(autouse=True)
-def switched_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("MS_ENABLE_TFT", "{TTP:1}")
-    yield
-    ms.set_context(mode=ms.PYNATIVE_MODE)
 
 
 class Training:
@@ -112,7 +114,7 @@ class Driver(Callback):
     def __init__(self, training: Training, first: int = 0, how: How | None = None, version: int = SAVED) -> None:
         super().__init__()
         self._training, self._step, self._how, self._version = training, first, how, version
-        self.saved: list[Path | BaseException] = []
+        self.saved = Future[Path]()
         if how is not None:
             training.wrapped.reporter = self
 
@@ -136,16 +138,9 @@ class Driver(Callback):
         self._training.adapter.end_update()
 
     def _save(self) -> None:
-        def work() -> None:
-            try:
-                assert self._how is not None
-                self.saved.append(save(self._training.adapter, self._training.processor, self._version, self._how))
-            except BaseException as problem:
-                self.saved.append(problem)
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
+        assert self._how is not None
+        with ThreadPoolExecutor(1) as pool:
+            self.saved = pool.submit(save, self._training.adapter, self._training.processor, self._version, self._how)
         self._training.processor.gate.open()
 
 
@@ -156,9 +151,7 @@ def saved_by(training: Training) -> Path:
     """Train, and return the checkpoint that is saved meanwhile."""
     driver = Driver(training, how=How.AS_IS)
     training.train(driver)
-    (checkpoint,) = driver.saved
-    assert isinstance(checkpoint, Path), checkpoint
-    return checkpoint
+    return driver.saved.result()
 
 
 @pytest.mark.parametrize(("mode", "how"), CASES)
@@ -167,8 +160,7 @@ def test_who_goes_on_from_it_ends_where_the_other_ends(mode: str, how: How, tmp_
     first = Training(tmp_path, "preimage" if how is How.UNDO else None)
     driver = Driver(first, how=how)
     unbroken = first.train(driver)
-    (checkpoint,) = driver.saved
-    assert isinstance(checkpoint, Path), checkpoint
+    checkpoint = driver.saved.result()
     assert (checkpoint / "rank_0" / f"ttp_rank_0-2_{SAVED - STEPS_PER_EPOCH}.ckpt").exists()
     assert ms.restore_group_info_list(str(checkpoint / "rank_0" / "group_info.pb")) == [0]
 
@@ -206,8 +198,7 @@ def test_what_callbacks_change_at_the_end_of_an_epoch_belongs_to_its_last_step(t
     first = training()
     driver = Averaging(first, how=How.AS_IS, version=STEPS_PER_EPOCH)
     unbroken = first.train(driver)
-    (checkpoint,) = driver.saved
-    assert isinstance(checkpoint, Path), checkpoint
+    checkpoint = driver.saved.result()
     second = training()
     assert second.adapter.load(checkpoint, 0, 1, protected=True) == STEPS_PER_EPOCH
     second.processor.gate.set_version(STEPS_PER_EPOCH)
@@ -289,10 +280,7 @@ def test_without_a_position_nothing_is_changed(tmp_path: Path) -> None:
     (tmp_path / "step" / "rank_0").mkdir(parents=True)
     file = tmp_path / "step" / "rank_0" / "a.ckpt"
     ms.save_checkpoint([{"name": n, "data": ms.Tensor(v)} for n, v in values.items()], str(file), crc_check=True)
-    piece = Piece("rank_0/a.ckpt", *digest_file(file), "shard", "model", Rank(0))
-    groups = {Shard("model"): (Rank(0),)}
-    manifest = Manifest(Version(6), "r", 0, "i", "c", "w", 1, groups, "mindspore", 0.0, (piece,))
-    (tmp_path / "step" / "manifest.json").write_text(manifest.to_json())
+    add_manifest(tmp_path / "step", {"model": (0,)}, 6)
     before = whole_state_of(training.model.train_network)
     with pytest.raises(CheckpointError, match=r"does not tell its position in the data: .* no entry step_num"):
         training.adapter.load(tmp_path / "step", 0, 1, protected=False)
