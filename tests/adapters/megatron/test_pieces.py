@@ -13,6 +13,7 @@ from torch import nn
 
 from tests.adapters.megatron.test_rank_layout import LAYOUT, TILE
 from tests.adapters.megatron.test_refused import checkpoint
+from tests.adapters.megatron.test_replicated import Scheduler
 from ttp.adapters.megatron import adapter as adapting
 from ttp.adapters.megatron import contents, restore
 from ttp.adapters.megatron.adapter import MegatronAdapter, _extra_state
@@ -183,18 +184,6 @@ def job_entry() -> dict[str, Any]:
 
 
 # -------------------------------------------------------------------------------------------------------- the restoring
-
-
-class Scheduler:
-    """Counts samples, as Megatron's scheduler does."""
-
-    num_steps = 0
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.num_steps += state["num_steps"]
-
-    def step(self, increment: int) -> None:
-        self.num_steps += increment
 
 
 def restoring(scheduler: Scheduler | None) -> Any:

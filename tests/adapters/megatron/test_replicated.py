@@ -42,6 +42,9 @@ class Scheduler:
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.num_steps += state["num_steps"]
 
+    def step(self, increment: int) -> None:
+        self.num_steps += increment
+
 
 class Optimizer:
     """A rank's part of a job with one shard: what checkpoints use of ``ReplicatedOptimizer``."""
@@ -221,6 +224,64 @@ def test_where_checkpoints_are(
     assert files.save_directory() == tmp_path / "save" and files.save_directory(loading=True) == tmp_path / "load"
     monkeypatch.setattr(files.parallel_state, "get_pipeline_model_parallel_world_size", lambda: 2)
     assert files._place(tmp_path).name == "mp_rank_00_000"
+
+
+def draft(files: Any, *names: str, value: int = 0) -> Path:
+    place: Path = files.save_directory() / "iter_0000012_tmp" / "mp_rank_00"
+    place.mkdir(parents=True)
+    for name in names or ("common.pt", "shard_0_of_1.pt"):
+        files._write(place / name, {"value": value})
+    return place
+
+
+def test_a_step_that_was_saved_before_is_saved_again(files: Any, tmp_path: Path) -> None:
+    """A restarted job that loses a rank before its first update saves the step that it has loaded."""
+    for value in (1, 2, 3):
+        draft(files, value=value)
+        assert files.rename_save_result(12) == 0
+        assert files._newest_whole(tmp_path, 100) == 12
+        assert files._read(tmp_path / "iter_0000012" / "mp_rank_00" / "common.pt") == {"value": value}
+    names = ["iter_0000012", "iter_0000012.replaced.1", "iter_0000012.replaced.2", "latest_checkpointed_iteration.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+@pytest.mark.parametrize("at", ["between", "after"])
+def test_a_crash_in_the_renames_loses_no_checkpoint(
+    files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """Between them the step's checkpoint has no name of its own; after them Megatron's file names the one before."""
+
+    class Crash(BaseException):
+        pass
+
+    def crash(*_: Any) -> None:
+        raise Crash
+
+    draft(files)
+    assert files.rename_save_result(12) == 0
+    draft(files)
+    (tmp_path / files.LATEST).unlink()
+    set_aside = files._set_aside
+    with monkeypatch.context() as broken:
+        if at == "between":
+            broken.setattr(files, "_set_aside", lambda path: crash(set_aside(path)))
+        else:
+            broken.setattr(files, "write_durably", crash)
+        with pytest.raises(Crash):
+            files.rename_save_result(12)
+    assert files._newest_whole(tmp_path, 100) == 12 and files._checkpoint(tmp_path, 12).is_dir()
+    assert files.rename_save_result(12) == 0  # by another rank, or the same one later
+    assert (tmp_path / files.LATEST).read_text() == "12" and files._checkpoint(tmp_path, 12).name == "iter_0000012"
+
+
+def test_shards_of_a_failed_attempt_with_another_number_of_ranks_are_removed(files: Any) -> None:
+    """Else the draft of that step would never become a checkpoint."""
+    own = SimpleNamespace(current_step=12, shard=1, placement=SimpleNamespace(shards=3), optimizer=None, held={})
+    place = draft(files, "shard_0_of_2.pt", "shard_0_of_3.pt")
+    (place / ".shard_1_of_3.pt.77").write_bytes(b"a rank died while it wrote this")
+    assert files.SaveHandler()(1, [0, 1, 2], (12, None, own, None)) == 0
+    left = {f"shard_{number}_of_3.{kind}" for number in (0, 1) for kind in ("pt", "json")}
+    assert {path.name for path in place.iterdir()} == left
 
 
 # ---------------------------------------------------------------------------------------------------- the optimizer

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -77,81 +76,3 @@ def test_losses_and_weights_are_those_of_the_plain_optimizer(nursery: Nursery, t
     assert nursery.run(tmp_path, "seed_gpt3.plain", ranks=ranks, shape={}, steps=STEPS) == [0] * ranks, job.story()
     for ours, plain in zip(job.results(0), job.results(9), strict=True):
         assert (ours["losses"], ours["weights"]) == (plain["losses"], plain["weights"])
-
-
-imports_megatron = pytest.mark.filterwarnings("ignore")  # Megatron's import has several
-
-
-@pytest.fixture
-def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return the module that makes checkpoints, for a save directory and a model that is not cut."""
-    from ttp.adapters.megatron import replicated_checkpoint
-
-    monkeypatch.setattr(replicated_checkpoint, "save_directory", lambda: tmp_path)
-    monkeypatch.setattr(replicated_checkpoint, "_model_places", lambda: 1)
-    return replicated_checkpoint
-
-
-def draft(saved: Any, *names: str, value: int = 0) -> Path:
-    place: Path = saved.save_directory() / "iter_0000012_tmp" / "mp_rank_00"
-    place.mkdir(parents=True)
-    for name in names or ("common.pt", "shard_0_of_1.pt"):
-        saved._write(place / name, {"value": value})
-    return place
-
-
-@imports_megatron
-def test_a_step_that_was_saved_before_is_saved_again(saved: Any, tmp_path: Path) -> None:
-    """A restarted job that loses a rank before its first update saves the step that it has loaded."""
-    for value in (1, 2, 3):
-        draft(saved, value=value)
-        assert saved.rename_save_result(12) == 0
-        assert saved._newest_whole(tmp_path, 100) == 12
-        assert saved._read(tmp_path / "iter_0000012" / "mp_rank_00" / "common.pt") == {"value": value}
-    names = ["iter_0000012", "iter_0000012.replaced.1", "iter_0000012.replaced.2", "latest_checkpointed_iteration.txt"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == names
-
-
-@imports_megatron
-@pytest.mark.parametrize("at", ["between", "after"])
-def test_a_crash_in_the_renames_loses_no_checkpoint(
-    saved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
-) -> None:
-    """Between them the step's checkpoint has no name of its own; after them Megatron's file names the one before."""
-
-    class Crash(BaseException):
-        pass
-
-    def crash(*_: Any) -> None:
-        raise Crash
-
-    draft(saved)
-    assert saved.rename_save_result(12) == 0
-    draft(saved)
-    (tmp_path / saved.LATEST).unlink()
-    set_aside = saved._set_aside
-    with monkeypatch.context() as broken:
-        if at == "between":
-            broken.setattr(saved, "_set_aside", lambda path: crash(set_aside(path)))
-        else:
-            broken.setattr(saved, "write_durably", crash)
-        with pytest.raises(Crash):
-            saved.rename_save_result(12)
-    assert saved._newest_whole(tmp_path, 100) == 12 and saved._checkpoint(tmp_path, 12).is_dir()
-    assert saved.rename_save_result(12) == 0  # by another rank, or the same one later
-    assert (tmp_path / saved.LATEST).read_text() == "12" and saved._checkpoint(tmp_path, 12).name == "iter_0000012"
-
-
-@imports_megatron
-def test_shards_of_a_failed_attempt_with_another_number_of_ranks_are_removed(
-    saved: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else the draft of that step would never become a checkpoint."""
-    own = SimpleNamespace(current_step=12, shard=1, placement=SimpleNamespace(shards=3), optimizer=None, held={})
-    monkeypatch.setattr(saved, "replicated", lambda _: own)
-    monkeypatch.setattr(saved, "_place", lambda directory: directory / "mp_rank_00")
-    place = draft(saved, "shard_0_of_2.pt", "shard_0_of_3.pt")
-    (place / ".shard_1_of_3.pt.77").write_bytes(b"a rank died while it wrote this")
-    assert saved.SaveHandler()(1, [0, 1, 2], (12, None, None, None)) == 0
-    left = {f"shard_{number}_of_3.{kind}" for number in (0, 1) for kind in ("pt", "json")}
-    assert {path.name for path in place.iterdir()} == left
