@@ -67,10 +67,6 @@ FORMAT_1 = {
 """What a ttp that made Megatron's legacy layout has written."""
 
 
-def test_a_rank_layout_comes_back_as_it_was() -> None:
-    assert RankLayout.from_json(LAYOUT.to_json()) == LAYOUT
-
-
 def test_ranks_that_update_different_tensors_have_one_key_and_a_layout_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -185,8 +185,8 @@ def test_slices_of_another_number_of_ranks_are_no_ones(tmp_path: Path, monkeypat
     for rank in (None, 1):
         with pytest.raises(UsageError, match="by 4 ranks in 2 slices, and holds none for rank 1 of a job of 2 ranks"):
             load_newest(tmp_path, rank=rank)
-    found = load_newest(tmp_path, rank=3)  # not this process's rank: whoever asks knows which slice it is
-    assert found is not None and found.path.parent == step / "rank_3"
+    # not this process's rank: whoever asks knows which slice it is
+    assert found_in(tmp_path, rank=3).path.parent == step / "rank_3"
 
 
 def test_a_rank_without_a_folder_does_not_begin_anew_beside_others(tmp_path: Path) -> None:
@@ -203,8 +203,7 @@ def test_a_rank_without_a_folder_does_not_begin_anew_beside_others(tmp_path: Pat
 
 def test_what_reshard_makes_is_one_checkpoint_by_any_name(tmp_path: Path) -> None:
     made = saved_by_ttp(tmp_path, 12).rename(tmp_path / "made")
-    found = load_newest(made, rank=2)
-    assert found is not None and found.path.parent.name == "rank_0"
+    assert found_in(made, rank=2).path.parent.name == "rank_0"
     flip(made / "rank_3" / "ttp_rank_3-1_12.ckpt", -40)
     with pytest.raises(CheckpointError, match=r"rank_3/ttp_rank_3-1_12.ckpt is damaged"):
         load_newest(made, rank=0)
@@ -220,29 +219,34 @@ def test_what_reshard_makes_is_one_checkpoint_by_any_name(tmp_path: Path) -> Non
 def test_links_to_nothing_and_other_formats_are_skipped(tmp_path: Path) -> None:
     good = save(tmp_path / "a-1_1.ckpt", 1, age=10)
     (tmp_path / "a-1_2.safetensors").write_bytes(b"\x10" + bytes(7) + b'{"a":1}         ')
-    found = load_newest(tmp_path)
-    assert found is not None and found.path == good and "cannot be loaded" in found.skipped[0]
+    found = found_in(tmp_path)
+    assert found.path == good and "cannot be loaded" in found.skipped[0]
     foreign = tmp_path / "tft_saved_checkpoints-step_3" / "rank_0"
     kept = save(foreign / "x-1_3.ckpt", 3, age=0)
     (foreign / "y-1_3.ckpt").symlink_to("/nowhere")
-    found = load_newest(foreign / "*.ckpt", rank=0)
-    assert found is not None and found.path == kept
+    assert found_in(foreign / "*.ckpt", rank=0).path == kept
 
 
-def test_a_checkpoint_is_one_attempt_however_many_of_its_files_match(tmp_path: Path) -> None:
-    newer = saved_by_ttp(tmp_path, 12)
+def test_a_checkpoint_is_one_attempt_however_many_of_its_files_match(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is looked at once: a look reads each piece, and a look per file would be a million reads for 1,000 files."""
+    newer, seen = saved_by_ttp(tmp_path, 12), list[Path]()
     saved_by_ttp(tmp_path, 9)
     everything = tmp_path / "*" / "rank_*" / "*.ckpt"
+
+    def look_and_note(path: Path) -> CatalogEntry:
+        seen.append(path)
+        return look(path)
+
+    monkeypatch.setattr(newest_whole, "look", look_and_note)
     for rank, writer in ((0, 0), (1, 3), (2, 0), (3, 3)):
         found = found_in(everything, rank=rank)
         assert (found.step_num, found.path.parent.name) == (12, f"rank_{writer}")
+    assert seen.count(newer) == 4
     flip(newer / "rank_0" / "ttp_rank_0-1_12.ckpt", -40)
     found = found_in(everything, rank=3, attempts=2)
     assert found.step_num == 9 and len(found.skipped) == 1
-    for version in (9, 12):
-        (tmp_path / f"tft_saved_checkpoints-step_{version}" / "manifest.json").unlink()
-    found = found_in(everything, rank=3)
-    assert (found.step_num, found.path.parent.name) == (12, "rank_3")
 
 
 def test_what_cannot_be_looked_at_is_no_fresh_start(tmp_path: Path) -> None:
@@ -258,28 +262,13 @@ def test_damage_that_only_reading_finds_and_drafts(tmp_path: Path) -> None:
     assert found_in(tmp_path, rank=0).step_num == 9
 
 
-def test_a_checkpoint_is_looked_at_once_however_many_of_its_files_match(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A look reads each piece of a checkpoint: a look per file would be a million reads for 1,000 files."""
-    step = saved_by_ttp(tmp_path, 12)
-    seen: list[Path] = []
-
-    def look_and_note(path: Path) -> CatalogEntry:
-        seen.append(path)
-        return look(path)
-
-    monkeypatch.setattr(newest_whole, "look", look_and_note)
-    assert found_in(step / "rank_*" / "*.ckpt").step_num == 12
-    assert seen == [step]
-
-
 def test_checkpoints_of_the_original_have_no_manifest(tmp_path: Path) -> None:
     """Its directories have the same names: steps count, and each rank has its own file or none."""
     for version in (12, 9):
         (saved_by_ttp(tmp_path, version) / "manifest.json").unlink()
-    found = found_in(tmp_path, rank=3)
-    assert (found.step_num, found.path.parent.name) == (12, "rank_3")
+    for where in (tmp_path / "*" / "rank_*" / "*.ckpt", tmp_path):
+        found = found_in(where, rank=3)
+        assert (found.step_num, found.path.parent.name) == (12, "rank_3")
     flip(found.path, -40)
     found = found_in(tmp_path, rank=3)
     assert found.step_num == 9 and "its CRC" in found.skipped[0]
