@@ -1,28 +1,23 @@
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.compat.jobs import Job
 from tests.e2e.harness import Job as Launched
 from tests.e2e.harness import jobs
+from tests.making import making
 
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     """Return a function that makes jobs; the fixture ends the processes that they leave."""
-    made: list[Job] = []
-
-    def make(**what: Any) -> Job:
-        made.append(Job(tmp_path / f"job{len(made)}", **what))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.stop()
+    number = itertools.count()
+    with making(lambda **what: Job(tmp_path / f"job{next(number)}", **what), Job.stop) as make:
+        yield make
 
 
 @pytest.fixture

@@ -15,7 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.making import making
 from tests.ports import free_port
+from tests.waiting import until
 
 pytestmark = [
     pytest.mark.skipif(find_spec("tensorflow") is None, reason="pip install tensorflow-cpu: nox -s tensorflow does"),
@@ -40,10 +42,8 @@ class Run:
         return self._log.read_text()
 
     def wait_for(self, text: str) -> None:
-        deadline = time.monotonic() + 120
-        while text not in self.text:
-            assert self.process.poll() is None and time.monotonic() < deadline, self.text
-            time.sleep(0.05)
+        until(lambda: text in self.text or self.process.poll() is not None, 120, lambda: self.text, 0.05)
+        assert text in self.text, self.text
 
     def worker(self, number: int) -> psutil.Process:
         said = f'"index": {number}'
@@ -51,6 +51,11 @@ class Run:
 
     def ended(self) -> int:
         return self.process.wait(200)
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
 
     def begins(self) -> list[int]:
         """Return the steps at which worker 0 has begun."""
@@ -63,17 +68,8 @@ class Run:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[[Path], Run]]:
-    runs: list[Run] = []
-
-    def make(save_dir: Path) -> Run:
-        runs.append(Run(tmp_path, save_dir))
-        return runs[-1]
-
-    yield make
-    for run in runs:
-        if run.process.poll() is None:
-            os.killpg(run.process.pid, signal.SIGKILL)
-            run.process.wait()
+    with making(lambda save_dir: Run(tmp_path, save_dir), Run.kill) as make:
+        yield make
 
 
 def test_a_worker_that_is_killed_and_a_job_that_is_stopped_go_on_from_a_checkpoint(

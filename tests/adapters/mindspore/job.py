@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ import psutil
 
 from tests.forking import ForkedPython
 from tests.ports import free_port
+from tests.waiting import until
 
 HERE = Path(__file__).parent
 MSRUN = Path(sys.executable).parent / "msrun"
@@ -79,11 +79,8 @@ class Job:
         env = self.environ() | {"MS_NODE_TIMEOUT": "600", "MS_CPU_COMM_OP_TIMEOUT": "600"}
         env["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))  # it starts ``python``
         subprocess.run(command, cwd=self.directory, env=env, check=True, timeout=timeout_s, start_new_session=True)
-        deadline = time.monotonic() + timeout_s
         try:
-            while self._training():
-                assert time.monotonic() < deadline, f"workers of {logs} do not end"
-                time.sleep(0.2)
+            until(lambda: not self._training(), timeout_s, lambda: f"workers of {logs} do not end", 0.2)
         finally:
             self._clean(None)
         self.output = "".join(log.read_text() for log in sorted(logs.glob("worker_*.log")))

@@ -101,13 +101,16 @@ def register(directory: str = "d") -> TFTRegister:
         (0, {"first": 6}, (STEPS, STEPS)),  # as the documentation does it: only the network is loaded
         (5, {"first": 6}, (STEPS - 1, STEPS)),  # one of the six steps was skipped because of an overflow
         (0, {"initial_epoch": 1}, (STEPS, STEPS)),
+        (0, {}, (STEPS, STEPS)),
     ],
-    ids=["the dataset", "the optimizer", "the first epoch"],
+    ids=["the dataset", "the optimizer", "the first epoch", "nothing is loaded"],
 )
-def test_what_knows_where_it_goes_on(training: Training, updates: int, given: Any, reached: tuple[int, int]) -> None:
+def test_what_knows_where_it_goes_on(
+    training: Training, updates: int, given: Any, reached: tuple[int, int], caplog: pytest.LogCaptureFixture
+) -> None:
     counted(training, updates)
     training.train(register(), **given)
-    assert training.reached == reached
+    assert training.reached == reached and "counts as older" not in caplog.text
 
 
 def test_the_program_may_say_it(training: Training) -> None:
@@ -120,12 +123,6 @@ def test_a_second_training_of_a_process_goes_on_from_the_first(training: Trainin
     training.train(register(), epochs=1)
     assert len(training.joined) == 2
     assert training.reached == (STEPS + STEPS_PER_EPOCH, STEPS_PER_EPOCH)  # its data begin anew
-
-
-def test_who_loads_nothing_begins_at_zero(training: Training, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "ttp"):
-        training.train(register())
-    assert training.reached == (STEPS, STEPS) and "counts as older" not in caplog.text
 
 
 def test_the_adapter_is_told_that_training_begins(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from mindspore import nn
 
 import ttp
+from ttp import session
 from ttp.adapters.mindspore import (
     OptTFTWrapper,
     OptTTPWrapper,
@@ -27,16 +29,10 @@ pytestmark = pytest.mark.xdist_group("mindspore")
 ON = {"MS_ENABLE_TFT": "{TTP:1}", "MINDIO_FOR_MINDSPORE": "1"}
 
 
-@pytest.fixture
-def on(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def switched_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, value in ON.items():
         monkeypatch.setenv(name, value)
-
-
-@pytest.fixture(autouse=True)
-def fresh_session() -> Any:
-    from ttp import session
-
     session.reset()
     yield
     session.reset()
@@ -69,14 +65,13 @@ def test_what_is_missing_is_said(environ: dict[str, str], missing: str) -> None:
 
 def test_the_callbacks_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ON:
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name)
     with pytest.raises(ConfigError, match="MS_ENABLE_TFT"):
         TFTRegister(0, "127.0.0.1", 30051, "./ttp_checkpoints/")
     with pytest.raises(ConfigError, match="MS_ENABLE_TFT"):
         TrainFaultTolerance("./ttp_checkpoints/")
 
 
-@pytest.mark.usefixtures("on")
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
@@ -92,7 +87,6 @@ def test_arguments_that_are_none_are_refused(arguments: Any, why: str) -> None:
         TFTRegister(*arguments)
 
 
-@pytest.mark.usefixtures("on")
 def test_the_rank_of_the_controller_is_one_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "pod-0"}.items():
         monkeypatch.setenv(name, value)
@@ -100,7 +94,6 @@ def test_the_rank_of_the_controller_is_one_of_the_job(monkeypatch: pytest.Monkey
         TFTRegister(4, "127.0.0.1", 30051, "d")
 
 
-@pytest.mark.usefixtures("on")
 def test_somebody_has_to_write_the_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="ckpt_save_path, or a ckpt_save_fn"):
         TrainFaultTolerance()
@@ -119,7 +112,6 @@ def test_only_optimizers_of_mindspore_are_wrapped() -> None:
         OptTTPWrapper(wrapped)
 
 
-@pytest.mark.usefixtures("on")
 def test_a_model_whose_optimizer_is_not_wrapped_is_refused() -> None:
     for found, why in (
         (optimizer(), "write optimizer = ttp.adapters.mindspore.OptTTPWrapper"),
@@ -157,7 +149,6 @@ def test_single_steps_are_taken() -> None:
         constraints.check_sink(size)
 
 
-@pytest.mark.usefixtures("on")
 def test_optimizer_parallelism_without_replicas_is_refused() -> None:
     ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel", enable_parallel_optimizer=True)
     try:
