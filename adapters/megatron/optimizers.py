@@ -125,7 +125,7 @@ def _inner(megatron: Any, geometry: Geometry) -> Inner:
         main_key, pairs = "param", _distributed(megatron)
         part, parts = megatron.data_parallel_group.rank(), megatron.data_parallel_group.size()
     elif isinstance(megatron, Float16OptimizerWithFloat16Params):
-        main_key, pairs = "fp32_param", _float16(megatron)
+        main_key, pairs = "fp32_param", float16_pairs(megatron)
     elif isinstance(megatron, FP32Optimizer):
         main_key, pairs = "", [(p, p, 0, p.numel()) for g in megatron.optimizer.param_groups for p in g["params"]]
     else:
@@ -174,7 +174,8 @@ def _distributed(megatron: Any) -> Iterator[_Pair]:
             yield parameter, main, stretch.start, stretch.end
 
 
-def _float16(megatron: Any) -> Iterator[_Pair]:
+def float16_pairs(megatron: Any) -> Iterator[_Pair]:
+    """Yield the parameters of a ``Float16OptimizerWithFloat16Params``; those in fp32 are their own copies."""
     for parameter, main in zip(chain(*megatron.float16_groups), chain(*megatron.fp32_from_float16_groups), strict=True):
         yield parameter, main, 0, parameter.numel()
     for parameter in chain(*megatron.fp32_from_fp32_groups):

@@ -24,6 +24,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
+from ttp.adapters.megatron.optimizers import float16_pairs
 from ttp.adapters.megatron.rank_state import streams_now
 from ttp.adapters.torch.sharding.gather import block_gather
 from ttp.adapters.torch.sharding.partition import ShardPlacement, assign
@@ -170,12 +171,8 @@ class ReplicatedOptimizer(Float16OptimizerWithFloat16Params):
         raise ConfigError("ReplicatedOptimizer cannot be saved as a torch_dist checkpoint: use ttp_save_checkpoint")
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        if self.is_stub_optimizer:
-            return
-        halves = zip(chain(*self.float16_groups), chain(*self.fp32_from_float16_groups), strict=True)
-        yield from halves
-        for parameter in chain(*self.fp32_from_fp32_groups):
-            yield parameter, parameter
+        if not self.is_stub_optimizer:
+            yield from ((parameter, main) for parameter, main, _, _ in float16_pairs(self))
 
 
 def _named(chunks: Any) -> Iterator[tuple[Tensor, str]]:

@@ -64,7 +64,9 @@ def layout_of(
             "replicas=[[0, 2], [1, 3]]), one list of ranks for each distinct slice"
         )
     if strategy is not None:
-        return of_strategy(Path(strategy), world_size)
+        with ToldAs(ConfigError, f"strategy={str(strategy)!r}", CheckpointError):
+            stages = read_stages(Path(strategy))
+        return of_redundancy(groups_of_stages(stages)[1], world_size)
     if not known:
         raise ConfigError(
             f"parallel_mode is {mode}, and the network is not compiled yet: give TFTRegister(..., strategy=FILE) with "
@@ -74,17 +76,6 @@ def layout_of(
     from mindspore.train._utils import get_parameter_redundancy
 
     return of_redundancy(get_parameter_redundancy(known), world_size)
-
-
-def of_strategy(path: Path, world_size: int) -> Layout:
-    """Find the layout in a strategy file, or in a directory with the files of all stages of a pipeline.
-
-    Raises:
-        ConfigError: a file cannot be read, or belongs to a job of another size.
-    """
-    with ToldAs(ConfigError, f"strategy={str(path)!r}", CheckpointError):
-        stages = read_stages(path)
-    return of_redundancy(groups_of_stages(stages)[1], world_size)
 
 
 def of_group_infos(pattern: str, world_size: int) -> Layout:

@@ -149,7 +149,10 @@ class MindSporeSource(PagedSource):
         pieces = []
         for shard in order.shards:
             pieces.append(self._write_rank(draft, shard, order.rank, version, local, undo, cancelled))
-            pieces.append(self._write_group(draft, shard, order.rank))
+            replicas = encode_group_info(
+                self.processor.layout.groups[shard]
+            )  # who may load the file, as MindSpore says it
+            pieces.append(write_piece(draft, f"rank_{order.rank}/{NAME}", replicas, GROUP_KIND, order.rank))
         if order.pages:
             file = f"rank_local_{order.rank}_{generation}.msgpack"
             pieces.append(write_local_piece(draft, file, self._pages(order.pages, version), order.rank))
@@ -215,11 +218,6 @@ class MindSporeSource(PagedSource):
             size, digest = target.sync_and_close()
         sync_directory(directory)
         return Piece(file, size, digest, SHARD_KIND, shard, rank)
-
-    def _write_group(self, draft: Path, shard: Shard, rank: Rank) -> Piece:
-        """Write ``group_info.pb``, as MindSpore does when it compiles: the ranks that may load this rank's file."""
-        replicas = encode_group_info(self.processor.layout.groups[shard])
-        return write_piece(draft, f"rank_{rank}/{NAME}", replicas, GROUP_KIND, rank)
 
     def _entries(self, version: Version, local: LocalState, undo: bool) -> Iterator[TensorToWrite]:
         """Yield all parameters with their values of ``version``.

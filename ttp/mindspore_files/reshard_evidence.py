@@ -48,7 +48,7 @@ def examine(plan: Plan, *, trust_parts: bool, told: Progress) -> list[str]:
     problems: list[str] = []
     doubts: list[str] = []
     for entry in plan.entries.values():
-        digests = _digests(entry, told)
+        digests = {c: {r: digest(one, told) for r, one in held.items()} for c, held in entry.copies.items()}
         problems += _copies_differ(entry, digests)
         doubts += _parts_equal(entry, digests)
     if not trust_parts:
@@ -62,10 +62,6 @@ def examine(plan: Plan, *, trust_parts: bool, told: Progress) -> list[str]:
 
 
 _Digests = Mapping[Cell, Mapping[int, tuple[str, bool]]]
-
-
-def _digests(entry: TargetTensor, told: Progress) -> _Digests:
-    return {cell: {rank: digest(tensor, told) for rank, tensor in held.items()} for cell, held in entry.copies.items()}
 
 
 def _copies_differ(entry: TargetTensor, digests: _Digests) -> list[str]:

@@ -152,7 +152,11 @@ class _Fit:
     def _wanted(self, name: str) -> bool:
         if self._inference and is_optimizer_state(name, self._names):
             return False
-        if self._dst is None or name in self._dst_names or not (self._is_cut(name) or self._twin_is_cut(name)):
+        if (
+            self._dst is None
+            or name in self._dst_names
+            or not (self._is_cut(name) or owner_of(name) in self._dst_names)
+        ):
             return True
         _, _, owner = name.partition(".")
         if name.startswith(_ACCUMULATED) or (self._inference and owner in self._dst_names):
@@ -173,10 +177,6 @@ class _Fit:
         if self._src is None and self._dst is None:
             return self._tensor(name).dtype != "str" and name not in OPTIMIZER_SCALARS
         return name in self._src_names or name in self._dst_names
-
-    def _twin_is_cut(self, name: str) -> bool:
-        """Return whether this is optimizer state of a parameter that the target's strategy describes."""
-        return owner_of(name) in self._dst_names
 
     def _check_world(self) -> None:
         manifest, src, ranks = self._source.manifest, self._src, self._source.files

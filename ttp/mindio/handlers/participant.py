@@ -249,7 +249,8 @@ class Participant:
             return
         self._not_in_a_handler("an error")
         words = text or f"the training loop has ended: {ailment.value}"
-        self._loop_left()
+        processor.gate.mark_torn()  # before the controller learns that the state does not change any more
+        self._loop.leave()
         if not self._repairable(ailment):
             processor.report(FaultKind.EXCEPTION, f"rank {self._env.rank}: {words}", code)
             processor.wait_released()
@@ -263,11 +264,6 @@ class Participant:
         if ailment in (Ailment.PEER, Ailment.JOINED):
             return self._able.recover and (self.rebooted or ailment is Ailment.PEER)
         return ailment is not Ailment.FATAL and (self._able.retry or ailment is Ailment.STOPPED)
-
-    def _loop_left(self) -> None:
-        if self._processor is not None:
-            self._processor.gate.mark_torn()  # before the controller learns that the state does not change any more
-        self._loop.leave()
 
     def wait_next_action(self) -> NextAction:
         """Wait after ``report_error`` until the device is usable again, or no controller is left.
