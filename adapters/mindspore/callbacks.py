@@ -84,7 +84,7 @@ class Protection(Callback):
     def _meet(self) -> None:
         """Set the address of the controller. Subclasses override it."""
 
-    def _join(self, cb_params: Any) -> None:
+    def _join(self, cb_params: Any) -> MindSporeAdapter:
         optimizer = optimizer_of(cb_params.optimizer, cb_params.network)
         if self._save_fn is not None and getattr(optimizer, "undo", None):
             raise UsageError(
@@ -96,6 +96,7 @@ class Protection(Callback):
         )
         adapter.source.save_fn, adapter.source.cb_params = self._save_fn, cb_params
         adapter.between_trainings.close()
+        return adapter
 
     def _begin(self, adapter: MindSporeAdapter, cb_params: Any, made: int = 0) -> None:
         """Tell the adapter with which version training began, ``made`` steps ago.
@@ -129,9 +130,7 @@ class Protection(Callback):
         elif self._late:  # the network has been compiled by now, and knows its layout
             self._late = False
             cb_params = run_context.original_args()
-            self._join(cb_params)
-            if self._adapter is not None:
-                self._begin(self._adapter, cb_params, made=1)
+            self._begin(self._join(cb_params), cb_params, made=1)
 
     def on_eval_begin(self, run_context: Any) -> None:
         """Declare the evaluation by ``ttp.paused``, so that it does not count as a hang."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -274,7 +275,8 @@ def test_a_function_of_the_program_is_told_of_the_saved_step_not_of_the_running_
                 source._memory.on_host = not on_device
                 order = SaverOrder(Rank(0), training.processor.layout.shards_of(Rank(0)), How.AS_IS, (Rank(0),), True)
                 how = {"version": Version(8), "draft": training.directory, "generation": 1, "cancelled": lambda: False}
-                assert source.write_pieces(order=order, **how) == []
+                for shards in (order.shards, ()):
+                    assert source.write_pieces(order=replace(order, shards=shards), **how) == []
                 source._memory.on_host = True
                 told.append((live.cur_step_num, live.cur_epoch_num))
 

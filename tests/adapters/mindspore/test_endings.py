@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -97,21 +96,6 @@ def test_between_the_trainings_of_a_decorated_function_the_rank_stays_in_the_job
     callback._forget()
 
 
-@pytest.mark.usefixtures("ends")
-def test_a_rank_that_learns_its_layout_in_the_first_step_joins_at_its_end() -> None:
-    """Sliced networks are laid out when they are compiled. Where ttp is off, the first step is like any other."""
-    for joins in (False, True):
-        callback: Any = Protection("d")
-        callback._late, begun = True, list[int]()
-        adapter = Mock()
-        context = Mock(original_args=lambda found=adapter if joins else None: found)
-        callback._join = partial(setattr, callback, "_adapter")  # as if MindSpore's parameters were the adapter
-        callback._begin = lambda _adapter, _parameters, made, found=begun: found.append(made)
-        callback.on_train_step_end(context)
-        callback.on_train_step_end(context)
-        assert begun == [1] * joins and adapter.step_ends.called == joins
-
-
 # ---------------------------------------------------------------------------------------------------------- the source
 
 
@@ -171,27 +155,6 @@ def test_a_state_that_cannot_be_told_of_the_asked_version_is_not_written(
     with pytest.raises(Cancelled):
         found._write_rank(tmp_path, Shard("model"), Rank(0), Version(6), LOCAL, False, lambda: True)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("on_host", [True, False])
-def test_a_function_of_the_program_writes_shards_and_nothing_else(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, on_host: bool
-) -> None:
-    """On a device MindSpore is told to copy on a stream of its own."""
-    told: list[dict[str, Any]] = []
-    found = source(on_host=on_host)
-    found.save_fn, found.cb_params = lambda _, numbers: told.append(numbers), SimpleNamespace()
-    monkeypatch.setattr(found, "_local", lambda _: LOCAL)
-    monkeypatch.setattr(found, "_append_dict", lambda *_: {"epoch_num": 2})
-    monkeypatch.setattr(found, "_parameters_at", lambda _: None)
-    monkeypatch.setattr(found, "wait_post_step", lambda _: None)
-    for shards in ((), ("model",)):
-        order: Any = SimpleNamespace(how=None, shards=shards, rank=Rank(0), pages=(Rank(1),), job_state=True)
-        done = found.write_pieces(
-            order=order, version=Version(6), draft=tmp_path, generation=0, cancelled=lambda: False
-        )
-        assert done == [] and len(told) == len(shards)
-    assert ("__exception_save__" in told[0]) != on_host and not list(tmp_path.iterdir())
 
 
 def test_a_saver_writes_only_what_it_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
