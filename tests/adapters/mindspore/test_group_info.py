@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.adapters.mindspore.reshard_worlds import S8, S8O, STRATEGIES, Cut, write_strategy
 from ttp.errors import CheckpointError, UsageError
 from ttp.mindspore_files.group_info import GroupInfo, parse_group_info, read_group_info, write_group_info
-from ttp.mindspore_files.redundancy import groups_of_stages, parameter_groups, replicas_of, whole_groups
+from ttp.mindspore_files.redundancy import groups_of_stages, parameter_groups, replicas_of
 from ttp.mindspore_files.strategy_file import Stage, parse_strategy, read_stages
 
 pytestmark = pytest.mark.xdist_group("mindspore-files")  # importing MindSpore takes seconds: once
@@ -151,14 +151,6 @@ def test_the_same_groups_as_mindspore_for_any_cut(data: st.DataObject) -> None:
         path = write_strategy(Path(folder) / "s.ckpt", {"w": Cut(tuple(devices), axes)}, data.draw(st.integers(0, 3)))
         (found,) = read_stages(path)
         assert ours(found) == mindspores(path, found.first_rank)
-
-
-def test_whole_checkpoints_that_can_stand_for_each_other(tmp_path: Path) -> None:
-    (s8,) = read_stages(write_strategy(tmp_path / "a.ckpt", S8))
-    assert whole_groups(parameter_groups(s8)) == ((0, 4), (1, 5), (2, 6), (3, 7))
-    assert [stage.first_rank for stage in read_stages(STRATEGIES / "s8.json")] == [0]
-    (sharded,) = read_stages(write_strategy(tmp_path / "b.ckpt", S8O))
-    assert whole_groups(parameter_groups(sharded)) == tuple((rank,) for rank in range(8))
 
 
 def test_stages_of_a_pipeline_in_a_directory(tmp_path: Path) -> None:

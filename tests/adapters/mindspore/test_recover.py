@@ -315,11 +315,8 @@ def test_the_path_of_a_replica(job: Path, strategy: Path, monkeypatch: pytest.Mo
     """Like MindSpore's function, which needs init()."""
     monkeypatch.setattr(os, "environ", {"RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "h"})
     own = str(file(job, 1))
-    assert get_ckpt_path_with_strategy(own, str(strategy)) == own
     file(job, 1).unlink()
     assert get_ckpt_path_with_strategy(own, str(strategy)) == str(file(job, 5))
-    file(job, 5).unlink()
-    assert get_ckpt_path_with_strategy(own, str(strategy)) is None
     with pytest.raises(CheckpointError, match="cannot be read"):
         get_ckpt_path_with_strategy(own, str(job / "no-strategy"))
     monkeypatch.setattr(os, "environ", {})

@@ -21,7 +21,6 @@ from tests.adapters.mindspore.reshard_worlds import (
     TENSORS,
     Cut,
     assert_cut,
-    load,
     real_cuts,
     run,
     save,
@@ -30,11 +29,10 @@ from tests.adapters.mindspore.reshard_worlds import (
 from tests.damage import flip
 from ttp.errors import CheckpointError, UsageError
 from ttp.mindspore_files import reshard_rank
-from ttp.mindspore_files.ckpt_writer import CkptWriter
 from ttp.mindspore_files.reshard import JOB_BYTES
 from ttp.mindspore_files.reshard_fit import TargetTensor
 from ttp.mindspore_files.reshard_rank import blocks
-from ttp.store.digest import HashingFile, digest_file
+from ttp.store.digest import digest_file
 from ttp.store.manifest import MANIFEST
 
 pytestmark = pytest.mark.xdist_group("mindspore-files")
@@ -321,19 +319,9 @@ def test_a_wrong_conversion_is_not_published(s8: Path, monkeypatch: pytest.Monke
     refused(s8, *TO_FOUR, "l2.w of rank 2 differs from what was written")
 
 
-def test_a_large_tensor_is_read_and_written_in_several_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_tensor_is_read_and_written_in_several_values(s8: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ttp.mindspore_files.ckpt_writer.CHUNK_BYTES", 1000)
-    full: dict[str, Any] = {"w": np.arange(900, dtype=np.float32).reshape(30, 30), "b": np.array(2, np.int8)}
-    (tmp_path / "whole" / "rank_0").mkdir(parents=True)
-    file = HashingFile(tmp_path / "whole" / "rank_0" / "net.ckpt")
-    writer = CkptWriter(file)
-    writer.add("w", "Float32", (30, 30), full["w"].nbytes, [full["w"].tobytes()])
-    writer.add("b", "Int8", (), 1, [full["b"].tobytes()])
-    writer.finish()
-    file.sync_and_close()
-    assert load(tmp_path / "whole", 0)["w"].tobytes() == full["w"].tobytes()
-    cuts = {"w": Cut((3,), [-1, 0])}
-    run(tmp_path / "whole", tmp_path / "cut", None, write_strategy(tmp_path / "three.ckpt", cuts))
-    assert_cut(tmp_path / "cut", full, cuts, range(3))
-    run(tmp_path / "cut", tmp_path / "again", tmp_path / "three.ckpt", None)
-    assert_cut(tmp_path / "again", full, None, [0])
+    run(s8, s8.parent / "four", *TO_FOUR)
+    assert_cut(s8.parent / "four", TENSORS, S4, range(4))
+    run(s8.parent / "four", s8.parent / "full", TO_FOUR[1], None)
+    assert_cut(s8.parent / "full", TENSORS, None, [0])
