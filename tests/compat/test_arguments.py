@@ -132,20 +132,6 @@ def test_the_time_of_an_update_is_that_of_an_event_with_a_time(monkeypatch: pyte
     assert not tft.tft_can_do_uce_repair(time.time_ns()), "an unknown time is not that of the host"
 
 
-def test_questions_have_an_answer_before_and_after_the_processor() -> None:
-    """A program may ask in code that also runs without high availability."""
-    assert (tft.tft_get_repair_step(), tft.tft_get_repair_type()) == (0, "unknow")
-    assert (tft.tft_is_reboot_node(), tft.tft_get_reboot_type()) == (False, "arf")
-
-
-def test_a_time_of_zero_is_unknown() -> None:
-    """MindSpore passes 0 for what its device has not told, such as the last update before the first one."""
-    nothing: Any = None
-    for times in ((5, 0, 0), (5, 0, 3), (0, 1, 3), (nothing, 1, 3)):
-        assert not tft.tft_can_do_uce_repair(*times)
-    assert tft.tft_can_do_uce_repair(5, 1, 3)
-
-
 async def _of_coroutines() -> None: ...
 
 

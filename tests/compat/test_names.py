@@ -143,6 +143,9 @@ def test_arf_has_processes_that_join_and_others_that_lose_a_peer(
 
 @pytest.mark.parametrize(("guest", "how"), [(False, "arf"), (True, "hot switch")])
 def test_a_new_process_asks_how_it_has_joined(monkeypatch: pytest.MonkeyPatch, guest: bool, how: str) -> None:
+    """A program may ask in code that also runs without high availability."""
+    assert (tft.tft_get_repair_step(), tft.tft_get_repair_type()) == (0, "unknow")
+    assert (tft.tft_is_reboot_node(), tft.tft_get_reboot_type()) == (False, "arf")
     told = Told(monkeypatch)
     assert not tft.tft_is_reboot_node()
     told.rebooted, told.was_guest = True, guest
@@ -233,9 +236,13 @@ def test_what_may_not_be_repaired_is_unknown() -> None:
 
 @pytest.mark.parametrize(
     ("error", "start", "end", "can"),
-    [(5, None, None, False), (5, 1, None, False), (5, 1, 3, True), (2, 1, 3, True), (1, 1, 3, False), (5, 4, 2, True)],
-)
-def test_when_memory_can_be_repaired(error: int, start: int | None, end: int | None, can: bool) -> None:
+    [
+        (5, None, None, False), (5, 1, None, False), (5, 1, 3, True), (2, 1, 3, True), (1, 1, 3, False),
+        (5, 4, 2, True), (5, 0, 0, False), (5, 0, 3, False), (0, 1, 3, False), (None, 1, 3, False),
+    ],
+)  # fmt: skip
+def test_when_memory_can_be_repaired(error: Any, start: int | None, end: int | None, can: bool) -> None:
+    """0 is unknown: MindSpore passes it for what its device has not told, such as the update before the first one."""
     assert tft.tft_can_do_uce_repair(error, start, end) is can
 
 

@@ -210,10 +210,6 @@ class HandlerWorld(Talk):
             self.after(max(0.001, due - self.now))
         assert self.machine.incident is None, f"still {self.machine.stage} after {seconds} s: {self.story()}"
 
-    def ask_for_save(self) -> str:
-        """Request a checkpoint."""
-        return self.ask()
-
     # ------------------------------------------------------------------------------------------------------ the ranks
 
     def event(self, event: Event, *, together: bool = False) -> str:

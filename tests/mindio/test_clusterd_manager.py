@@ -13,6 +13,7 @@ from ttp.wire.v1 import recover_pb2 as pb
 
 HOSTS = ((0, 1), (2, 3))
 PROCESS = tuple(RankFault(Rank(rank), FaultOf.PROCESS) for rank in range(4))
+MIXED = RankFault(Rank(1), FaultOf.NETWORK), RankFault(Rank(2), FaultOf.MEMORY)
 
 
 def signal(kind: str, *actions: str, faults: dict[int, str] | None = None, **fields: Any) -> pb.RecoverSignal:
@@ -21,19 +22,16 @@ def signal(kind: str, *actions: str, faults: dict[int, str] | None = None, **fie
     return pb.RecoverSignal(signal_type=kind, actions=actions, fault_ranks=named, **fields)
 
 
+def dump(faults: tuple[RankFault, ...]) -> list[Notice]:
+    told = [Notice(kind, faults) for kind in (NoticeKind.STOP_TRAIN, NoticeKind.GLOBAL_RANK)]
+    return [*told, Notice(NoticeKind.STRATEGY, strategy="dump")]
+
+
 @pytest.mark.parametrize(
     ("said", "means"),
     [
         (signal("stopTrain", "stop_train", faults={1: "1"}), [Notice(NoticeKind.STOP_TRAIN, (PROCESS[1],))]),
-        (
-            signal("stopTrain", "stop_train", faults={2: "0", 1: "2"}),
-            [
-                Notice(
-                    NoticeKind.STOP_TRAIN,
-                    (RankFault(Rank(1), FaultOf.NETWORK), RankFault(Rank(2), FaultOf.MEMORY)),
-                )
-            ],
-        ),
+        (signal("stopTrain", "stop_train", faults={2: "0", 1: "2"}), [Notice(NoticeKind.STOP_TRAIN, MIXED)]),
         (signal("stopTrain", "pause_train", timeout=15), [Notice(NoticeKind.PAUSE_TRAIN, (), 15.0)]),
         (signal("globalFault", faults={1: "1"}), [Notice(NoticeKind.GLOBAL_RANK, (PROCESS[1],))]),
         *(
@@ -41,22 +39,8 @@ def signal(kind: str, *actions: str, faults: dict[int, str] | None = None, **fie
              [Notice(NoticeKind.STRATEGY, strategy=name, params="{}")])
             for name in ("retry", "recover", "dump", "exit", "continue", "migration", "downgrade", "upgrade")
         ),
-        (
-            signal("saveAndExit", node_rank_ids=["1"]),
-            [
-                Notice(NoticeKind.STOP_TRAIN, PROCESS[2:]),
-                Notice(NoticeKind.GLOBAL_RANK, PROCESS[2:]),
-                Notice(NoticeKind.STRATEGY, strategy="dump"),
-            ],
-        ),
-        (
-            signal("saveAndExit"),
-            [
-                Notice(NoticeKind.STOP_TRAIN, PROCESS),
-                Notice(NoticeKind.GLOBAL_RANK, PROCESS),
-                Notice(NoticeKind.STRATEGY, strategy="dump"),
-            ],
-        ),
+        (signal("saveAndExit", node_rank_ids=["1"]), dump(PROCESS[2:])),
+        (signal("saveAndExit"), dump(PROCESS)),
         (signal("hot-switch", "hot switch", faults={1: "1"}), [Notice(NoticeKind.HOT_SWITCH, (PROCESS[1],))]),
         (signal("hot-switch", "stop switch"), [Notice(NoticeKind.STOP_SWITCH)]),
         (signal("hot-switch", "new pod running"), []),

@@ -221,7 +221,7 @@ def test_a_death_in_a_pause_is_a_death_and_the_pause_ends_with_its_incarnation()
 def test_a_checkpoint_in_a_pause_leaves_the_pause_as_it_is(early: bool) -> None:
     """``early``: the manager ends the pause while the checkpoint is written."""
     world = attended(NoticeKind.PAUSE_TRAIN, trouble={(Kind.SAVE, 0): "hang"} if early else {}, wait_s=2000)
-    world.ask_for_save()
+    world.ask()
     if early:
         world.say(NoticeKind.STRATEGY, strategy="continue")
     assert "continue" not in world.kinds()

@@ -149,21 +149,21 @@ def test_a_checkpoint_on_demand() -> None:
     """All savers have to be at one version, so an update that waits at the gate is made."""
     world = HandlerWorld(FOUR)
     world.ranks[0].version = 8
-    world.ask_for_save()
+    world.ask()
     world.settle()
     assert world.kinds() == ["catch_up", "save", "rename"] and world.released == set()
     assert world.machine.stage == "training" and world.machine.rescue.committing.last == (
         8,
         "where the save handlers wrote it",
     )
-    world.ask_for_save()
+    world.ask()
     world.settle()
     assert world.kinds() == ["catch_up", "save", "rename"]  # it is on disk already
 
 
 def test_a_death_during_a_checkpoint_on_demand_is_a_death() -> None:
     world = HandlerWorld(FOUR, {(Kind.SAVE, 1): "die"})
-    world.ask_for_save()
+    world.ask()
     world.settle()
     assert world.kinds() == ["save", "save", "rename"] and world.released == {EXIT_SAVED}
 
@@ -238,7 +238,7 @@ def test_where_no_copy_can_be_trusted_a_checkpoint_is_loaded_or_nothing_saved(ai
 def test_after_an_older_checkpoint_was_loaded_the_steps_that_follow_it_are_saved() -> None:
     """The version that is on disk, newer than they are, is of the training that went wrong."""
     world = HandlerWorld(FOUR, {(Kind.REPAIR, rank): "4" for rank in range(4)}, load_repair=True)
-    world.ask_for_save()
+    world.ask()
     world.settle()
     world.ails(1, rm.Ailment.RETRY)
     world.settle()

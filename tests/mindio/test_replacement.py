@@ -279,7 +279,7 @@ def led(trouble: Trouble | None = None, seat: str = "", *, saved: bool = False) 
     """
     this = world(trouble)
     if saved:
-        this.ask_for_save()
+        this.ask()
         this.settle()
     this.attend()
     this.dies(1, seat=seat)

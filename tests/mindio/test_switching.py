@@ -108,28 +108,21 @@ def test_a_newcomer_is_a_guest_until_it_has_a_seat() -> None:
 
 
 @pytest.mark.parametrize(
-    ("faults", "why"),
+    ("faults", "why", "recover"),
     [
-        ({}, "no rank was given"),
-        ({9: 1}, "no rank 9 trains here"),
-        ({1: 1, 3: 1}, "the state of ranks 1,3 is on no other rank"),
-        ({0: 1, 1: 1, 2: 1, 3: 1}, "is on no other rank"),
+        ({}, "no rank was given", True),
+        ({9: 1}, "no rank 9 trains here", True),
+        ({1: 1, 3: 1}, "the state of ranks 1,3 is on no other rank", True),
+        ({0: 1, 1: 1, 2: 1, 3: 1}, "is on no other rank", True),
+        ({1: 1}, "no enable_arf, or no handlers to rebuild and repair, on ranks 0-3", False),
     ],
 )
-def test_ranks_that_cannot_be_moved(faults: dict[int, int], why: str) -> None:
-    this = HandlerWorld(FOUR, recover=True)
+def test_ranks_that_cannot_be_moved(faults: dict[int, int], why: str, recover: bool) -> None:
+    this = HandlerWorld(FOUR, recover=recover)
     this.attend()
     this.say(NoticeKind.HOT_SWITCH, faults)
     assert why in this.answer and not this.machine.job.moving
     assert "Refused" in this.knock(1)
-
-
-def test_programs_that_cannot_go_on_with_newcomers() -> None:
-    this = world(recover=False, knocks=False)
-    assert (
-        "no enable_arf, or no handlers to rebuild and repair, on ranks 0-3" in this.answer
-        and not this.machine.job.moving
-    )
 
 
 def test_said_twice_it_is_the_same_and_of_others_it_is_refused() -> None:
@@ -265,7 +258,7 @@ def test_what_cannot_be_saved_is_not_moved(how: str) -> None:
 
 def test_a_checkpoint_that_is_asked_for_meanwhile_changes_nothing() -> None:
     this = world(knocks=False)
-    this.ask_for_save()
+    this.ask()
     this.settle()
     this.knock(1)
     this.say(NoticeKind.STRATEGY, strategy="migration")
