@@ -20,7 +20,7 @@ from ttp.adapters.megatron.adapter import MegatronAdapter, _extra_state
 from ttp.adapters.megatron.contents import MegatronCheckpoint, Weight
 from ttp.adapters.megatron.geometry import Described, Geometry, TensorView, describe
 from ttp.adapters.megatron.optimizers import Holding, Inner, inner_optimizers
-from ttp.adapters.megatron.rank_state import PROGRESS, Progress, samples_after
+from ttp.adapters.megatron.rank_state import PROGRESS, Progress
 from ttp.adapters.megatron.replica_groups import IDLE, layout_of
 from ttp.adapters.megatron.restore import Wants, _is_saved, _refuse_foreign, restore_into
 from ttp.adapters.megatron.source import MegatronSource, _updated
@@ -286,11 +286,6 @@ def test_moments_that_the_checkpoint_has_of_a_part_only_begin_anew(rows: list[tu
     tensor = torch.zeros(4, 2)
     entries: Any = [SimpleNamespace(shape=(4, 2), offsets=(at, 0), sizes=(count, 2)) for at, count in rows]
     assert _is_saved(holding(tensor), "optimizer.state.exp_avg.", {"optimizer.state.exp_avg.w": entries}) is whole
-
-
-def test_samples_are_counted_with_megatrons_calculator_only_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ttp.adapters.megatron.rank_state._calculator", lambda: None)
-    assert samples_after(12, 4) == 48
 
 
 def test_counters_are_those_of_the_first_page_that_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

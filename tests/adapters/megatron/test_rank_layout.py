@@ -9,8 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("torch")
-
 from ttp.adapters.megatron import contents
 from ttp.adapters.megatron.contents import _global_name
 from ttp.adapters.megatron.geometry import TensorView
