@@ -10,6 +10,7 @@ import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
+import mindspore as ms
 import numpy as np
 import pytest
 
@@ -201,6 +202,11 @@ def test_it_is_said_what_to_do(s4: Path, tmp_path: Path) -> None:
     (step / MANIFEST).write_text("{")
     with pytest.raises(CheckpointError, match="remove it, and give --src-strategy"):
         run(step, tmp_path / "made", STRATEGIES / "s4.ckpt", None)
+    plain = tmp_path / "plain" / "rank_0"
+    plain.mkdir(parents=True)
+    ms.save_checkpoint([{"name": "w", "data": ms.Tensor([1.0])}], str(plain / "net.ckpt"))
+    with pytest.raises(UsageError, match="the source does not tell its step: choose another name"):
+        run(plain.parent, tmp_path / "tft_saved_checkpoints-step_1", None, None)
 
 
 def test_nothing_is_written_into_a_checkpoint(s4: Path, tmp_path: Path) -> None:
