@@ -142,7 +142,7 @@ def test_who_goes_on_from_it_ends_where_the_other_ends(mode: str, jit: bool, tmp
     ms.set_context(mode=MODES[mode])
     first = Loop(tmp_path, jit=jit)
     unbroken = first.train(0)
-    checkpoint = first.saved.result()
+    checkpoint = first.saved.result(0)
     assert Loop(tmp_path, jit=jit).go_on(checkpoint) == unbroken
 
 
@@ -150,7 +150,7 @@ def test_what_is_drawn_or_seeded_between_restore_and_training_does_not_count(tmp
     """But between the trainings of a loop over epochs it belongs to the training."""
     first = Loop(tmp_path, jit=False)
     first.train(0)
-    checkpoint = first.saved.result()
+    checkpoint = first.saved.result(0)
     second = Loop(tmp_path, jit=False)
     for several, size in ((False, SAVED), (True, SAVED + 1)):
         second.adapter.load(checkpoint, 0, 1, protected=True)
@@ -173,7 +173,7 @@ def test_frozen_weights_are_saved_once_and_not_with_each_rank(tmp_path: Path) ->
     first = Loop(tmp_path, jit=False, ranks=2)
     Loop(tmp_path, jit=False, rank=1, ranks=2, dies="after").adapter.step_begins(Position(step=1))
     first.train(0)
-    checkpoint = first.saved.result()
+    checkpoint = first.saved.result(0)
     (local,) = checkpoint.glob("rank_local_*")
     assert 2 * 4 * LARGE < local.stat().st_size < 3 * 4 * LARGE, "the sum, and the table, which has changed"
     again = Loop(tmp_path / "again", jit=False)
@@ -262,7 +262,7 @@ def test_a_rank_that_dies_in_its_step_gets_what_the_rest_of_the_step_made_of_rep
         dead.train(0)
     alive = Loop(tmp_path, jit=False, rank=0, ranks=2)
     assert alive.train(0) != unbroken
-    checkpoint = alive.saved.result()
+    checkpoint = alive.saved.result(0)
     again = Loop(tmp_path / "again", jit=False, rank=1, ranks=2)
     assert again.go_on(checkpoint) == unbroken
     assert again.drawn == reference.drawn[SAVED:]

@@ -151,7 +151,7 @@ def saved_by(training: Training) -> Path:
     """Train, and return the checkpoint that is saved meanwhile."""
     driver = Driver(training, how=How.AS_IS)
     training.train(driver)
-    return driver.saved.result()
+    return driver.saved.result(0)
 
 
 @pytest.mark.parametrize(("mode", "how"), CASES)
@@ -160,7 +160,7 @@ def test_who_goes_on_from_it_ends_where_the_other_ends(mode: str, how: How, tmp_
     first = Training(tmp_path, "preimage" if how is How.UNDO else None)
     driver = Driver(first, how=how)
     unbroken = first.train(driver)
-    checkpoint = driver.saved.result()
+    checkpoint = driver.saved.result(0)
     assert (checkpoint / "rank_0" / f"ttp_rank_0-2_{SAVED - STEPS_PER_EPOCH}.ckpt").exists()
     assert ms.restore_group_info_list(str(checkpoint / "rank_0" / "group_info.pb")) == [0]
 
@@ -198,7 +198,7 @@ def test_what_callbacks_change_at_the_end_of_an_epoch_belongs_to_its_last_step(t
     first = training()
     driver = Averaging(first, how=How.AS_IS, version=STEPS_PER_EPOCH)
     unbroken = first.train(driver)
-    checkpoint = driver.saved.result()
+    checkpoint = driver.saved.result(0)
     second = training()
     assert second.adapter.load(checkpoint, 0, 1, protected=True) == STEPS_PER_EPOCH
     second.processor.gate.set_version(STEPS_PER_EPOCH)
