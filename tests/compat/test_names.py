@@ -342,32 +342,6 @@ def test_what_cannot_start_ends_the_process(
         assert (said or "enable_tls is set but tls_info is empty") in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("node", [None, "0"])
-def test_the_rank_that_the_program_gives_counts(monkeypatch: pytest.MonkeyPatch, node: str | None) -> None:
-    """msrun of several hosts without --node_rank sets no MS_NODE_ID, as MindSpore chooses the rank in init()."""
-    joined: list[Any] = []
-
-    def participant(env: Any, *_: Any, **__: Any) -> None:
-        joined.append((env.rank, env.world_size))
-        raise UsageError("far enough")
-
-    monkeypatch.setattr(rank, "Participant", participant)
-    for name, value in {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "4", "MS_NODE_ID": node}.items():
-        monkeypatch.setenv(name, value) if value is not None else monkeypatch.delenv(name, raising=False)
-    tft.tft_init_processor(2, 4, False, enable_tls=False)
-    with pytest.raises(SystemExit):
-        tft.tft_start_processor("127.0.0.1", 8000)
-    assert joined == [(2, 4)]
-
-
-def test_the_port_of_the_launcher_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert rank.job_port(8000) == 8000
-    monkeypatch.setenv("TTP_PORT", "12345")
-    assert rank.job_port(8000) == 12345
-    with pytest.raises(ConfigError, match="is not a whole number from 1024"):
-        rank.job_port(80)
-
-
 def test_tls_info_becomes_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     authority, other = Authority(tmp_path / "a"), Authority(tmp_path / "b", "other")
     made = authority.sign(password="emases nepo")

@@ -67,6 +67,32 @@ def test_what_was_registered_before_counts_from_the_moment_of_joining(
             this.set_replicas(0, nothing)
 
 
+@pytest.mark.parametrize("node", [None, "0"])
+def test_the_rank_that_the_program_gives_counts(monkeypatch: pytest.MonkeyPatch, node: str | None) -> None:
+    """msrun of several hosts without --node_rank sets no MS_NODE_ID, as MindSpore chooses the rank in init()."""
+    joined: list[Any] = []
+
+    def participant(env: Any, *_: Any, **__: Any) -> None:
+        joined.append((env.rank, env.world_size))
+        raise UsageError("far enough")
+
+    monkeypatch.setattr(rank, "Participant", participant)
+    for name, value in {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "4", "MS_NODE_ID": node}.items():
+        monkeypatch.setenv(name, value) if value is not None else monkeypatch.delenv(name, raising=False)
+    tft.tft_init_processor(2, 4, False, enable_tls=False)
+    with pytest.raises(SystemExit):
+        tft.tft_start_processor("127.0.0.1", 8000)
+    assert joined == [(2, 4)]
+
+
+def test_the_port_of_the_launcher_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rank.job_port(8000) == 8000
+    monkeypatch.setenv("TTP_PORT", "12345")
+    assert rank.job_port(8000) == 12345
+    with pytest.raises(ConfigError, match="is not a whole number from 1024"):
+        rank.job_port(80)
+
+
 @pytest.mark.parametrize(("mindspore", "begun"), [("1", 1), ("", 0)])
 def test_an_end_without_a_beginning_is_one_of_mindspores_own_optimizer(
     monkeypatch: pytest.MonkeyPatch, mindspore: str, begun: int
