@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -50,11 +51,12 @@ Ttp = Callable[..., Said]
 
 
 @pytest.fixture
-def ttp(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Ttp:
-    """Return a function that runs ``ttp ARGUMENTS`` in this process."""
+def ttp(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ttp:
+    """Return a function that runs ``ttp ARGUMENTS`` in this process, which knows no job of this host."""
     for name in [n for n in os.environ if n.startswith("TTP_") or n == "MASTER_ADDR"]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("COLUMNS", "240")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     def run(*arguments: object) -> Said:
         capsys.readouterr()

@@ -352,7 +352,7 @@ def test_a_file_whose_name_is_not_utf_8(tmp_path: Path, ttp: Ttp) -> None:
 
 
 def test_what_may_not_be_listed_is_not_empty(ttp: Ttp) -> None:
-    with tempfile.TemporaryDirectory() as name:  # tmp_path lies in a directory of root alone
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:  # tmp_path lies in a directory of root alone
         place = Path(name)
         place.chmod(0o755)
         (place / "incidents").mkdir(mode=0)

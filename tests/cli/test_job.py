@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -323,10 +322,9 @@ def test_a_job_that_forms_is_spoken_for_by_its_first_controller(
 
 
 def test_the_token_comes_from_the_environment_or_the_run_dir(
-    ttp: Ttp, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ttp: Ttp, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     controller = start(token="secret")
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     refused = ttp("status", "--port", controller.port)
     assert refused.code == 64
     assert "TTP_TOKEN" in refused.err
@@ -339,10 +337,7 @@ def test_the_token_comes_from_the_environment_or_the_run_dir(
     assert ttp("status", "--port", controller.port).code == 0
 
 
-def test_the_only_job_of_this_host_is_meant(
-    ttp: Ttp, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def test_the_only_job_of_this_host_is_meant(ttp: Ttp, start: Start) -> None:
     nothing = ttp("status")
     assert nothing.code == 64
     assert "TTP_PORT" in nothing.err

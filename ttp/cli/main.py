@@ -7,6 +7,7 @@ the exit codes of the job.
 
 from __future__ import annotations
 
+import importlib
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -14,29 +15,6 @@ from typing import Annotated, Any
 
 import typer
 
-from ttp.cli import (
-    chaos,
-    clusterd,
-    convert,
-    goodput,
-    incidents,
-    inspection,
-    listing,
-    metrics,
-    recover,
-    redundancy,
-    report_fault,
-    reshard,
-    save,
-    simulate,
-    status,
-    suspects,
-    verdict,
-    verify,
-    version,
-    watch_node,
-    web,
-)
 from ttp.cli.output import complain, open_streams, silence
 from ttp.errors import (
     EXIT_BAD_CONFIG,
@@ -59,30 +37,6 @@ EXIT_NO_OUTPUT = 74
 EXIT_INTERRUPTED = 130
 EXIT_PIPE_CLOSED = 141
 """Exit code when the reader of the output has closed the pipe: 128 + SIGPIPE, as in shells."""
-
-app = typer.Typer(
-    name="ttp",
-    help="Try To Persist: when a rank of a training job dies, no finished step is lost.",
-    epilog="Every command explains itself: ttp COMMAND --help. Exit codes: 0 fine, 1 a negative finding, 64 bad usage.",
-    context_settings={"help_option_names": ["-h", "--help"]},
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-
-
-def _print_version(asked: bool) -> None:
-    if asked:
-        version.version()
-        raise typer.Exit
-
-
-@app.callback()
-def _root(
-    _: Annotated[
-        bool, typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_print_version)
-    ] = False,
-) -> None:
-    """Make typer treat ``ttp`` as a group of commands."""
 
 
 def _launch(argv: list[str]) -> int:
@@ -114,38 +68,66 @@ PASSED_ON: dict[str, Callable[[list[str]], int]] = {"run": _launch, "controller"
 """Commands that parse their own arguments, ``--help`` included: these are passed on unchanged."""
 
 
-def _register(name: str, panel: str, command: Callable[..., Any]) -> None:
-    """Add a command. Its docstring is its help, with paragraphs kept and lines joined to fit any width."""
-    paragraphs = (command.__doc__ or "").split("\n\n")
-    text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
-    app.command(name, help=text.replace("[", "\\["), rich_help_panel=panel)(command)
+PANELS = {
+    "Launch": tuple(PASSED_ON),  # only for the list of commands: ``main`` does not run these through typer
+    "A running job": ("status", "metrics", "web", "save", "report-fault", "watch-node", "clusterd"),
+    "What was saved": ("list", "verify", "inspect", "convert", "reshard", "recover", "redundancy", "verdict", "goodput",
+                       "incidents", "suspects"),
+    "Trust": ("simulate", "chaos"),
+    "About": ("version",),
+}  # fmt: skip
+"""The commands, as ``ttp --help`` groups them."""
+HOMES = {"list": ("listing", "list_checkpoints"), "inspect": ("inspection", "inspect")}
+"""Module and function of a command, where they do not have its name."""
 
 
-_LAUNCH, _RUNNING, _SAVED, _TRUST, _ABOUT = "Launch", "A running job", "What was saved", "Trust", "About"
+def _command(name: str) -> Callable[..., Any]:
+    if name in PASSED_ON:
+        return PASSED_ON[name]
+    own = name.replace("-", "_")
+    module, function = HOMES.get(name, (own, own))
+    command: Callable[..., Any] = getattr(importlib.import_module(f"ttp.cli.{module}"), function)
+    return command
 
-for _name, _command in PASSED_ON.items():
-    _register(_name, _LAUNCH, _command)  # only for the list of commands: ``main`` does not run these through typer
-_register("status", _RUNNING, status.status)
-_register("metrics", _RUNNING, metrics.metrics)
-_register("web", _RUNNING, web.web)
-_register("save", _RUNNING, save.save)
-_register("report-fault", _RUNNING, report_fault.report_fault)
-_register("watch-node", _RUNNING, watch_node.watch_node)
-_register("clusterd", _RUNNING, clusterd.clusterd)
-_register("list", _SAVED, listing.list_checkpoints)
-_register("verify", _SAVED, verify.verify)
-_register("inspect", _SAVED, inspection.inspect)
-_register("convert", _SAVED, convert.convert)
-_register("reshard", _SAVED, reshard.reshard)
-_register("recover", _SAVED, recover.recover)
-_register("redundancy", _SAVED, redundancy.redundancy)
-_register("verdict", _SAVED, verdict.verdict)
-_register("goodput", _SAVED, goodput.goodput)
-_register("incidents", _SAVED, incidents.incidents)
-_register("suspects", _SAVED, suspects.suspects)
-_register("simulate", _TRUST, simulate.simulate)
-_register("chaos", _TRUST, chaos.chaos)
-_register("version", _ABOUT, version.version)
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        _command("version")()
+        raise typer.Exit
+
+
+def _root(
+    _: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Make typer treat ``ttp`` as a group of commands."""
+
+
+def _app(wanted: str) -> typer.Typer:
+    """Return ``ttp`` with one command, or with all if there is none of this name: to import all takes half a second.
+
+    The docstring of a command is its help, with paragraphs kept and lines joined to fit any width.
+    """
+    app = typer.Typer(
+        name="ttp",
+        help="Try To Persist: when a rank of a training job dies, no finished step is lost.",
+        epilog="Every command explains itself: ttp COMMAND --help. Exit codes: 0 fine, 1 a negative finding, 64 bad "
+        "usage.",
+        context_settings={"help_option_names": ["-h", "--help"]},
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    app.callback()(_root)
+    known = any(wanted in names for names in PANELS.values())
+    for panel, names in PANELS.items():
+        for name in names:
+            if known and name != wanted:
+                continue
+            command = _command(name)
+            text = "\n\n".join(" ".join(paragraph.split()) for paragraph in (command.__doc__ or "").split("\n\n"))
+            app.command(name, help=text.replace("[", "\\["), rich_help_panel=panel)(command)
+    return app
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -165,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _look(arguments: list[str]) -> int:
     try:
-        return int(app(arguments, prog_name="ttp", standalone_mode=False) or EXIT_TRAINED)
+        return int(_app(arguments[0])(arguments, prog_name="ttp", standalone_mode=False) or EXIT_TRAINED)
     except SystemExit:  # rich and typer exit so when the reader of `ttp list DIR | head` has closed the pipe
         silence(sys.stdout)
         return EXIT_PIPE_CLOSED
