@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
-from pathlib import Path
 
-from tests.test_support import ROOT, SOURCES, _tests
+from tests.test_support import _tests
+from tests.test_tidy import OWN, ROOT
 
 NOTHING = ("not done", "theirs")
 PAGE = ROOT / "docs" / "mindx.md"
@@ -37,5 +37,5 @@ def test_every_row_names_tests_that_exist() -> None:
 
 def test_what_is_not_read_is_nowhere_in_the_code() -> None:
     (names,) = [row[0] for row in rows() if row[1] == "not read"]
-    code = "".join(path.read_text() for folder in SOURCES for path in Path(ROOT, folder).rglob("*.py"))
+    code = "".join(path.read_text() for path in OWN.values())
     assert len(found := re.findall(r"`(\w+)`", names)) == 3 and [name for name in found if name in code] == []

@@ -7,11 +7,14 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+import pytest
+
+from tests.test_tidy import OWN, ROOT, nodes_of
+
+pytestmark = pytest.mark.xdist_group("tidy")
+
 PAGE = ROOT / "docs" / "support.md"
-SOURCES = ("ttp", "adapters", "controller")
 VERDICTS = re.compile(r"works|works, with this note: .+|refused.*: .+", re.DOTALL)
 
 
@@ -111,14 +114,11 @@ def _parted(named: list[str]) -> list[tuple[str, str, str]]:
 def texts() -> str:
     """Return every text in the source, one a line, with dots where a value is inserted."""
     found = []
-    for folder in SOURCES:
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.JoinedStr):
-                    parts = (str(p.value) if isinstance(p, ast.Constant) else "..." for p in node.values)
-                    found.append("".join(parts))
-                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    found.append(node.value)
+    for node in (node for name in OWN for node in nodes_of(name)):
+        if isinstance(node, ast.JoinedStr):
+            found.append("".join(str(p.value) if isinstance(p, ast.Constant) else "..." for p in node.values))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(node.value)
     return "\n".join(found)
 
 

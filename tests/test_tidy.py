@@ -16,7 +16,9 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.xdist_group("tidy")  # each file is parsed once
+pytestmark = pytest.mark.xdist_group(
+    "tidy"
+)  # with test_support.py: each file is parsed once
 
 ROOT = Path(__file__).parent.parent
 HOMES = {"ttp": ROOT / "ttp", "ttp.controller": ROOT / "controller", "ttp.adapters": ROOT / "adapters"}
@@ -45,13 +47,20 @@ OWN = {name: path for name, path in MODULES.items() if not name.startswith("ttp.
 
 
 @functools.cache
-def tree_of(name: str) -> ast.Module:
-    return ast.parse(OWN[name].read_text())
+def nodes_of(name: str) -> list[ast.AST]:
+    """Return all nodes of a module's syntax, the module itself first."""
+    return list(ast.walk(ast.parse(OWN[name].read_text())))
+
+
+def body_of(name: str) -> list[ast.stmt]:
+    (module, *_) = nodes_of(name)
+    assert isinstance(module, ast.Module)
+    return module.body
 
 
 def imported(name: str) -> set[str]:
     names: set[str] = set()
-    for node in ast.walk(tree_of(name)):
+    for node in nodes_of(name):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -117,7 +126,7 @@ def imported_at_once(body: list[ast.stmt]) -> Iterator[str]:
 def test_nothing_is_imported_from_a_floor_above() -> None:
     for name in OWN:
         floor, room = floor_of(name)
-        for target in imported_at_once(tree_of(name).body):
+        for target in imported_at_once(body_of(name)):
             if (target.split(".")[0] == "ttp" and target in MODULES) or target.rpartition(".")[0] in MODULES:
                 above, other = floor_of(target if target in MODULES else target.rpartition(".")[0])
                 assert above <= floor or (room, other) in UPWARDS, f"{name} imports {target}"
@@ -134,7 +143,7 @@ def test_frameworks_are_imported_in_adapters_and_the_launcher_only() -> None:
     for name in OWN:
         if name.startswith(("ttp.adapters", "ttp.launch", "ttp.mindspore_files", "ttp.store.arrays", "ttp.chaos.job")):
             continue
-        top = [n for n in tree_of(name).body if isinstance(n, (ast.Import, ast.ImportFrom))]
+        top = [n for n in body_of(name) if isinstance(n, (ast.Import, ast.ImportFrom))]
         for node in top:
             targets = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
             assert not any(t.partition(".")[0] in ("torch", "mindspore", "numpy") for t in targets), name
@@ -158,7 +167,7 @@ def test_every_public_name_can_be_had() -> None:
 def test_functions_fit_a_screen() -> None:
     long = []
     for name in OWN:
-        for node in ast.walk(tree_of(name)):
+        for node in nodes_of(name):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.end_lineno is not None:
                 docstring = ast.get_docstring(node, clean=False)
                 lines = node.end_lineno - node.lineno + 1 - (docstring.count("\n") + 1 if docstring else 0)
@@ -178,7 +187,7 @@ def test_files_have_one_subject() -> None:
 
 def test_nothing_unpickles_on_load() -> None:
     for name in OWN:
-        for node in ast.walk(tree_of(name)):
+        for node in nodes_of(name):
             if not isinstance(node, ast.Call):
                 continue
             called = ast.unparse(node.func)

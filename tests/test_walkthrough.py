@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.test_tidy import OWN, ROOT
+
 PAGE = (ROOT / "docs" / "walkthrough.md").read_text()
 QUOTED = re.findall(r"`([^`\n]+)`", PAGE)
 PATHS = sorted({quoted for quoted in QUOTED if quoted.endswith(".py")})
 SOURCE = {path: (ROOT / path).read_text() for path in PATHS if (ROOT / path).is_file()}
-DEFINED = r"(?:class|def) {0}\b|^\s*{0} ?[:=]"
 COMMANDS = {"kill -9"}
-
-
-def defined(name: str, text: str) -> bool:
-    return re.search(DEFINED.format(re.escape(name)), text, re.MULTILINE) is not None
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -38,11 +33,8 @@ def test_what_a_file_does_is_in_that_file(line: str) -> None:
 
 
 def test_every_name_is_defined_somewhere() -> None:
-    sources = [p.read_text() for folder in ("ttp", "controller", "adapters") for p in (ROOT / folder).rglob("*.py")]
-    everything = "\n".join(sources)
-    unknown = [
-        name
-        for name in sorted({*QUOTED} - {*PATHS} - COMMANDS)
-        if not all(defined(part, everything) for part in name.split("."))
-    ]
-    assert not unknown
+    everything = "\n".join(path.read_text() for path in OWN.values())
+    found = re.findall(r"(?:class|def) (\w+)|^\s*(\w+) ?[:=]", everything, re.MULTILINE)
+    defined = {name for names in found for name in names}
+    named = {*QUOTED} - {*PATHS} - COMMANDS
+    assert [name for name in sorted(named) if not defined.issuperset(name.split("."))] == []

@@ -35,8 +35,8 @@ def test_every_kind_is_drawn_where_there_are_runs_enough() -> None:
 
 
 def test_what_is_drawn_is_a_script_that_can_be_written_down_and_read() -> None:
-    for seed in range(20):
-        for script in draw(seed, 80, FEATURES, OFFERS):
+    for seed in range(2):
+        for script in draw(seed, 2 * len(KINDS), FEATURES, OFFERS):
             assert parse(to_toml(script)) == script
 
 

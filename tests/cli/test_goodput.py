@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.cli.conftest import Ttp
 from ttp.cli.goodput import PARTS
-from ttp.cli.main import main
 from ttp.store.history import FILE, line_of
 
 
@@ -30,15 +31,21 @@ def incident(place: Path, number: int, at_s: float, *lines: tuple[str, float, di
     (place / "incidents" / f"{name}.jsonl").write_text(text)
 
 
+def history(place: Path, *launches: str) -> Path:
+    """Write the record of these launches."""
+    (place / "incidents").mkdir()
+    (place / "incidents" / FILE).write_text("".join(launches))
+    return place
+
+
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
     """Return a job saved at 100 s, cut off at 200 s, then lost; with a false alarm and a save on request between."""
-    (tmp_path / "incidents").mkdir()
     story = launch(0.0, ("committed", 100.9, {"version": 7}), ("released", 101.0, {"exit_code": 75}))
     story += launch(131.0, ("restore", 135.0, {"version": 7}), ("released", 202.0, {"exit_code": 70}))
     began = [("formed", 304.0, {}), ("restore", 305.0, {"version": 7}), ("restored", 309.5, {"version": 7, "size": 8})]
     story += launch(302.0, *began, ("finished", 402.0, {"version": 20}))
-    (tmp_path / "incidents" / FILE).write_text(story + launch(1000.0, ("finished", 2000.0, {}), run_id="another"))
+    history(tmp_path, story, launch(1000.0, ("finished", 2000.0, {}), run_id="another"))
     answer = ("answer", 0.2, {"version": 7})
     plan, saved = ("plan", 0.25, {"version": 7}), ("committed", 0.9, {"version": 7})
     incident(tmp_path, 1, 100.0, answer, plan, saved, ("released", 1.0, {"exit_code": 75}))
@@ -48,20 +55,25 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def told(capsys: pytest.CaptureFixture[str], *argv: object) -> dict[str, Any]:
-    assert main(["goodput", *map(str, argv), "--json"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+Told = Callable[..., dict[str, Any]]
 
 
-def test_what_the_time_went_into(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = told(capsys, place, "--run-id", "job")
-    assert found == {
+@pytest.fixture
+def told(ttp: Ttp) -> Told:
+    return lambda *argv: dict(ttp("goodput", *argv, "--json").json)
+
+
+def test_what_the_time_went_into(place: Path, ttp: Ttp, told: Told) -> None:
+    assert told(place, "--run-id", "job") == {
         "ratio": round(254.5 / 402.0, 4), "elapsed": 402.0, "joining": 6.0, "restoring": 5.5, "training": 254.5,
         "freezing": 5.25, "saving": 0.75, "down": 130.0, "launches": 3,
         "incidents": 2, "unrecorded": 0, "false_alarms": 1, "lost_steps": 2,
         "mttr": (31.0 + 102.0) / 2, "unreadable": 0, "clock_went_back": 0,
     }  # fmt: skip
+    said = ttp("goodput", place, "--run-id", "job")
+    first, _, third = said.out.splitlines()
+    assert said.code == 0 and first.startswith("goodput 63.3% of") and first.endswith("in 3 launches")
+    assert third.startswith("2 faults, 1 false alarm, 2 lost steps;")
 
 
 WINDOWS = {
@@ -76,156 +88,124 @@ WINDOWS = {
 
 
 @pytest.mark.parametrize("name", WINDOWS)
-def test_a_window_of_time(name: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_window_of_time(name: str, place: Path, told: Told) -> None:
     (since, until), wanted = WINDOWS[name]
-    found = told(capsys, place, "--run-id", "job", "--since", since, "--until", until)
+    found = told(place, "--run-id", "job", "--since", since, "--until", until)
     assert {name: found[name] for name in wanted} == pytest.approx(wanted)
 
 
-def test_windows_side_by_side_add_up(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    whole = told(capsys, place, "--run-id", "job")
+def test_windows_side_by_side_add_up(place: Path, told: Told) -> None:
+    whole = told(place, "--run-id", "job")
     edges = [0, 100.5, 140.5, 200.1, 250, 304.5, 1e12]
-    parts = [told(capsys, place, "--run-id", "job", "--since", a, "--until", b) for a, b in pairwise(edges)]
+    parts = [told(place, "--run-id", "job", "--since", a, "--until", b) for a, b in pairwise(edges)]
     for name in (*PARTS, "incidents", "false_alarms", "lost_steps", "unrecorded"):
         assert sum(part[name] for part in parts) == pytest.approx(whole[name]), name
 
 
-def test_steps_that_an_older_checkpoint_lacks_are_lost_when_it_is_restored(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "incidents").mkdir()
-    story = launch(0.0, ("restored", 5.0, {"version": 9, "size": 8}), ("released", 50.0, {"exit_code": 75}))
-    story += launch(100.0, ("restored", 105.0, {"version": 4, "size": 8}), ("finished", 200.0, {"version": 20}))
-    (tmp_path / "incidents" / FILE).write_text(story)
-    lost = [told(capsys, tmp_path, "--since", a, "--until", b)["lost_steps"] for a, b in ((0, 105), (105, 110))]
+def test_a_time_without_a_launch_is_said(place: Path, ttp: Ttp) -> None:
+    nothing = ttp("goodput", place, "--since", "5000")
+    assert nothing.code == 1 and "ran in that time" in nothing.err
+    (place / "incidents" / FILE).unlink()
+    nothing = ttp("goodput", place)
+    assert nothing.code == 1 and "no launch is recorded" in nothing.err
+
+
+def test_a_clock_that_was_set_back_is_said(tmp_path: Path, ttp: Ttp, told: Told) -> None:
+    during = launch(5000.0, ("formed", 5002.0, {}), ("released", 100.0, {"exit_code": 75}))
+    between = launch(101.0, ("released", 4101.0, {"exit_code": 75})) + launch(50.0, ("finished", 60.0, {}))
+    found = told(history(tmp_path, during, between))
+    assert (found["clock_went_back"], found["training"], found["down"]) == (1, 4000.0 + 10.0, 0.0)
+    said = ttp("goodput", tmp_path)
+    assert said.code == 0 and "the clock was set back during 1 launch: times are too short" in said.err
+
+
+def restored(version: int, at_s: float) -> tuple[str, float, dict[str, Any]]:
+    return "restored", at_s, {"version": version, "size": 8}
+
+
+def released(after_s: float, code: int = 70) -> tuple[str, float, dict[str, Any]]:
+    return "released", after_s, {"exit_code": code}
+
+
+def test_steps_that_an_older_checkpoint_lacks_are_lost_when_it_is_restored(tmp_path: Path, told: Told) -> None:
+    again = launch(100.0, restored(4, 105.0), ("finished", 200.0, {"version": 20}))
+    history(tmp_path, launch(0.0, restored(9, 5.0), released(50.0, 75)), again)
+    lost = [told(tmp_path, "--since", a, "--until", b)["lost_steps"] for a, b in ((0, 105), (105, 110))]
     assert lost == [0, 5]
 
 
-def test_a_time_without_a_launch_is_said(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["goodput", str(place), "--since", "5000"]) == 1
-    assert "ran in that time" in capsys.readouterr().err
+def test_steps_that_an_earlier_job_has_saved_are_not_lost(tmp_path: Path, told: Told) -> None:
+    history(tmp_path, launch(0.0, ("formed", 2.0, {}), restored(5000, 5.0), released(60.0)))
+    incident(tmp_path, 1, 50.0, ("answer", 0.1, {"version": 5003}), released(2.0))
+    assert told(tmp_path)["lost_steps"] == 3
 
 
-def test_a_clock_that_was_set_back_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "incidents").mkdir()
-    during = launch(5000.0, ("formed", 5002.0, {}), ("released", 100.0, {"exit_code": 75}))
-    between = launch(101.0, ("released", 4101.0, {"exit_code": 75})) + launch(50.0, ("finished", 60.0, {}))
-    (tmp_path / "incidents" / FILE).write_text(during + between)
-    found = told(capsys, tmp_path)
-    assert (found["clock_went_back"], found["training"], found["down"]) == (1, 4000.0 + 10.0, 0.0)
-    assert main(["goodput", str(tmp_path)]) == 0
-    assert "the clock was set back during 1 launch: times are too short" in capsys.readouterr().err
-
-
-def test_steps_that_an_earlier_job_has_saved_are_not_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "incidents").mkdir()
-    began = [("formed", 2.0, {}), ("restored", 5.0, {"version": 5000, "size": 8})]
-    (tmp_path / "incidents" / FILE).write_text(launch(0.0, *began, ("released", 60.0, {"exit_code": 70})))
-    incident(tmp_path, 1, 50.0, ("answer", 0.1, {"version": 5003}), ("released", 2.0, {"exit_code": 70}))
-    assert told(capsys, tmp_path)["lost_steps"] == 3
-
-
-def test_steps_are_lost_when_a_launch_begins_with_an_older_checkpoint(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_steps_are_lost_when_a_launch_begins_with_an_older_checkpoint(tmp_path: Path, told: Told) -> None:
     """The newest one was damaged, or moved away on purpose. Steps that are lost later count from the older one."""
-    (tmp_path / "incidents").mkdir()
-    saved = launch(0.0, ("released", 60.0, {"exit_code": 75}))
-    again = launch(100.0, ("restored", 105.0, {"version": 600, "size": 8}), ("released", 160.0, {"exit_code": 70}))
-    (tmp_path / "incidents" / FILE).write_text(saved + again)
-    incident(tmp_path, 1, 50.0, ("committed", 0.1, {"version": 900}), ("released", 2.0, {"exit_code": 75}), newest=900)
-    incident(tmp_path, 2, 150.0, ("released", 2.0, {"exit_code": 70}), newest=650)
-    assert told(capsys, tmp_path)["lost_steps"] == (900 - 600) + (650 - 600)
+    history(tmp_path, launch(0.0, released(60.0, 75)), launch(100.0, restored(600, 105.0), released(160.0)))
+    incident(tmp_path, 1, 50.0, ("committed", 0.1, {"version": 900}), released(2.0, 75), newest=900)
+    incident(tmp_path, 2, 150.0, released(2.0), newest=650)
+    assert told(tmp_path)["lost_steps"] == (900 - 600) + (650 - 600)
 
 
-def test_steps_are_lost_where_no_rank_is_left_to_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "incidents").mkdir()
-    (tmp_path / "incidents" / FILE).write_text(launch(0.0, ("released", 60.0, {"exit_code": 70})))
-    incident(tmp_path, 1, 50.0, ("released", 2.0, {"exit_code": 70}), newest=2900)
-    assert told(capsys, tmp_path)["lost_steps"] == 2900
+def test_steps_are_lost_where_no_rank_is_left_to_answer(tmp_path: Path, told: Told) -> None:
+    history(tmp_path, launch(0.0, released(60.0)))
+    incident(tmp_path, 1, 50.0, released(2.0), newest=2900)
+    assert told(tmp_path)["lost_steps"] == 2900
 
 
 @pytest.mark.parametrize("earlier", [(), [("wrong", 59.0, {"text": "the disk is full"})]])
 def test_a_fault_without_a_file_is_a_fault(
-    earlier: list[tuple[str, float, dict[str, Any]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    earlier: list[tuple[str, float, dict[str, Any]]], tmp_path: Path, ttp: Ttp, told: Told
 ) -> None:
     """The disk was full: the file is in the run directory, if anywhere."""
-    (tmp_path / "incidents").mkdir()
-    (tmp_path / "incidents" / FILE).write_text(launch(0.0, *earlier, ("released", 60.0, {"exit_code": 70})))
+    history(tmp_path, launch(0.0, *earlier, released(60.0)))
     incident(tmp_path, 1, 50.0, ("thawed", 2.0, {"reason": "asked for"}), snapshot=True)
-    found = told(capsys, tmp_path)
+    found = told(tmp_path)
     assert (found["incidents"], found["unrecorded"]) == (1, 1)
-    assert main(["goodput", str(tmp_path)]) == 0 and "more steps may be lost" in capsys.readouterr().err
-    for arguments in ([], ["--last"]):
-        assert main(["incidents", str(tmp_path), *arguments]) == 0
-        assert "the incident that ended the last launch is not here" in capsys.readouterr().err
-    incident(tmp_path, 2, 55.0, ("released", 5.0, {"exit_code": 70}))
-    assert told(capsys, tmp_path)["unrecorded"] == 0
-    assert main(["incidents", str(tmp_path)]) == 0 and capsys.readouterr().err == ""
+    for command, told_too in (
+        (["goodput", tmp_path], "more steps may be lost"),
+        (["incidents", tmp_path], "the incident that ended the last launch is not here"),
+        (["incidents", tmp_path, "--last"], "the incident that ended the last launch is not here"),
+    ):
+        said = ttp(*command)
+        assert said.code == 0 and told_too in said.err
+    incident(tmp_path, 2, 55.0, released(5.0))
+    assert told(tmp_path)["unrecorded"] == 0
+    said = ttp("incidents", tmp_path)
+    assert (said.code, said.err) == (0, "")
 
 
-def killed_whole(save_dir: Path) -> None:
-    """Write the history of a launch without an end, and of one that trained to its end."""
-    (save_dir / "incidents").mkdir()
-    killed, again = launch(0.0, ("formed", 2.0, {})), launch(100.0, ("finished", 200.0, {}))
-    (save_dir / "incidents" / FILE).write_text(killed + again)
-
-
-def test_a_launch_that_was_killed_whole_is_a_fault_without_a_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Nobody was left to record the end: power was cut, or everything got SIGKILL."""
-    killed_whole(tmp_path)
-    found = told(capsys, tmp_path)
+def test_a_launch_that_was_killed_whole_is_a_fault(tmp_path: Path, told: Told) -> None:
+    """Power was cut, or everything got SIGKILL: nobody was left to record the end. An incident may have begun."""
+    history(tmp_path, launch(0.0, ("formed", 2.0, {})), launch(100.0, ("finished", 200.0, {})))
+    found = told(tmp_path)
     assert (found["incidents"], found["unrecorded"], found["mttr"]) == (1, 1, None)
-
-
-def test_a_launch_that_was_killed_whole_in_its_incident_has_a_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The host of the last rank lost power, too, before anything was saved."""
-    killed_whole(tmp_path)
     incident(tmp_path, 1, 20.0, ("answer", 0.1, {"version": 8}), ("thawed", 2.0, {"reason": "it came back"}), newest=8)
     incident(tmp_path, 2, 50.0, ("answer", 0.1, {"version": 40}), newest=39)
-    found = told(capsys, tmp_path)
+    found = told(tmp_path)
     assert (found["incidents"], found["unrecorded"], found["false_alarms"], found["lost_steps"]) == (1, 0, 1, 40)
 
 
-def test_a_launch_that_was_cut_off_before_it_had_formed_loses_no_steps(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "incidents").mkdir()
-    (tmp_path / "incidents" / FILE).write_text(launch(0.0) + launch(100.0, ("finished", 200.0, {})))
-    found = told(capsys, tmp_path)
+def test_a_launch_that_was_cut_off_before_it_had_formed_loses_no_steps(tmp_path: Path, told: Told) -> None:
+    found = told(history(tmp_path, launch(0.0), launch(100.0, ("finished", 200.0, {}))))
     assert (found["incidents"], found["unrecorded"], found["lost_steps"]) == (1, 0, 0)
 
 
-def test_in_words(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["goodput", str(place), "--run-id", "job"]) == 0
-    first, _, third = capsys.readouterr().out.splitlines()
-    assert first.startswith("goodput 63.3% of") and first.endswith("in 3 launches")
-    assert third.startswith("2 faults, 1 false alarm, 2 lost steps;")
-
-
-def test_what_cannot_be_read_counts_as_nothing(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = told(capsys, place, "--run-id", "job")
+def test_what_cannot_be_read_counts_as_nothing(place: Path, told: Told) -> None:
+    before = told(place, "--run-id", "job")
     with (place / "incidents" / FILE).open("a") as log:
         log.write('{"kind": "released", "exit_co\n\n"garbage"\n')
     with (place / "incidents" / "20261120-094512-4-abcd.jsonl").open("a") as story:
         story.write('{"kind": "closed\x1b[31m')
     (place / "incidents" / "20261120-094512-5-abcd.jsonl").write_bytes(b"\0\xff[[")
-    assert told(capsys, place, "--run-id", "job") == before | {"unreadable": 4}
+    assert told(place, "--run-id", "job") == before | {"unreadable": 4}
 
 
 def test_the_rest_of_a_line_in_a_long_history_could_be_read(
-    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    place: Path, told: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = (place / "incidents" / FILE).stat().st_size
     monkeypatch.setattr("ttp.store.history.TAIL_BYTES", size - 20)
-    found = told(capsys, place, "--run-id", "job")
+    found = told(place, "--run-id", "job")
     assert (found["launches"], found["unreadable"]) == (2, 0)
-
-
-def test_a_directory_without_a_launch_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["goodput", str(tmp_path)]) == 1
-    assert "no launch is recorded" in capsys.readouterr().err

@@ -84,27 +84,31 @@ def test_it_says_what_an_incident_waits_for() -> None:
         assert f"now freezing: {why}" in rendered(pb.GetStatusResponse(last_incident=now))
 
 
+def many_ranks(state: str, **facts: Any) -> list[pb.RankStatus]:
+    return [pb.RankStatus(rank=r, host="h", pid=r, version=9, state=state, **facts) for r in range(200)]
+
+
 def test_a_large_job_shows_who_stands_out() -> None:
-    ranks = [pb.RankStatus(rank=r, host="h", pid=r, version=9, state="live") for r in range(1000)]
-    ranks[500].state, ranks[501].version, ranks[502].version = "lost", 7, 8
-    now = pb.GetStatusResponse(ranks=ranks, world_size=1000)
+    ranks = many_ranks("live")
+    ranks[100].state, ranks[101].version, ranks[102].version = "lost", 7, 8
+    now = pb.GetStatusResponse(ranks=ranks, world_size=200)
     short, long = rendered(now), rendered(now, all_ranks=True)
-    assert re.findall(r"^ +(\d+) +h ", short, re.MULTILINE) == ["500", "501"]
-    assert "998 ranks live at version 9 or one before: 0-499,502-999" in short
-    assert len(re.findall(r"^ +(\d+) +h ", long, re.MULTILINE)) == 1000
+    assert re.findall(r"^ +(\d+) +h ", short, re.MULTILINE) == ["100", "101"]
+    assert "198 ranks live at version 9 or one before: 0-99,102-199" in short
+    assert len(re.findall(r"^ +(\d+) +h ", long, re.MULTILINE)) == 200
 
 
 def test_lost_ranks_of_a_large_job_are_shown_while_the_others_are_frozen() -> None:
-    ranks = [pb.RankStatus(rank=r, host="h", pid=r, version=9, state="frozen", silent_s=1) for r in range(1000)]
-    for rank in ranks[800:900]:
+    ranks = many_ranks("frozen", silent_s=1)
+    for rank in ranks[80:180]:
         rank.state = "lost"
-    for rank in ranks[990:]:
+    for rank in ranks[190:]:
         rank.CopyFrom(pb.RankStatus(rank=rank.rank, state="missing"))
-    said = rendered(pb.GetStatusResponse(ranks=ranks, world_size=1000))
-    assert re.findall(r"^ +(\d+) +h ", said, re.MULTILINE) == [str(rank) for rank in range(800, 864)]
-    assert "890 ranks frozen at version 9 or one before: 0-799,900-989" in said
-    assert "10 ranks missing: 990-999" in said
-    assert "and 36 more ranks: 864-899 (--all shows them)" in said
+    said = rendered(pb.GetStatusResponse(ranks=ranks, world_size=200))
+    assert re.findall(r"^ +(\d+) +h ", said, re.MULTILINE) == [str(rank) for rank in range(80, 144)]
+    assert "90 ranks frozen at version 9 or one before: 0-79,180-189" in said
+    assert "10 ranks missing: 190-199" in said
+    assert "and 36 more ranks: 144-179 (--all shows them)" in said
 
 
 def test_what_a_job_could_go_back_to_is_shown() -> None:
