@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import threading
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,27 @@ async def get(app: Any, path: str, headers: dict[str, str] | None = None, method
     return Answer(said[0]["status"], {k.decode(): v.decode() for k, v in said[0]["headers"]}, body)
 
 
+@contextlib.asynccontextmanager
+async def watching(ask: Callable[[], Any], incidents: Incidents) -> AsyncIterator[tuple[Looks, Any]]:
+    """Yield what looks at a job, which works inside, and the application."""
+    looks = Looks(ask, incidents)
+    running = asyncio.create_task(looks.run())
+    try:
+        yield looks, make_app(looks, "secret", 8780)
+    finally:
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+
+
+def trains() -> Any:
+    return status("training", "llll"), "here:1", None
+
+
+def nobody() -> Any:
+    raise ConfigError("nobody is there")
+
+
 def ask(tmp_path: Path, *paths: str, headers: dict[str, str] | None = None, method: str = "GET") -> list[Answer]:
     """Return answers of an application whose job has had a hostile incident."""
     evil = [(0.1, "evidence", {"rank": 1, "evidence": "exception", "text": HOSTILE, "detail": HOSTILE})]
@@ -65,15 +87,8 @@ def ask(tmp_path: Path, *paths: str, headers: dict[str, str] | None = None, meth
     now = status("training", "llll", framework=HOSTILE, save_dir=str(tmp_path))
 
     async def run() -> list[Answer]:
-        looks = Looks(lambda: (now, "here:1", None), Incidents(tmp_path))
-        running = asyncio.create_task(looks.run())
-        try:
-            app = make_app(looks, "secret", 8780)
+        async with watching(lambda: (now, "here:1", None), Incidents(tmp_path)) as (_, app):
             return [await get(app, path, headers, method) for path in paths]
-        finally:
-            running.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await running
 
     return asyncio.run(run())
 
@@ -144,10 +159,7 @@ def test_what_the_files_tell_meanwhile_is_no_answer_of_the_job(tmp_path: Path) -
         return answers.pop(0) if len(answers) > 1 else answers[0], "here:1", None
 
     async def run() -> str:
-        looks = Looks(asked, Incidents(tmp_path))
-        running = asyncio.create_task(looks.run())
-        try:
-            app = make_app(looks, "secret", 8780)
+        async with watching(asked, Incidents(tmp_path)) as (looks, app):
             await get(app, "/api/v1/status", BEARER)
             write(tmp_path, "one", SAVED)
             again = asyncio.create_task(get(app, "/api/v1/status", BEARER))
@@ -155,11 +167,6 @@ def test_what_the_files_tell_meanwhile_is_no_answer_of_the_job(tmp_path: Path) -
                 await asyncio.sleep(0.01)
             may_answer.set()
             return str(json.loads((await again).text)["stage"])
-        finally:
-            may_answer.set()
-            running.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await running
 
     assert asyncio.run(run()) == "saving"
 
@@ -178,16 +185,9 @@ def test_hostile_texts_are_no_markup(tmp_path: Path) -> None:
 
 
 def test_a_controller_that_does_not_answer_is_said() -> None:
-    def nobody() -> Any:
-        raise ConfigError("nobody is there")
-
     async def run() -> Answer:
-        looks = Looks(nobody, Incidents(None))
-        running = asyncio.create_task(looks.run())
-        try:
-            return await get(make_app(looks, "secret"), "/api/v1/status", BEARER)
-        finally:
-            running.cancel()
+        async with watching(nobody, Incidents(None)) as (_, app):
+            return await get(app, "/api/v1/status", BEARER)
 
     assert json.loads(asyncio.run(run()).text)["error"] == "nobody is there"
 
@@ -207,32 +207,24 @@ class Hanging(Incidents):
         self.works.wait(60)
 
 
-@pytest.mark.parametrize("lost", [False, True])
-def test_a_storage_that_hangs_keeps_nobody_from_the_status(lost: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("job", "error"), [(trains, ""), (nobody, "nobody is there")])
+def test_a_storage_that_hangs_keeps_nobody_from_the_status(job: Callable[[], Any], error: str) -> None:
     """Whoever asks for an incident waits, and there may be more of them than threads."""
     files = Hanging()
 
-    def ask() -> Any:
-        if lost:
-            raise ConfigError("nobody is there")
-        return status("training", "llll", save_dir=str(tmp_path)), "here:1", None
-
     async def run() -> tuple[Answer, Answer]:
-        looks = Looks(ask, files)
-        app, running = make_app(looks, "secret"), asyncio.create_task(looks.run())
-        waiting = [asyncio.create_task(get(app, "/api/v1/incidents/one", BEARER)) for _ in range(50)]
-        await asyncio.sleep(0)
-        try:
-            answers = asyncio.gather(get(app, "/", BEARER), get(app, "/api/v1/status", BEARER))
-            return await asyncio.wait_for(answers, 30)
-        finally:
-            files.works.set()
-            await asyncio.gather(*waiting)
-            running.cancel()
+        async with watching(job, files) as (_, app):
+            waiting = [asyncio.create_task(get(app, "/api/v1/incidents/one", BEARER)) for _ in range(50)]
+            await asyncio.sleep(0)
+            try:
+                answers = asyncio.gather(get(app, "/", BEARER), get(app, "/api/v1/status", BEARER))
+                return await asyncio.wait_for(answers, 30)
+            finally:
+                files.works.set()
+                await asyncio.gather(*waiting)
 
     page, shown = asyncio.run(run())
-    assert page.code == 200
-    assert json.loads(shown.text)["error"] == ("nobody is there" if lost else "")
+    assert page.code == 200 and json.loads(shown.text)["error"] == error
 
 
 def test_a_slow_storage_does_not_stop_the_list_of_incidents(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,14 +238,12 @@ def test_a_slow_storage_does_not_stop_the_list_of_incidents(monkeypatch: pytest.
             return False
 
     async def run() -> None:
-        looks = Looks(lambda: (status("training", "llll"), "here:1", None), Slow(None))
-        running = asyncio.create_task(looks.run())
-        for _ in range(500):
-            looks.want()
-            await asyncio.sleep(0.02)
-            if len(seen) > 2:
-                break
-        running.cancel()
+        async with watching(trains, Slow(None)) as (looks, _):
+            for _ in range(500):
+                looks.want()
+                await asyncio.sleep(0.02)
+                if len(seen) > 2:
+                    break
 
     asyncio.run(run())
     assert len(seen) > 2
@@ -264,14 +254,12 @@ def test_nobody_is_asked_while_nobody_watches() -> None:
 
     def count() -> Any:
         asked.append(1)
-        return status("training", "llll"), "here:1", None
+        return trains()
 
     async def run() -> None:
-        looks = Looks(count, Incidents(None))
-        running = asyncio.create_task(looks.run())
-        await asyncio.sleep(0.1)
-        assert not asked
-        assert await looks.newer(0, 5.0) and asked
-        running.cancel()
+        async with watching(count, Incidents(None)) as (looks, _):
+            await asyncio.sleep(0.1)
+            assert not asked
+            assert await looks.newer(0, 5.0) and asked
 
     asyncio.run(run())
