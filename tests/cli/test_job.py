@@ -186,18 +186,23 @@ def test_a_failed_request_is_followed_by_a_new_connection() -> None:
 # ----------------------------------------------------------------------------------------------------------------- save
 
 
+LATIN_1 = "caf\udce9"
+"""An argument that is not UTF-8, as Python decodes it."""
+
+
 def test_save(ttp: Ttp, start: Start) -> None:
     controller = start()
     controller.form(2, version=7)
-    said = ttp("save", "--reason", "before the holidays", "--port", controller.port)
+    port = ("--port", controller.port)
+    said = ttp("save", "--reason", "before the holidays", *port)
     assert (said.code, said.out) == (0, "saved version 7: /made/up/step_7\n")
-    now = ttp("status", "--port", controller.port, "--json").json
+    now = ttp("status", *port, "--json").json
     last = now["last_incident"]
     assert (now["stage"], last["version"], last["path"], last["stage"]) == ("training", 7, "/made/up/step_7", "closed")
     assert set(last) <= keys_in_help(ttp, "status")
-    told = ttp("status", "--port", controller.port).out
+    told = ttp("status", *port).out
     assert "before the holidays" in told and "saved version 7" in told
-    seen = ttp("save", "--json", "--port", controller.port).json
+    seen = ttp("save", "--json", *port, "--reason", LATIN_1).json
     assert (seen["saved"], seen["version"], seen["path"]) == (True, 7, "/made/up/step_7")
     assert set(seen) <= keys_in_help(ttp, "save")
 
@@ -213,45 +218,33 @@ def test_save_that_fails_says_why(ttp: Ttp, start: Start) -> None:
 # --------------------------------------------------------------------------------------------------------- report-fault
 
 
-def test_report_fault(ttp: Ttp, start: Start) -> None:
+def test_report_fault_of_some_that_are_and_some_that_are_not(ttp: Ttp, start: Start) -> None:
     controller = start()
     controller.form(4, version=7)
-    said = ttp("report-fault", "--rank", 2, "--reason", "its fan stands still", "--port", controller.port)
+    port = ("--port", controller.port)
+    for whom in (["--rank", "9"], ["--host", "nowhere"], ["--host", LATIN_1, "--drain"]):
+        said = ttp("report-fault", *whom, *port)
+        assert (said.code, said.out) == (1, "")
+        assert "no such rank" in said.err
+    assert ttp("status", *port, "--json").json["incidents_total"] == 0
+    said = ttp("report-fault", "--rank", 2, "--rank", 9, "--reason", "its fan stands still", *port)
     assert said.code == 0
-    seen = ttp("status", "--port", controller.port, "--json").json["last_incident"]
-    assert "its fan stands still" in seen["cause"]
-
-
-def test_report_fault_of_a_host(ttp: Ttp, start: Start) -> None:
-    controller = start()
-    controller.form(4)
-    seen = ttp("report-fault", "--host", "right", "--json", "--port", controller.port).json
-    assert seen["accused"] == [2, 3]
-    assert set(seen) <= keys_in_help(ttp, "report-fault")
+    assert "accused: rank 2." in said.out and "no such rank: 9" in said.out
+    assert "its fan stands still" in ttp("status", *port, "--json").json["last_incident"]["cause"]
 
 
 def test_a_host_that_is_drained_is_told_to_its_launcher(ttp: Ttp, start: Start) -> None:
     controller = start()
     controller.form(4)
-    alone = ttp("report-fault", "--rank", 2, "--drain", "--port", controller.port)
+    port = ("--port", controller.port)
+    alone = ttp("report-fault", "--rank", 2, "--drain", *port)
     assert alone.code == 64 and "--drain takes a whole host: give --host NAME" in alone.err
     ask = [f"127.0.0.1:{controller.port}"], controller.token, "", 0
     assert list(ask_verdict(*ask).drained) == []
-    assert ttp("report-fault", "--host", "right", "--drain", "--port", controller.port).code == 0
+    said = ttp("report-fault", "--host", "right", "--drain", "--reason", LATIN_1, "--json", *port)
+    assert said.code == 0 and said.json["accused"] == [2, 3]
+    assert set(said.json) <= keys_in_help(ttp, "report-fault")
     assert list(ask_verdict(*ask).drained) == ["right"]
-
-
-LATIN_1 = "caf\udce9"
-"""An argument that is not UTF-8, as Python decodes it."""
-
-
-def test_a_text_that_is_not_utf_8_is_reported_all_the_same(ttp: Ttp, start: Start) -> None:
-    controller = start()
-    controller.form(4)
-    port = ["--port", controller.port]
-    assert "no such rank" in ttp("report-fault", "--host", LATIN_1, "--drain", *port).err
-    assert ttp("save", "--reason", LATIN_1, *port).code == 0
-    assert ttp("report-fault", "--reason", LATIN_1, "--rank", 1, *port).code == 0
     assert ttp("status", *port, "--json").json["last_incident"]["cause"].endswith("caf?")
 
 
@@ -272,19 +265,6 @@ def test_words_and_numbers_that_make_no_sense_are_one_line(ttp: Ttp, arguments: 
     said = ttp(*arguments)
     assert (said.code, said.out, said.err.count("\n")) == (code, "", 1), said.err
     assert code == 1 or arguments[-2] in said.err or arguments[-4] in said.err
-
-
-def test_report_fault_of_nobody_and_of_some_that_are_and_some_that_are_not(ttp: Ttp, start: Start) -> None:
-    controller = start()
-    controller.form(4)
-    for whom in (["--rank", "9"], ["--host", "nowhere"]):
-        said = ttp("report-fault", *whom, "--port", controller.port)
-        assert (said.code, said.out) == (1, "")
-        assert "no such rank" in said.err
-    assert ttp("status", "--port", controller.port, "--json").json["incidents_total"] == 0
-    said = ttp("report-fault", "--rank", 1, "--rank", 9, "--port", controller.port)
-    assert said.code == 0
-    assert "accused: rank 1." in said.out and "no such rank: 9" in said.out
 
 
 # ---------------------------------------------------------------------------------------------- finding the controller

@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -86,13 +87,9 @@ def test_arguments_of_launchers_are_passed_on_untouched(
     assert seen == [given]
 
 
-def test_help_of_the_controller_is_its_own(ttp: Ttp) -> None:
+def test_help_and_bad_usage_of_the_controller_are_its_own(ttp: Ttp) -> None:
     said = ttp("controller", "--help")
-    assert said.code == 0
-    assert "--abandoned-s" in said.out
-
-
-def test_bad_usage_of_the_controller_is_64(ttp: Ttp) -> None:
+    assert said.code == 0 and "--abandoned-s" in said.out
     assert ttp("controller", "--bogus").code == 64
 
 
@@ -124,9 +121,12 @@ def test_a_bug_is_no_negative_finding(ttp: Ttp, tmp_path: Path, monkeypatch: pyt
     assert found.code == 70 and "ZeroDivisionError" in found.err
 
 
-@pytest.mark.parametrize("more", [(), ("--json",)], ids=["words", "json"])
-@pytest.mark.parametrize(("stream", "code"), [("full", 74), ("closed", 0)])
-def test_an_output_that_cannot_be_written(stream: str, code: int, more: tuple[str, ...], tmp_path: Path) -> None:
+def run(*command: str, **settings: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=REPOSITORY, text=True, stderr=subprocess.PIPE, check=False, **settings)
+
+
+@pytest.mark.parametrize(("stream", "more", "code"), [("full", (), 74), ("full", ("--json",), 74), ("closed", (), 0)])
+def test_an_output_that_cannot_be_written(stream: str, more: tuple[str, ...], code: int, tmp_path: Path) -> None:
     full = tmp_path / "full"
     try:
         os.mknod(full, 0o666 | stat.S_IFCHR, os.makedev(1, 7))
@@ -134,34 +134,31 @@ def test_an_output_that_cannot_be_written(stream: str, code: int, more: tuple[st
     except PermissionError:
         pytest.skip("may not make a device node")
     redirect = {"full": f">{full}", "closed": ">&-"}[stream]
-    script = f'"$@" {redirect}'
-    command = ["sh", "-c", script, "sh", sys.executable, "-m", "ttp", "version", *more]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    done = run("sh", "-c", f'"$@" {redirect}', "sh", sys.executable, "-m", "ttp", "version", *more)
     assert (done.returncode, done.stderr.count("\n")) == (code, int(stream == "full")), done.stderr
 
 
 def test_a_character_that_the_output_lacks_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "caf\u00e9\x01").mkdir()
-    command = [sys.executable, "-m", "ttp", "list", str(tmp_path / "caf\u00e9\x01")]
     env = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "") and "/caf??" in done.stdout
+    listed = run(sys.executable, "-m", "ttp", "list", str(tmp_path / "caf\u00e9\x01"), env=env, stdout=subprocess.PIPE)
+    assert (listed.returncode, listed.stderr) == (0, "") and "/caf??" in listed.stdout
 
 
-def test_help_loads_neither_torch_nor_grpc() -> None:
+def test_help_loads_neither_torch_nor_grpc_and_a_command_no_other() -> None:
     check = (
-        "import sys; from ttp.cli.main import main; code = main(['--help']);"
+        "import sys; from ttp.cli.main import main; main(['version']); assert 'ttp.cli.status' not in sys.modules;"
+        "code = main(['--help']);"
         "heavy = {'torch', 'grpc', 'numpy', 'mindspore', 'google.protobuf'} & set(sys.modules);"
         "sys.exit(str(heavy) if heavy else code)"
     )
-    done = subprocess.run([sys.executable, "-c", check], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    done = run(sys.executable, "-c", check, stdout=subprocess.DEVNULL)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("module_name", ["ttp", "ttp.cli"])
-def test_as_a_module(module_name: str) -> None:
-    command = [sys.executable, "-m", module_name, "version", "--json"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+def test_as_a_module() -> None:
+    """Other tests here run ``python -m ttp``."""
+    done = run(sys.executable, "-m", "ttp.cli", "version", "--json", stdout=subprocess.PIPE)
     assert done.returncode == 0
     assert f'"protocol": "{PROTOCOL_MAJOR}.{PROTOCOL_MINOR}"' in done.stdout
 
@@ -169,10 +166,9 @@ def test_as_a_module(module_name: str) -> None:
 def test_a_reader_that_has_seen_enough() -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-m", "ttp", "--help"]
-    done = subprocess.run(command, cwd=REPOSITORY, stdout=writing, stderr=subprocess.PIPE, check=False)
+    done = run(sys.executable, "-m", "ttp", "--help", stdout=writing)
     os.close(writing)
-    assert (done.returncode, done.stderr) == (141, b"")
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_version(ttp: Ttp) -> None:

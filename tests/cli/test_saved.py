@@ -91,13 +91,9 @@ def test_list_of_nothing(ttp: Ttp, tmp_path: Path) -> None:
     assert ttp("list", tmp_path, "--json").json == []
     said = ttp("list", tmp_path)
     assert (said.code, "no checkpoint" in said.out) == (0, True)
-
-
-def test_a_file_is_no_save_dir(ttp: Ttp, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     said = ttp("list", tmp_path / "file")
-    assert said.code == 64
-    assert "not a directory" in said.err
+    assert said.code == 64 and "not a directory" in said.err
 
 
 def test_paths_are_not_cut_in_a_pipe(ttp: Ttp, save_dir: SaveDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,6 +174,7 @@ def test_verify_walks_back(ttp: Ttp, save_dir: SaveDir) -> None:
     json = ttp("verify", save_dir.path, "--json").json
     assert (json["whole"], json["restores"]) == (False, older.name)
     assert [(c["version"], c["whole"]) for c in json["checkpoints"]] == [(12, False), (9, True)]
+    assert {*json, *json["checkpoints"][0]} <= keys_in_help(ttp, "verify")
 
 
 REFUSED = "No checkpoint is whole: a restart is refused until"
@@ -212,7 +209,8 @@ def test_verify_tells_what_a_restart_does(
     for number in range(directories):
         (save_dir.path / f"tft_saved_checkpoints-step_3{number}").mkdir(parents=True)
     told = told.format(fallback.path)
-    assert told in ttp("verify", save_dir.path).out
+    said = ttp("verify", save_dir.path)
+    assert told in said.out and said.code == int(directories + len(damaged) > 0)  # of what bears the newest name here
     restores = ttp("verify", save_dir.path, "--json").json["restores"]
     assert restores == (told.rstrip(".").rpartition("/")[2].split()[-1] if "resume" in told else None)
 
@@ -290,26 +288,14 @@ def test_verify_nothing(ttp: Ttp, tmp_path: Path) -> None:
     assert json.json == {"path": str(tmp_path), "whole": False, "restores": None, "checkpoints": []}
 
 
-def test_verify_a_foreign_directory_that_bears_the_name(ttp: Ttp, save_dir: SaveDir) -> None:
-    whole = save_dir.checkpoint(9)
-    (save_dir.path / "tft_saved_checkpoints-step_12").mkdir()
-    json = ttp("verify", save_dir.path, "--json")
-    assert json.code == 1
-    assert json.json["restores"] == whole.name
-
-
-def test_verify_keys_are_documented(ttp: Ttp, save_dir: SaveDir) -> None:
-    save_dir.checkpoint(12)
-    json = ttp("verify", save_dir.path, "--json").json
-    assert {*json, *json["checkpoints"][0]} <= keys_in_help(ttp, "verify")
-
-
 # -------------------------------------------------------------------------------------------------------------- inspect
 
 
 def test_inspect_json(ttp: Ttp, save_dir: SaveDir) -> None:
+    save_dir.checkpoint(9)
     path = save_dir.checkpoint(12)
     json = ttp("inspect", path, "--json").json
+    assert json == ttp("inspect", save_dir.path, "--json").json, "the newest"
     assert (json["version"], json["incarnation"], json["cause"]) == (12, 3, "rank 1 [b] was lost")
     assert json["groups"] == {"model": [0, 1, 2, 3]}
     assert {p["file"] for p in json["pieces"]} == {"__0_0.distcp", "rank_local_2_0.msgpack", "job_0.msgpack"}
@@ -327,14 +313,9 @@ def test_inspect_json(ttp: Ttp, save_dir: SaveDir) -> None:
     assert nested <= keys_in_help(ttp, "inspect")
 
 
-def test_inspect_of_a_save_dir_is_of_the_newest(ttp: Ttp, save_dir: SaveDir) -> None:
-    save_dir.checkpoint(9)
-    save_dir.checkpoint(12)
-    assert ttp("inspect", save_dir.path, "--json").json["version"] == 12
-
-
-def test_inspect_tells_people(ttp: Ttp, save_dir: SaveDir) -> None:
-    said = ttp("inspect", save_dir.checkpoint(12))
+def test_inspect_tells_people(ttp: Ttp, save_dir: SaveDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save_dir.checkpoint(12)
+    said = ttp("inspect", path)
     assert said.code == 0
     for text in (
         "rank 1 [b] was lost",
@@ -346,24 +327,17 @@ def test_inspect_tells_people(ttp: Ttp, save_dir: SaveDir) -> None:
         "derived anew for rank 1: there is no page of rank 1",
     ):
         assert text in said.out, text
-
-
-def test_inspect_shows_some_tensors_or_all(ttp: Ttp, save_dir: SaveDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ttp.cli.inspection.TENSORS_SHOWN_MAX", 1)
-    path = save_dir.checkpoint(12)
     some = ttp("inspect", path).out
     assert "exp_avg" not in some
     assert "and 1 more tensors" in some
     assert "exp_avg" in ttp("inspect", path, "--all").out
 
 
-def test_inspect_damaged(ttp: Ttp, save_dir: SaveDir) -> None:
+def test_inspect_of_what_is_damaged_and_of_nothing(ttp: Ttp, save_dir: SaveDir, tmp_path: Path) -> None:
     path = save_dir.checkpoint(12)
     damage_manifest(path)
     said = ttp("inspect", path)
     assert (said.code, said.out) == (1, "")
     assert "is damaged" in said.err
-
-
-def test_inspect_nothing(ttp: Ttp, tmp_path: Path) -> None:
     assert ttp("inspect", tmp_path).code == 1
