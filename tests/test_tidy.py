@@ -16,9 +16,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.xdist_group(
-    "tidy"
-)  # with test_support.py: each file is parsed once
+pytestmark = pytest.mark.xdist_group("tidy")  # with test_support.py: each file is parsed once
 
 ROOT = Path(__file__).parent.parent
 HOMES = {"ttp": ROOT / "ttp", "ttp.controller": ROOT / "controller", "ttp.adapters": ROOT / "adapters"}
