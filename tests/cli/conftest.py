@@ -157,7 +157,7 @@ class Controller(Alone):
                 if isinstance(order, TellLayout):
                     for part in answers(order, Layout.data_parallel(world_size)):
                         outbox.put(report_to_wire(part))
-                answer = obey(replace(order, rank=rank), version, saves=saves)  # one that all are told names none
+                answer = obey(order, version, saves=saves)
                 if answer is not None:
                     outbox.put(report_to_wire(answer))
         outbox.put(None)

@@ -50,6 +50,8 @@ def test_each_command_explains_itself(ttp: Ttp, command: str) -> None:
         (["save", "--timeout", "soon"], "--timeout"),
         (["status", "--port", "70000"], "--port"),
         (["report-fault", "--port", "1"], "--rank N or --host NAME"),
+        (["report-fault", "--rank", "1", "--recovered"], "--recovered takes a whole host"),
+        (["watch-node"], "needs a check"),
         (["list", "/no/such/directory"], "does not exist"),
         (["list", ""], "the path is empty (an unset variable?): give the save_dir"),
         (["verify", ""], "the path is empty"),

@@ -136,17 +136,21 @@ def test_a_drained_host_is_moved_where_that_costs_no_restart(
     assert ttp("status", "--port", controller.port, "--json").json["incidents_total"] == 0
 
 
-def test_a_check_that_cannot_run_has_an_exit_code_of_its_own(ttp: Ttp, start: Start, tmp_path: Path) -> None:
+def test_reset_json_may_be_unknown_and_name_ranks(ttp: Ttp, start: Start, tmp_path: Path) -> None:
+    """What one check does not know another one may. That no job runs is no end of it."""
     controller = start()
     controller.form(4)
-    (tmp_path / "reset.json").write_text("{")
-    once = ttp("watch-node", "--port", controller.port, "--once", "--reset-json", tmp_path / "reset.json")
+    reset = tmp_path / "reset.json"
+    reset.write_text("{")
+    where = ("watch-node", "--once", "--port", controller.port)
+    once = ttp(*where, "--reset-json", reset)
     assert once.code == 3 and "is incomplete" in once.err
-    assert ttp("watch-node", "--port", controller.port, "--once", "--", "/no/check").code == 3
-
-    faulty = shell("exit 2")
-    worse = ttp("watch-node", "--once", "--port", 1, "--reset-json", tmp_path / "reset.json", "--", *faulty)
-    assert worse.code == 2 and "is incomplete" in worse.err, "what one check does not know another one may"
+    assert ttp(*where, "--", "/no/check").code == 3
+    worse = ttp("watch-node", "--once", "--port", 1, "--reset-json", reset, "--", *shell("exit 2"))
+    assert worse.code == 2 and "is incomplete" in worse.err and "127.0.0.1:1" in worse.err
+    reset.write_text(json.dumps({"RankList": [BROKEN]}))
+    said = ttp(*where, "--reset-json", reset)
+    assert said.code == 2 and "accused: rank 3" in said.err and "0x80C98000" in said.err
 
 
 def test_a_host_of_unknown_health_stays_what_it_was(
@@ -168,21 +172,3 @@ def test_a_host_of_unknown_health_stays_what_it_was(
     lines = ttp("watch-node", *flags, "--", *shell(f"echo bad; exit $(cat {code})")).err.splitlines()
     expected = ["left is faulty: bad", "exited with 9", "accused: ranks 0-1", "exited with 9", "left is healthy again"]
     assert len(lines) == len(expected) and all(map(str.__contains__, lines, expected)), lines
-
-
-def test_ranks_of_reset_json_are_reported(ttp: Ttp, start: Start, tmp_path: Path) -> None:
-    controller = start()
-    controller.form(4)
-    (tmp_path / "reset.json").write_text(json.dumps({"RankList": [BROKEN]}))
-    said = ttp("watch-node", "--port", controller.port, "--once", "--reset-json", tmp_path / "reset.json")
-    assert said.code == 2 and "accused: rank 3" in said.err and "0x80C98000" in said.err
-
-
-def test_no_job_is_no_end_of_it(ttp: Ttp) -> None:
-    said = ttp("watch-node", "--port", 1, "--once", "--", *shell("exit 2"))
-    assert said.code == 2 and "127.0.0.1:1" in said.err
-
-
-def test_bad_usage(ttp: Ttp) -> None:
-    assert "needs a check" in ttp("watch-node").err
-    assert "--recovered takes a whole host" in ttp("report-fault", "--rank", 1, "--recovered").err
