@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,19 +10,21 @@ import pytest
 from rich.console import Console
 
 from tests.chaos.test_report import result
+from tests.cli.conftest import Ttp, ttp
 from ttp.chaos import runner, world
 from ttp.chaos.reading import read
 from ttp.chaos.result import FILE, Result
 from ttp.chaos.script import Script
 from ttp.cli import chaos
-from ttp.cli.main import main
+
+__all__ = ["ttp"]
 
 
-def test_drawn_scripts_are_written_and_nobody_is_hurt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["chaos", "--draw", "--runs", "30", "--seed", "1", "--out", str(tmp_path)]) == 0
+def test_drawn_scripts_are_written_and_nobody_is_hurt(tmp_path: Path, ttp: Ttp) -> None:
+    said = ttp("chaos", "--draw", "--runs", 30, "--seed", 1, "--out", tmp_path)
     scripts = [read(path) for path in sorted(tmp_path.glob("*.toml"))]
     assert sum(len(script.runs) for script in scripts) == 30
-    assert f"{len(scripts)} scripts" in capsys.readouterr().out
+    assert said.code == 0 and f"{len(scripts)} scripts" in said.out
 
 
 @pytest.mark.parametrize(
@@ -38,21 +39,22 @@ def test_drawn_scripts_are_written_and_nobody_is_hurt(tmp_path: Path, capsys: py
         (["--sed", "1"], "--sed"),
     ],
 )
-def test_bad_usage(arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["chaos", "--draw", "--out", str(tmp_path / "out"), *arguments]) == 64
-    assert said in capsys.readouterr().err
+def test_bad_usage(arguments: list[str], said: str, tmp_path: Path, ttp: Ttp) -> None:
+    refused = ttp("chaos", "--draw", "--out", tmp_path / "out", *arguments)
+    assert refused.code == 64 and said in refused.err
 
 
-def test_another_campaign_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+TWO_HOSTS = Path(__file__).parents[2] / "examples" / "chaos" / "two-hosts.toml"
+
+
+def test_another_campaign_is_not_overwritten_and_several_hosts_are_refused_where_there_is_one(
+    tmp_path: Path, ttp: Ttp
+) -> None:
     (tmp_path / FILE).write_text("")
-    assert main(["chaos", "--plain", "--out", str(tmp_path)]) == 64
-    assert "holds another campaign" in capsys.readouterr().err
-
-
-def test_several_hosts_are_refused_where_there_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script = Path(__file__).parents[2] / "examples" / "chaos" / "two-hosts.toml"
-    assert main(["chaos", "--plain", "--script", str(script), "--out", str(tmp_path / "out")]) == 64
-    assert "needs several hosts" in capsys.readouterr().err
+    refused = ttp("chaos", "--plain", "--out", tmp_path)
+    assert refused.code == 64 and "holds another campaign" in refused.err
+    refused = ttp("chaos", "--plain", "--script", TWO_HOSTS, "--out", tmp_path / "out")
+    assert refused.code == 64 and "needs several hosts" in refused.err
 
 
 class Campaign:
@@ -80,55 +82,53 @@ def campaign(monkeypatch: pytest.MonkeyPatch) -> type[Campaign]:
 
 
 def test_findings_are_told_and_are_the_exit_code(
-    campaign: type[Campaign], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    campaign: type[Campaign], tmp_path: Path, ttp: Ttp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A report is written after every run, and says how to repeat the campaign."""
     report = tmp_path / "report.md"
     drawn = ["--seed", "1", "--runs", "2", "--jobs", "2", "--match", "kill", "--include", "hang"]
-    assert main(["chaos", "--plain", *drawn, "--out", str(tmp_path / "one"), "--report", str(report)]) == 1
-    said = capsys.readouterr()
-    assert "1/2" in said.err and "2 finished steps are lost" in said.err
+    said = ttp("chaos", "--plain", *drawn, "--out", tmp_path / "one", "--report", report)
+    assert said.code == 1 and "1/2" in said.err and "2 finished steps are lost" in said.err
     assert "1 of 2 states with a consistent checkpoint committed" in said.out and "1 run with findings" in said.out
     assert "ttp chaos --runs 2 --seed 1 --jobs 2 --include hang --match 'kill'" in report.read_text()
     monkeypatch.setattr(campaign, "results", [result()])
-    assert main(["chaos", "--plain", "--json", "--out", str(tmp_path / "two")]) == 0
-    (only,) = json.loads(capsys.readouterr().out)
-    assert (only["outcome"], only["findings"]) == ("saved", [])
+    said = ttp("chaos", "--plain", "--json", "--out", tmp_path / "two")
+    (only,) = said.json
+    assert (said.code, only["outcome"], only["findings"]) == (0, "saved", [])
 
 
 def test_on_a_terminal_only_runs_with_findings_have_a_line(
-    campaign: type[Campaign], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    campaign: type[Campaign], ttp: Ttp, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The progress bar stands for the others."""
     monkeypatch.setattr(chaos, "aside", lambda: Console(file=sys.stderr, force_terminal=True, width=200))
-    assert main(["chaos", "--plain", "--runs", "2", "--out", str(tmp_path / "out")]) == 1
-    said = capsys.readouterr().err
-    assert "1/2  job-003" not in said and "2/2  job-003" in said
+    said = ttp("chaos", "--plain", "--runs", 2, "--out", tmp_path / "out")
+    assert said.code == 1 and "1/2  job-003" not in said.err and "2/2  job-003" in said.err
 
 
 def test_one_job_of_a_campaign_or_a_script_can_be_run_alone(
-    campaign: type[Campaign], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    campaign: type[Campaign], tmp_path: Path, ttp: Ttp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has the number that it had in the campaign."""
     monkeypatch.setattr(campaign, "results", [])
-    assert main(["chaos", "--plain", "--seed", "1", "--runs", "30", "--out", str(tmp_path / "all")]) == 0
+    drawn = ("chaos", "--plain", "--seed", 1, "--runs", 30)
+    assert ttp(*drawn, "--out", tmp_path / "all").code == 0
     everything, _, _ = campaign.asked
-    assert main(["chaos", "--plain", "--seed", "1", "--runs", "30", "--only", "2", "--out", str(tmp_path / "one")]) == 0
+    assert ttp(*drawn, "--only", 2, "--out", tmp_path / "one").code == 0
     assert campaign.asked[2] == 2 and 0 < len(campaign.asked[0]) < len(everything)
-    script = Path(__file__).parents[2] / "examples" / "chaos" / "two-hosts.toml"
-    assert main(["chaos", "--draw", "--script", str(script), "--out", str(tmp_path / "script")]) == 0
+    assert ttp("chaos", "--draw", "--script", TWO_HOSTS, "--out", tmp_path / "script").code == 0
     assert [path.name for path in (tmp_path / "script").iterdir()] == ["job-000.toml"]
 
 
 def test_where_namespaces_can_be_made_the_campaign_runs_in_its_own(
-    campaign: type[Campaign], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    campaign: type[Campaign], tmp_path: Path, ttp: Ttp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The exit code is that of the command inside."""
     monkeypatch.setattr(world, "obstacle", lambda: "")
     monkeypatch.setattr(world, "enter", lambda arguments: 1)
-    assert main(["chaos", "--out", str(tmp_path / "out")]) == 1 and not (tmp_path / "out").exists()
+    assert ttp("chaos", "--out", tmp_path / "out").code == 1 and not (tmp_path / "out").exists()
     settled: list[bool] = []
     monkeypatch.setattr(world, "inside", lambda: True)
     monkeypatch.setattr(world, "settle", lambda: settled.append(True))
     monkeypatch.setattr(campaign, "results", [])
-    assert main(["chaos", "--out", str(tmp_path / "out"), "--runs", "1"]) == 0 and settled
+    assert ttp("chaos", "--out", tmp_path / "out", "--runs", 1).code == 0 and settled
