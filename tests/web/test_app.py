@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -15,11 +16,15 @@ import pytest
 
 pytest.importorskip("starlette", reason="pip install 'ttp-ft[web]'")
 
+from tests.cli.conftest import Ttp, ttp
 from tests.cli.test_incidents import SAVED, write
 from tests.web.test_view import status
 from ttp.errors import ConfigError
+from ttp.launch.token_file import write_token
 from ttp.web.app import HEADERS, make_app
 from ttp.web.looks import Incidents, Looks
+
+__all__ = ["ttp"]
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m"
 BEARER = {"authorization": "Bearer secret"}
@@ -263,3 +268,39 @@ def test_nobody_is_asked_while_nobody_watches() -> None:
             assert await looks.newer(0, 5.0) and asked
 
     asyncio.run(run())
+
+
+# create_server() leaves its socket to the garbage collector if the name is not UTF-8
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_what_cannot_be_served_is_said(ttp: Ttp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("uvicorn", reason="pip install 'ttp-ft[web]'")
+
+    def refused(*arguments: str, **env: str) -> str:
+        with monkeypatch.context() as patch:
+            for name, value in env.items():
+                patch.setenv(name, value)
+            said = ttp("web", "--save-dir", tmp_path, *arguments)
+        assert (said.code, said.out) == (64, "")
+        return said.err
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert f"cannot listen at 127.0.0.1:{port}" in refused("--listen", f"127.0.0.1:{port}")
+    assert "HOST:PORT" in refused("--listen", "8780")
+    assert "cannot listen at" in refused("--listen", "\udcff:0"), "not UTF-8"
+    assert "cannot listen at" in refused("--listen", "nobody.invalid:0")
+    secret, two = tmp_path / "token", tmp_path / "two"
+    secret.write_text("secret")
+    two.touch(mode=0o600)
+    two.write_text("one\ntwo\n")
+    free = ("--listen", "127.0.0.1:0", "--access-token-file")
+    assert "chmod 600" in refused(*free, str(secret))
+    assert "printable ASCII" in refused(*free, str(two))
+    secret.chmod(0o600)
+    assert "job's own token" in refused(*free, str(secret), TTP_TOKEN_FILE=str(secret))
+    assert "job's own token" in refused(*free, str(secret), "--token", "secret", "--port", "1")
+    (tmp_path / "run").mkdir()
+    write_token(tmp_path / "run", "secret")
+    left = {"TTP_RUN_DIR": str(tmp_path / "run"), "TTP_PORT": "1"}
+    assert "job's own token" in refused(*free, str(secret), **left), "the launcher left it"
+    assert "the port of the controller is not known" in ttp("web").err

@@ -16,7 +16,6 @@ import pytest
 
 from tests.web.browser import ROOT, served
 from tests.wire.certificates import Authority
-from ttp.launch.token_file import write_token
 
 pytest.importorskip("uvicorn", reason="pip install 'ttp-ft[web]'")
 pytestmark = pytest.mark.slow
@@ -70,43 +69,6 @@ def test_an_encrypted_key_is_opened(tmp_path: Path) -> None:
     env = {**authority.sign(password="secret"), "TTP_TLS_KEY_PASSWORD": str(password)}
     with served("--save-dir", str(tmp_path), env=env) as address:
         assert fetch(address, authority, authority.sign(file="client")) == 200
-
-
-def refused(*arguments: str, **env: str) -> str:
-    """Return the output of ``ttp web`` when it does not start."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("TTP_")}
-    command = [sys.executable, "-m", "ttp", "web", *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=clean | env, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 64 and not done.stdout and "Traceback" not in done.stderr, done
-    return done.stderr
-
-
-def test_what_cannot_be_is_said(tmp_path: Path) -> None:
-    here = ("--save-dir", str(tmp_path))
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        assert f"cannot listen at 127.0.0.1:{port}" in refused(*here, "--listen", f"127.0.0.1:{port}")
-    assert "HOST:PORT" in refused(*here, "--listen", "8780")
-    assert "cannot listen at" in refused(*here, "--listen", "\udcff:0"), "not UTF-8"
-    assert "cannot listen at" in refused(*here, "--listen", "nobody.invalid:0")
-    secret = tmp_path / "token"
-    secret.write_text("secret")
-    assert "chmod 600" in refused(*here, "--access-token-file", str(secret), "--listen", "127.0.0.1:0")
-    two = tmp_path / "two"
-    two.touch(mode=0o600)
-    two.write_text("one\ntwo\n")
-    assert "printable ASCII" in refused(*here, "--access-token-file", str(two), "--listen", "127.0.0.1:0")
-    secret.chmod(0o600)
-    own = (*here, "--access-token-file", str(secret), "--listen", "127.0.0.1:0")
-    assert "job's own token" in refused(*own, TTP_TOKEN_FILE=str(secret))
-    assert "job's own token" in refused(*own, "--token", "secret", "--port", "1")
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    write_token(run_dir, "secret")
-    assert "job's own token" in refused(*own, TTP_RUN_DIR=str(run_dir), TTP_PORT="1"), "the launcher left it"
-    assert "the port of the controller is not known" in refused(
-        TTP_RUN_DIR=str(tmp_path / "none"), TMPDIR=str(tmp_path)
-    )
 
 
 def test_who_does_not_read_or_sends_rubbish_keeps_nobody_out(tmp_path: Path) -> None:
