@@ -10,19 +10,19 @@ from ttp.chaos.kinds import (
     CONTROLLER,
     INCIDENT,
     SAVER,
+    Draw,
     Kind,
     RunDraw,
+    alone,
     kill_all,
     kill_any_moment,
-    kill_one,
     kill_several,
     kill_then,
+    one,
     ranks,
 )
 from ttp.chaos.script import Fault
 from ttp.chaos.vocabulary import CALLED_PHASES, START_PHASES, STEP_PHASES, Target
-
-Draw = Callable[[RunDraw], tuple[Fault, ...]]
 
 TEMPLATE = Target("template")
 _HOSTS = ("two hosts, going on",)
@@ -112,9 +112,9 @@ def _warm(title: str, faults: Draw, weight: int = 1, *, last: bool = False, expe
 
 
 COMEBACKS: tuple[Kind, ...] = (
-    _keep("nobody dies", lambda s: (s.here("again", CONTROLLER),), 3),
-    _keep("kill a rank", kill_one, 11),
-    _keep("kill rank 0", lambda s: (s.here("kill", ranks(0)),), 3),
+    _keep("nobody dies", alone("again", CONTROLLER), 3),
+    _keep("kill a rank", one("kill"), 11),
+    _keep("kill rank 0", alone("kill", ranks(0)), 3),
     _keep("kill a rank at any moment", kill_any_moment, 4, ("data",)),
     _keep("kill several ranks", kill_several, 4),
     _keep("then the saver dies", kill_then("plan", SAVER), 2),
@@ -131,14 +131,14 @@ COMEBACKS: tuple[Kind, ...] = (
     _keep("the controller dies", _controller_somewhere, 3),
     _keep("the controller dies in the incident", _then_at_some_event(CONTROLLER), 3),
     _keep("the controller dies soon", _then_soon("kill", lambda _: CONTROLLER)),
-    _keep("on two hosts", kill_one, 3, shapes=_HOSTS),
+    _keep("on two hosts", one("kill"), 3, shapes=_HOSTS),
     _keep("on two hosts, another dies", _then_somewhere("kill"), 3, shapes=_HOSTS),
     _keep("no template", _without_template("kill"), last=True),
     _keep("template stopped", _without_template("stop"), last=True),
     _keep("template dies meanwhile", _then_at_some_event(TEMPLATE), last=True),
     _keep("template stops meanwhile", _template_stops_meanwhile, last=True),
-    _warm("kill a rank", kill_one, 3),
-    _warm("exception in a rank", lambda s: (s.here("raise", ranks(s.rank)),)),
+    _warm("kill a rank", one("kill"), 3),
+    _warm("exception in a rank", one("raise")),
     _warm("kill several ranks", kill_several),
     _warm("kill all ranks at once", kill_all, expect="any"),
     _warm("one dies at its start", _then_somewhere("kill", IN_TRAIN), 2),

@@ -10,7 +10,8 @@ from ttp.chaos.script import Fault, Run, Script
 from ttp.chaos.vocabulary import STEP_PHASES, Target
 
 ONE_HOST = ("small", "pair", "stock", "wide")
-SEVERAL_HOSTS = ("two hosts", "two hosts, scheduled", "three hosts, scheduled")
+TWO_HOSTS = ("two hosts", "two hosts, scheduled")
+SEVERAL_HOSTS = (*TWO_HOSTS, "three hosts, scheduled")
 SCHEDULED = ("two hosts, scheduled", "three hosts, scheduled")
 NO_PAIR = ("small", "stock", "wide")
 INCIDENT = ("opened", "answer", "plan", "saved", "commit", "committed")
@@ -70,6 +71,9 @@ class RunDraw:
         return Fault(f"{self.prefix} {name}", what, who, phase=phase, seen_by=seen_by)
 
 
+Draw = Callable[[RunDraw], tuple[Fault, ...]]
+
+
 @dataclass(frozen=True, slots=True)
 class Kind:
     """One kind of run.
@@ -88,7 +92,7 @@ class Kind:
     """
 
     title: str
-    faults: Callable[[RunDraw], tuple[Fault, ...]]
+    faults: Draw
     expect: str = "saved"
     weight: int = 1
     phases: tuple[str, ...] = STEP_PHASES
@@ -111,18 +115,19 @@ CONTROLLER, LAUNCHER, DISK = Target("controller"), Target("launcher"), Target("d
 SAVER, COMMITTER, BYSTANDER = Target("saver"), Target("committer"), Target("bystander")
 
 
-def kill_one(s: RunDraw) -> tuple[Fault, ...]:
-    """Draw: kill a rank at the point."""
-    return (s.here("kill", ranks(s.rank)),)
+def one(what: str) -> Draw:
+    """Return a draw: ``what`` strikes a rank at the point."""
+    return lambda s: (s.here(what, ranks(s.rank)),)
+
+
+def alone(what: str, who: Target) -> Draw:
+    """Return a draw: ``what`` strikes ``who`` at the point."""
+    return lambda s: (s.here(what, who),)
 
 
 def kill_any_moment(s: RunDraw) -> tuple[Fault, ...]:
     """Draw: kill a rank up to 20 ms after the point."""
     return (s.here("kill", ranks(s.rank), seconds=s.seconds(0.0005, 0.02)),)
-
-
-def _one(what: str) -> Callable[[RunDraw], tuple[Fault, ...]]:
-    return lambda s: (s.here(what, ranks(s.rank)),)
 
 
 def kill_several(s: RunDraw) -> tuple[Fault, ...]:
@@ -136,23 +141,25 @@ def kill_all(s: RunDraw) -> tuple[Fault, ...]:
     return (s.here("kill", ranks(*range(s.job.world_size))),)
 
 
-def kill_then(event: str, who: Target) -> Callable[[RunDraw], tuple[Fault, ...]]:
+def kill_then(event: str, who: Target) -> Draw:
     """Return a draw: kill a rank, and ``who`` at an event of the controller."""
     return lambda s: (s.here("kill", ranks(s.rank)), s.at_event(event, "kill", who))
 
 
-def _two_at_different_moments(s: RunDraw) -> tuple[Fault, ...]:
-    one, two = s.chance.sample(range(s.job.world_size), 2)
-    return s.here("kill", ranks(one)), s.later(s.seconds(0, 0.2), "kill", ranks(two))
+def _then_another(what: str, after_s: float | None = None) -> Draw:
+    """Return a draw: ``what`` strikes a rank, and another is killed ``after_s`` seconds later; None: within 0.2 s."""
+
+    def draw(s: RunDraw) -> tuple[Fault, ...]:
+        first, second = s.chance.sample(range(s.job.world_size), 2)
+        delay_s = s.seconds(0, 0.2) if after_s is None else after_s
+        return s.here(what, ranks(first)), s.later(delay_s, "kill", ranks(second))
+
+    return draw
 
 
 def _kill_and_at_the_next_start(s: RunDraw) -> tuple[Fault, ...]:
     phase = s.chance.choice(("joined", "restored"))
     return s.here("kill", ranks(s.rank)), s.next_start(phase, "kill", ranks(s.rank))
-
-
-def _controller(s: RunDraw) -> tuple[Fault, ...]:
-    return (s.here("kill", CONTROLLER),)
 
 
 def _controller_then_rank(s: RunDraw) -> tuple[Fault, ...]:
@@ -168,7 +175,7 @@ def _kill_then_controller_and_saver(s: RunDraw) -> tuple[Fault, ...]:
     return s.here("kill", ranks(s.rank)), *both
 
 
-def _pause(who: Callable[[RunDraw], Target], least: float, most: float) -> Callable[[RunDraw], tuple[Fault, ...]]:
+def _pause(who: Callable[[RunDraw], Target], least: float, most: float) -> Draw:
     def draw(s: RunDraw) -> tuple[Fault, ...]:
         paused = who(s)
         return s.here("stop", paused), s.later(s.seconds(least, most), "cont", paused)
@@ -176,18 +183,9 @@ def _pause(who: Callable[[RunDraw], Target], least: float, most: float) -> Calla
     return draw
 
 
-def _stopped_while_another_dies(s: RunDraw) -> tuple[Fault, ...]:
-    stopped, dying = s.chance.sample(range(s.job.world_size), 2)
-    return s.here("stop", ranks(stopped)), s.later(0.05, "kill", ranks(dying))
-
-
 def _controller_stopped_while_one_dies(s: RunDraw) -> tuple[Fault, ...]:
     dies = s.later(0.05, "kill", ranks(s.rank))
     return s.here("stop", CONTROLLER), dies, s.later(s.seconds(0.5, 3), "cont", CONTROLLER, "third")
-
-
-def _save(s: RunDraw) -> tuple[Fault, ...]:
-    return (s.here("save", CONTROLLER),)
 
 
 def _save_and_kill(s: RunDraw) -> tuple[Fault, ...]:
@@ -195,25 +193,15 @@ def _save_and_kill(s: RunDraw) -> tuple[Fault, ...]:
     return s.here("save", CONTROLLER), s.at_event(event, "kill", ranks(s.rank))
 
 
-def _quota(s: RunDraw) -> tuple[Fault, ...]:
-    poor, dying = s.chance.sample(range(s.job.world_size), 2)
-    return s.here("disk-quota", ranks(poor)), s.later(0.02, "kill", ranks(dying))
-
-
-def _disk(what: str) -> Callable[[RunDraw], tuple[Fault, ...]]:
+def _disk(what: str, healed_at: str = "released") -> Draw:
     def draw(s: RunDraw) -> tuple[Fault, ...]:
         dies = s.later(0.02, "kill", ranks(s.rank))
-        return s.here(what, DISK), dies, s.at_event("released", "disk-heal", DISK, "third")
+        return s.here(what, DISK), dies, s.at_event(healed_at, "disk-heal", DISK, "third")
 
     return draw
 
 
-def _disk_for_a_moment(s: RunDraw) -> tuple[Fault, ...]:
-    dies = s.later(0.02, "kill", ranks(s.rank))
-    return s.here("disk-full", DISK), dies, s.at_event("save_failed", "disk-heal", DISK, "third")
-
-
-def _host(what: str, number: int | None = None) -> Callable[[RunDraw], tuple[Fault, ...]]:
+def _host(what: str, number: int | None = None) -> Draw:
     """Return a draw: a fault of host ``number``; None means a random host without the controller (not host 0)."""
 
     def draw(s: RunDraw) -> tuple[Fault, ...]:
@@ -243,40 +231,39 @@ _OUTER = tuple(p for p in STEP_PHASES if p != "in_step")
 _WATCHED = _OUTER[: _OUTER.index("stepped")]
 """Phases in which a rank that hangs is found: the evaluation that follows them waits on purpose."""
 _WIDE = ("wide",)
+_PAUSE = _pause(lambda _: CONTROLLER, 0.2, 4)
 
 KINDS: tuple[Kind, ...] = (
-    Kind("kill a rank", kill_one, weight=9),
+    Kind("kill a rank", one("kill"), weight=9),
     Kind("kill a rank at any moment", kill_any_moment, weight=4, phases=("data",)),
-    Kind("segfault of a rank", _one("segv")),
-    Kind("a rank exits", _one("exit")),
-    Kind("exception in a rank", _one("raise"), weight=3),
-    Kind("SIGTERM to a rank", _one("term")),
-    Kind("SIGTERM to the job", lambda s: (s.here("term", LAUNCHER),), weight=2),
-    Kind("accused from outside", _one("report")),
+    Kind("segfault of a rank", one("segv")),
+    Kind("a rank exits", one("exit")),
+    Kind("exception in a rank", one("raise"), weight=3),
+    Kind("SIGTERM to a rank", one("term")),
+    Kind("SIGTERM to the job", alone("term", LAUNCHER), weight=2),
+    Kind("accused from outside", one("report")),
     Kind("kill several ranks at once", kill_several, weight=3, shapes=NO_PAIR),
     Kind("kill all ranks at once", kill_all, "any"),
     Kind("kill a rank, then the saver", kill_then("plan", SAVER), weight=3, shapes=NO_PAIR),
     Kind("kill a rank, then another one", kill_then("plan", BYSTANDER), weight=2, shapes=NO_PAIR),
     Kind("kill a rank, then the committer", kill_then("commit", COMMITTER), weight=2, shapes=NO_PAIR),
-    Kind("kill two ranks, one after the other", _two_at_different_moments, weight=2, shapes=NO_PAIR),
+    Kind("kill two ranks, one after the other", _then_another("kill"), weight=2, shapes=NO_PAIR),
     Kind("kill a rank, and one at the next start", _kill_and_at_the_next_start, weight=2),
-    Kind("kill the controller", _controller, "unhurt", weight=4),
+    Kind("kill the controller", alone("kill", CONTROLLER), "unhurt", weight=4),
     Kind("kill the controller, then a rank", _controller_then_rank, weight=3),
     Kind("kill a rank, then the controller", _kill_then_controller, weight=4),
     Kind("kill a rank, then controller and saver", _kill_then_controller_and_saver, weight=2, shapes=NO_PAIR),
     Kind("pause a rank", _pause(lambda s: ranks(s.rank), 0.2, 1.5), "unhurt", weight=2),
-    Kind("pause the controller", _pause(lambda _: CONTROLLER, 0.2, 4), "unhurt", weight=2),
-    Kind("kill a rank while another is stopped", _stopped_while_another_dies, weight=2, shapes=NO_PAIR),
+    Kind("pause the controller", _PAUSE, "unhurt", weight=2),
+    Kind("kill a rank while another is stopped", _then_another("stop", 0.05), weight=2, shapes=NO_PAIR),
     Kind("kill a rank while the controller is stopped", _controller_stopped_while_one_dies, weight=2),
-    Kind("checkpoint on request", _save, "unhurt", weight=2),
+    Kind("checkpoint on request", alone("save", CONTROLLER), "unhurt", weight=2),
     Kind("kill a rank during a checkpoint on request", _save_and_kill, weight=2, phases=_OUTER),
-    Kind("a rank cannot write, another dies", _quota, weight=2, shapes=_WIDE, phases=_OUTER),
+    Kind("a rank cannot write, another dies", _then_another("disk-quota", 0.02), "saved", 2, _OUTER, _WIDE),
     Kind("full disk", _disk("disk-full"), "refused", shapes=_WIDE, needs=_MOUNT),
     Kind("read-only disk", _disk("disk-ro"), "refused", shapes=_WIDE, needs=_MOUNT),
-    Kind("full disk for a moment", _disk_for_a_moment, shapes=_WIDE, needs=_MOUNT),
-    Kind(
-        "kill a rank of several hosts", kill_one, weight=3, shapes=("two hosts", "two hosts, scheduled"), needs=_HOSTS
-    ),
+    Kind("full disk for a moment", _disk("disk-full", "save_failed"), shapes=_WIDE, needs=_MOUNT),
+    Kind("kill a rank of several hosts", one("kill"), weight=3, shapes=TWO_HOSTS, needs=_HOSTS),
     Kind("short loss of a host's network", _flap, "unhurt", weight=2, shapes=SEVERAL_HOSTS, needs=_HOSTS),
     Kind("kill all ranks of a host", _all_ranks_of_a_host, shapes=SCHEDULED, needs=_HOSTS, diverges=True),
     Kind("kill a host", _host("kill"), weight=3, shapes=SCHEDULED, needs=_HOSTS, diverges=True),
@@ -328,9 +315,9 @@ _FALLBACK, _MIRROR = frozenset({"fallback"}), frozenset({"mirror"})
 _PLACES = ("two places",)
 
 KINDS += (
-    Kind("a rank hangs", _one("hang"), weight=2, shapes=_SEEN, features=_HANG, phases=_WATCHED),
-    Kind("a rank hangs with the interpreter lock", _one("hang-gil"), shapes=_SEEN, features=_HANG, phases=_WATCHED),
-    Kind("a rank is stopped for good", _one("stop"), shapes=_SEEN, features=_HANG, phases=_WATCHED),
+    Kind("a rank hangs", one("hang"), weight=2, shapes=_SEEN, features=_HANG, phases=_WATCHED),
+    Kind("a rank hangs with the interpreter lock", one("hang-gil"), shapes=_SEEN, features=_HANG, phases=_WATCHED),
+    Kind("a rank is stopped for good", one("stop"), shapes=_SEEN, features=_HANG, phases=_WATCHED),
     Kind("kill the controller's host", _host("kill", 0), weight=3, shapes=_BY, features=_STANDBY, diverges=True),
     Kind("kill a host, then the controller", _host_then_controller, shapes=_BY, features=_STANDBY, diverges=True),
     Kind("full disk, second place", _disk("disk-full"), shapes=_PLACES, features=_FALLBACK, needs=_MOUNT),
@@ -338,14 +325,7 @@ KINDS += (
     Kind("soak: flaps", _flaps, "unhurt", 3, shapes=_ONCE, needs=_HOSTS, features=_SOAK),
     Kind("soak: pause a host", _pause(_any_host, 0.2, 2), "unhurt", 2, shapes=_ONCE, needs=_HOSTS, features=_SOAK),
     Kind("soak: pause and cut", _stopped_while_cut, "unhurt", 2, shapes=_ONCE, needs=_HOSTS, features=_SOAK),
-    Kind(
-        "soak: pause the controller",
-        _pause(lambda _: CONTROLLER, 0.2, 4),
-        "unhurt",
-        shapes=_ONCE,
-        needs=_HOSTS,
-        features=_SOAK,
-    ),
+    Kind("soak: pause the controller", _PAUSE, "unhurt", shapes=_ONCE, needs=_HOSTS, features=_SOAK),
     Kind("kill a host, mirrored", _host("kill"), weight=2, shapes=("mirrored",), features=_MIRROR),
 )
 """The kinds of runs, except those that test how ranks come back, which are in ``ttp.chaos.comebacks``."""
