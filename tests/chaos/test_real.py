@@ -17,6 +17,7 @@ import pytest
 from tests.waiting import until
 
 PATIENCE_S = 200
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("chaos"), pytest.mark.timeout(PATIENCE_S + 60)]
 ONE_KILL = """
 ranks_per_host = 2
 steps = 6
@@ -72,9 +73,6 @@ def run(folder: Path, text: str, *flags: str) -> list[dict[str, Any]]:
     return results
 
 
-@pytest.mark.slow
-@pytest.mark.xdist_group("chaos")
-@pytest.mark.timeout(PATIENCE_S + 60)
 def test_a_rank_is_killed_and_all_is_checked(tmp_path: Path) -> None:
     page = tmp_path / "reliability.md"
     (only,) = run(tmp_path, ONE_KILL, "--report", str(page))
@@ -83,17 +81,11 @@ def test_a_rank_is_killed_and_all_is_checked(tmp_path: Path) -> None:
     assert "**1.000**" in page.read_text()
 
 
-@pytest.mark.slow
-@pytest.mark.xdist_group("chaos")
-@pytest.mark.timeout(PATIENCE_S + 60)
 def test_this_machine_as_the_only_host(tmp_path: Path) -> None:
     (only,) = run(tmp_path, ONE_KILL, "--plain")
     assert only["outcome"] == "saved"
 
 
-@pytest.mark.slow
-@pytest.mark.xdist_group("chaos")
-@pytest.mark.timeout(PATIENCE_S + 60)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_nothing_is_left_when_it_is_ended(tmp_path: Path, how: signal.Signals) -> None:
     """Stopped ranks cannot end by themselves, so the kernel has to end them."""
