@@ -132,19 +132,12 @@ def goodput(
     if json:
         print_json({"ratio": round(found.ratio, 4), "elapsed": found.elapsed, **asdict(found)})
         return
-    parts = [(name, getattr(found, name)) for name in PARTS]
     launched = f"{found.launches} launch{'' if found.launches == 1 else 'es'}"
     say(f"goodput {found.ratio:.1%} of {duration_text(found.elapsed)} in {launched}")
-    say(", ".join(f"{name} {duration_text(seconds)}" for name, seconds in parts))
-    say(
-        f"{count_text(found.incidents, 'fault')}, {count_text(found.false_alarms, 'false alarm')}, "
-        f"{count_text(found.lost_steps, 'lost step')}"
-        + (
-            f"; {duration_text(found.mttr)} from a fault to the next launch, on average"
-            if found.mttr is not None
-            else ""
-        )
-    )
+    say(", ".join(f"{name} {duration_text(getattr(found, name))}" for name in PARTS))
+    counts = (found.incidents, "fault"), (found.false_alarms, "false alarm"), (found.lost_steps, "lost step")
+    back = "" if found.mttr is None else f"; {duration_text(found.mttr)} from a fault to the next launch, on average"
+    say(", ".join(count_text(*each) for each in counts) + back)
     if found.unrecorded:
         complain(f"{count_text(found.unrecorded, 'fault')} left no incident here: more steps may be lost")
     if unreadable:

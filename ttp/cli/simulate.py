@@ -162,17 +162,12 @@ class Tally:
 
     def command(self, seed: int) -> str:
         """Return the command that repeats the run of one seed and prints its trace."""
-        w = self.wish
-        options = {
-            "--shards": w.shards,
-            "--replicas": w.replicas,
-            "--hosts": w.hosts,
-            "--steps": w.steps,
-            "--faults": w.faults,
-        }
-        words = [word for name, value in options.items() if value is not None for word in (name, str(value))]
-        flags = [name for name, on in (("--relays", w.relays), ("--transfers", w.transfers)) if on]
-        return shlex.join(["ttp", "simulate", "--seed", str(seed), *words, *flags, "--trace"])
+        words = ["ttp", "simulate", "--seed", str(seed)]
+        for name in ("shards", "replicas", "hosts", "steps", "faults"):
+            if (value := getattr(self.wish, name)) is not None:
+                words += [f"--{name}", str(value)]
+        flags = [f"--{name}" for name in ("relays", "transfers") if getattr(self.wish, name)]
+        return shlex.join([*words, *flags, "--trace"])
 
     def facts(self, elapsed_s: float) -> dict[str, Any]:
         """Return what ``ttp simulate --json`` prints."""
@@ -202,14 +197,10 @@ class Tally:
             for number, codes in enumerate(self.last.exits):
                 ended = ", ".join(f"{count} {_ended(code)}" for code, count in sorted(codes.items(), key=str))
                 say(f"incarnation {number}: {ended}")
-        incarnations, checkpoints = (
-            count_text(self.incarnations, "incarnation"),
-            count_text(self.checkpoints, "checkpoint"),
-        )
+        made = f"{count_text(self.incarnations, 'incarnation')}, {count_text(self.checkpoints, 'checkpoint')}"
         say(
-            f"{count_text(self.runs, 'run')}, {len(self.broken)} broken; {incarnations}, {checkpoints}, "
-            f"{self.events} events; {duration_text(self.virtual_s)} played in {duration_text(elapsed_s)}; "
-            f"trace {self.digest[:16]}"
+            f"{count_text(self.runs, 'run')}, {len(self.broken)} broken; {made}, {self.events} events; "
+            f"{duration_text(self.virtual_s)} played in {duration_text(elapsed_s)}; trace {self.digest[:16]}"
         )
 
 
