@@ -19,25 +19,13 @@ from rich.table import Table
 from benchmarks.peers import PYTHON as PEERS_PYTHON
 from benchmarks.result import Result
 
-GROUPS = {
-    "core": "core",
-    "steady": "steady",
-    "keep": "keep",
-    "buddy": "buddy",
-    "barrier": "barrier",
-    "exchange": "exchange",
-    "layouts": "layouts",
-    "zero": "zero",
-    "save": "save",
-    "restore": "restoring",
-    "detect": "detect",
-    "rescue": "rescue",
-    "resume": "resume",
-    "peers": "peers",
-    "controller": "controller_load",
-    "gpu": "gpu",
-}
-"""Group of benchmarks -> its module. A module is imported only when its group is measured: most import torch."""
+GROUPS = (
+    "core", "steady", "keep", "buddy", "barrier", "exchange", "layouts", "zero", "save", "restore", "detect", "rescue",
+    "resume", "peers", "controller", "gpu",
+)  # fmt: skip
+"""The groups of benchmarks, each in a module, which is imported only when it is measured: most import torch."""
+MODULES = {"restore": "restoring", "controller": "controller_load"}
+"""Modules that do not have the name of their group."""
 
 
 def group(name: str) -> Any:
@@ -46,7 +34,7 @@ def group(name: str) -> Any:
     The module's ``run(quick)`` yields the results. If it has ``needs()``, this function returns the reason why the
     group cannot be measured on this machine, or an empty string.
     """
-    return importlib.import_module(f"benchmarks.{GROUPS[name]}")
+    return importlib.import_module(f"benchmarks.{MODULES.get(name, name)}")
 
 
 def lacking(name: str) -> str:

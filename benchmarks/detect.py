@@ -69,16 +69,8 @@ def incidents(gib: float, repeat: int, launcher: bool) -> Result:
 def _witnessed(gib: float) -> Times:
     times: Times = {}
     with scratch() as directory, socket.create_server(("127.0.0.1", 0)) as server:
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks.victim",
-            str(directory),
-            "1",
-            str(server.getsockname()[1]),
-            str(gib),
-        ]
-        with subprocess.Popen(command) as victim:
+        arguments = map(str, (directory, 1, server.getsockname()[1], gib))
+        with subprocess.Popen([sys.executable, "-m", "benchmarks.victim", *arguments]) as victim:
             connection, _ = server.accept()
             connection.recv(1)
             told = threading.Event()

@@ -91,12 +91,10 @@ def _on_and_off(device: torch.device, target_ms: float, blocks: int, save_dir: s
     bare_ms = statistics.median(off) * 1e3
     how = f"{blocks} blocks of {BLOCK_STEPS} steps each, taking turns, medians; off: {bare_ms:.2f} ms"
     share = 100 * sum(shares) / len(shares)
-    at = f"{target_ms:g} ms step"
+    at, held = f"{target_ms:g} ms step", "of one core; they hold the interpreter lock no longer"
     return [
         Result(f"{at} on {device.type}, ttp on / off", statistics.median(on) / statistics.median(off), "x", 1.005, how),
-        Result(
-            f"CPU of ttp's threads, {at}", share, "%", None, "of one core; they hold the interpreter lock no longer"
-        ),
+        Result(f"CPU of ttp's threads, {at}", share, "%", None, held),
     ]
 
 

@@ -29,21 +29,11 @@ def _measure(kind: str, title: str, blocks: int, steps: int, width: int, world: 
     ranks = train("benchmarks.layout_rank", arguments, world, controlled=True)
     most, weights = (max(rank[key] for rank in ranks) for key in ("state", "weights"))
     shown = f"{blocks} blocks of {steps} steps by turns, {world} ranks, {weights / 2**20:.0f} MiB of weights"
-    bare = statistics.median(ranks[0]["plain"])
+    plain, off, on = (ranks[0][key] for key in ("plain", "off", "on"))
+    said = f"{statistics.median(plain):.1f} ms; {shown}"
+    size = f"exact; {most / weights:.2f} x weights"
     return [
-        Result(
-            f"optimizer state, largest rank, {title}",
-            most / 2**20,
-            "MiB",
-            None,
-            f"exact; {most / weights:.2f} x weights",
-        ),
-        Result(
-            f"step / step of DDP with AdamW, {title}",
-            ratio_of(ranks[0]["off"], ranks[0]["plain"]),
-            "x",
-            None,
-            f"{bare:.1f} ms; {shown}",
-        ),
-        Result(f"step time, ttp on / off, {title}", ratio_of(ranks[0]["on"], ranks[0]["off"]), "x", None, shown),
+        Result(f"optimizer state, largest rank, {title}", most / 2**20, "MiB", None, size),
+        Result(f"step / step of DDP with AdamW, {title}", ratio_of(off, plain), "x", None, said),
+        Result(f"step time, ttp on / off, {title}", ratio_of(on, off), "x", None, shown),
     ]

@@ -38,13 +38,7 @@ class Launches:
     """
 
     def __init__(
-        self,
-        script: Script,
-        folder: Path,
-        place: Place,
-        job: HurtJob,
-        socket_path: Path,
-        inbox: Inbox[Any],
+        self, script: Script, folder: Path, place: Place, job: HurtJob, socket_path: Path, inbox: Inbox[Any]
     ) -> None:
         self.of_run = 0
         """Number of launches since the current run began."""
@@ -77,15 +71,8 @@ class Launches:
     def start(self) -> None:
         """Start the launchers on all hosts; hosts that were taken away are replaced first."""
         script, hosts = self._script, self._place.hosts
-        env = launching.environment(
-            script,
-            self._folder,
-            self.save_dir,
-            self._socket_path,
-            self._count,
-            port=self._place.port,
-            token=self._token,
-        )
+        places = self._folder, self.save_dir, self._socket_path
+        env = launching.environment(script, *places, self._count, port=self._place.port, token=self._token)
         for host in range(script.hosts):
             hosts.power_on(host)
             if host not in self._job.observers:

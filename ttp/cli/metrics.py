@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ttp.cli.connection import Address, Port, Token, connected, find
+from ttp.cli.output import fields_of
 from ttp.errors import ConfigError, ToldAs, UsageError
 
 if TYPE_CHECKING:
@@ -55,12 +56,8 @@ def seen(status: pb.GetStatusResponse) -> Snapshot:
     versions = [rank.version for rank in speaking] or [rank.version for rank in status.ranks if rank.host]
     here = {rank.rank for rank in speaking}
     return Snapshot(
-        stage=status.stage,
-        run_id=status.run_id,
-        framework=status.framework,
+        **fields_of(status, "stage", "run_id", "framework", "term", "incarnation"),
         leads=bool(status.world_size),
-        term=status.term,
-        incarnation=status.incarnation,
         standbys=len(status.standbys),
         expected=status.world_size,
         states=Counter(rank.state for rank in status.ranks),

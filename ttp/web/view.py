@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ttp.cli.incident_reader import IncidentLog
-from ttp.cli.output import count_text, duration_text
+from ttp.cli.output import count_text, duration_text, fields_of
 from ttp.cli.status import phase_name
 from ttp.core.layout import compact_ranks, ranks_text
 from ttp.errors import EXIT_SAVED
@@ -59,7 +59,7 @@ def view(now: pb.GetStatusResponse, log: IncidentLog | None, pace: Pace = Pace()
         "error": "",
         "ended": "",
         "at_unix_s": time.time(),
-        **{name: getattr(now, name) for name in plain},
+        **fields_of(now, *plain),
         "standbys": list(now.standbys),
         "copied_version": now.copied_version if now.HasField("copied_version") else None,
         "newest": max(versions, default=0),
@@ -180,15 +180,12 @@ def _writing(log: IncidentLog | None, stage: str) -> Iterator[str]:
 def _incident(now: pb.GetStatusResponse, log: IncidentLog | None) -> dict[str, Any]:
     last = now.last_incident
     shown: dict[str, Any] = {
-        "id": last.id,
+        **fields_of(last, "id", "stage", "opened_unix_s", "path"),
         "open": last.stage != "closed",
-        "stage": last.stage,
-        "opened_unix_s": last.opened_unix_s,
         "cause": last.cause[:TEXT_MAX],
         "outcome": last.outcome[:TEXT_MAX],
         "dead": [],
         "saved": f"version {last.version}" if last.path else "",
-        "path": last.path,
         "good": None,
         "told": log is not None,
     }
