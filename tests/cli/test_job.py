@@ -290,6 +290,9 @@ def test_a_controller_that_stands_by_does_not_speak_for_the_job(
         assert f"only a standby controller answers, at 127.0.0.1:{standby.port}" in said.err
     standby.form(4, version=7)
     assert ttp("status", "--json").json["world_size"] == 4
+    standby.close()
+    said = ttp("status")
+    assert said.code == 1 and "no controller of this job answers, neither the first one nor a standby" in said.err
 
 
 def test_a_job_that_forms_is_spoken_for_by_its_first_controller(
