@@ -259,6 +259,7 @@ def test_a_host_that_is_drained_is_told_to_its_launcher(ttp: Ttp, start: Start) 
         *((["watch-node", "--every", each, "--", "true"], 64) for each in ("nan", "inf")),
         *((["watch-node", "--timeout", each, "--", "true"], 64) for each in ("nan", "inf")),
         *((["clusterd", "--every", each], 64) for each in ("nan", "inf")),
+        (["verdict", ".", "--since", "nan"], 64),
     ],
 )
 def test_words_and_numbers_that_make_no_sense_are_one_line(ttp: Ttp, arguments: list[Any], code: int) -> None:

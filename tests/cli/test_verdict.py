@@ -217,12 +217,6 @@ def test_a_disk_that_is_full_is_named(ttp: Ttp) -> None:
         assert found.code == 64 and f"The file system of {disk} is full: what could not be recorded" in said
 
 
-def test_a_time_that_is_none_is_bad_usage(place: Path, ttp: Ttp) -> None:
-    (place / "incidents" / FILE).write_text(begins() + DONE)
-    found = ttp("verdict", place, "--since", "nan")
-    assert found[:2] == (64, "") and "--since" in found.err
-
-
 def test_only_launches_of_the_job_that_is_meant(place: Path, ttp: Ttp) -> None:
     (place / "incidents" / FILE).write_text(begins("one") + DONE + begins("two") + SAVED)
     assert ttp("verdict", place, "--run-id", "one")[:2] == (0, "trained\n")
