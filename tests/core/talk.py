@@ -59,18 +59,29 @@ class Talk:
     """A controller's machine with a clock. A rank's stream is ``rank + 1`` unless the test says otherwise.
 
     The machine's actions are returned as one line: ``Freeze:1,2`` are orders, ``[plan]`` is a record, and so on.
+
+    Args:
+        layout: the job's layout.
+        joined: how many ranks have joined, from rank 0; all by default.
+        program: of the machine.
+        more: fields of their hellos.
     """
 
     def __init__(
-        self, layout: Layout | None = None, *, formed: bool = True, program: MakeRecovery = no_recovery
+        self,
+        layout: Layout | None = None,
+        *,
+        joined: int | None = None,
+        program: MakeRecovery = no_recovery,
+        **more: Any,
     ) -> None:
         self.layout = layout or grid(1, 3)
         self.now = 0.0
         self.machine = ControllerMachine(PATIENCE, lambda n: f"i{n}", 0.0, host="h", program=program)
         self.said: list[Action] = []
         self.streams = {r: r + 1 for r in range(self.layout.world_size)}
-        for r in range(self.layout.world_size if formed else 0):
-            self.hello(r)
+        for r in range(self.layout.world_size if joined is None else joined):
+            self.hello(r, **more)
 
     @property
     def incident(self) -> Incident:
@@ -128,6 +139,10 @@ class Talk:
         answer = m.Frozen(Rank(rank), self.id, Version(version), phase, final, **more)
         return self.report(rank, answer, together=together)
 
+    def frozen_all(self, version: int = 7, *ranks: int, **more: Any) -> str:
+        """Deliver the final answers of these ranks, or of all that live, and return the line of the last one."""
+        return [self.frozen(rank, version, **more) for rank in ranks or sorted(self.machine.job.live)][-1]
+
     def saved(self, rank: int, generation: int = 0) -> str:
         piece = m.Piece(f"{rank}_{generation}", 1, "d", "shard", "s0", Rank(rank))
         return self.report(rank, m.Saved(Rank(rank), self.id, generation, (piece,)))
@@ -143,8 +158,8 @@ class Talk:
 
     def write(self) -> str:
         """Let everything that was ordered be saved and committed."""
-        for order in self.orders(m.Save):
-            self.saved(order.rank, order.generation)
+        for rank, order in sorted(self.incident.draft.pending.items()):
+            self.saved(rank, order.generation)
         (commit,) = self.orders(m.Commit)
         return self.committed(commit.rank, commit.generation)
 
@@ -198,17 +213,11 @@ LOST = "[opened] Freeze:1,2 [evidence]"
 """Rank 0 of three is lost."""
 
 
-def frozen_at_7(talk: Talk, *ranks: int) -> str:
-    """Deliver the final answers of these ranks, at version 7, and return the line of the last one."""
-    lines = [talk.frozen(r, 7) for r in ranks]
-    return lines[-1]
-
-
 def all_at_7(begin: Callable[[Talk], str], *ranks: int) -> Talk:
     """Return the talk of a job in which an incident has begun, and these ranks are frozen at version 7."""
     talk = Talk()
     begin(talk)
-    frozen_at_7(talk, *ranks)
+    talk.frozen_all(7, *ranks)
     return talk
 
 
@@ -216,7 +225,7 @@ class Wide(Talk):
     """Two ranks on each host: h0, h1, ...; the controller runs on h0."""
 
     def __init__(self, layout: Layout | None = None, **patience: Any) -> None:
-        super().__init__(layout or grid(1, 6), formed=False)
+        super().__init__(layout or grid(1, 6), joined=0)
         self.machine = ControllerMachine(replace(PATIENCE, **patience), lambda n: f"i{n}", 0.0, host="h0")
         self.lines = [self.hello(r) for r in range(self.layout.world_size)]
 
@@ -225,12 +234,6 @@ class Wide(Talk):
 
     def beat(self, rank: int, version: int = 0, **more: Any) -> None:
         self.report(rank, m.Heartbeat(Rank(rank), Version(version), m.Phase.IDLE, **more))
-
-    def frozen_all(self, version: int = 7, **more: Any) -> str:
-        said = ""
-        for rank in sorted(self.machine.job.live):
-            said = self.frozen(rank, version, **more)
-        return said
 
 
 def page(rank: int, incarnation: int = 1) -> Mirror:

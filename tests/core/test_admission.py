@@ -16,7 +16,7 @@ from ttp.testing.toy import hello
 
 
 def test_a_job_forms() -> None:
-    talk = Talk(formed=False)
+    talk = Talk(joined=0)
     assert talk.hello(1) == "[incarnation] Welcome:1 [joined]"
     assert talk.hello(0) == "Welcome:0 [joined]"
     assert talk.machine.stage == "forming"
@@ -48,7 +48,7 @@ def test_who_does_not_belong_is_refused_in_words(change: dict[str, Any], code: s
 
 def test_ranks_that_a_process_of_an_earlier_start_pushes_out_are_told_which_it_is() -> None:
     """It looks like the first rank of a running job that comes to a new controller, so it is let in."""
-    talk = Talk(formed=False)
+    talk = Talk(joined=0)
     talk.hello(0)
     assert "Refused(fenced):0 [incarnation]" in talk.hello(2, nonce="old", incarnation=4, resume=True)
     assert "rank 2, pid 102 on h" in talk.orders(m.Refused)[0].text
@@ -93,7 +93,7 @@ def test_a_process_that_is_left_of_an_earlier_start_does_not_end_the_job(seen: d
     ],
 )
 def test_ranks_that_disagree_are_refused(layout: Layout, text: str) -> None:
-    talk = Talk(formed=False)
+    talk = Talk(joined=0)
     talk.hello(0)
     talk.hello(1)
     talk.machine.job.learn(layout)
@@ -102,7 +102,7 @@ def test_ranks_that_disagree_are_refused(layout: Layout, text: str) -> None:
 
 
 def test_ranks_of_a_host_with_different_directories_are_refused() -> None:
-    talk = Talk(formed=False)
+    talk = Talk(joined=0)
     talk.hello(0)
     talk.hello(2, save_dir="/elsewhere", host="another host")
     assert talk.report(1, replace(hello(1, talk.layout), save_dir="/1")) == "Refused(mismatch):1 [refused]"
@@ -115,10 +115,7 @@ def beat(talk: Talk, rank: int, version: int) -> str:
 
 def three_of_four() -> Talk:
     """Return a job whose rank 3 could not join, and trains without protection."""
-    talk = Talk(grid(1, 4), formed=False)
-    for rank in range(3):
-        talk.hello(rank)
-    return talk
+    return Talk(grid(1, 4), joined=3)
 
 
 def test_an_update_proves_that_every_rank_exists() -> None:
@@ -140,8 +137,7 @@ def test_a_job_with_a_rank_that_never_joined_is_saved_on_request_and_ends() -> N
     for version in (1, 2):
         beat(talk, 0, version)
     assert talk.ask() == "[opened] Freeze:0,1,2 [evidence]"
-    for rank in range(3):
-        talk.frozen(rank, 2)
+    talk.frozen_all(2, *range(3))
     talk.saved(0)
     assert "Thaw:0,1,2" in talk.committed(0)
     said = [talk.goodbye(rank) for rank in range(3)]
@@ -157,7 +153,7 @@ def test_a_rank_that_joins_late_is_protected_from_then_on() -> None:
 
 
 def test_a_rank_that_dies_before_the_job_is_formed_is_replaced() -> None:
-    talk = Talk(formed=False)
+    talk = Talk(joined=0)
     talk.hello(0)
     talk.hello(1)
     assert talk.lost(0) == "[gone]"
@@ -171,14 +167,14 @@ def test_a_rank_that_dies_before_the_job_is_formed_is_replaced() -> None:
 
 def test_a_launch_that_came_to_nothing_is_followed_by_the_next_incarnation() -> None:
     """All ranks left before the job formed, and may have trained elsewhere, so their pages may be old."""
-    talk = Talk(formed=False)
+    talk = Talk(joined=0)
     for rank in (0, 1):
         talk.hello(rank)
         talk.lost(rank)
     assert "[incarnation]" not in talk.hello(2), "somebody who has not been there goes on forming it"
     talk.lost(2)
     assert "[incarnation]" not in talk.hello(1, incarnation=1, resume=True), "and so does who was there"
-    talk = Talk(formed=False)
+    talk = Talk(joined=0)
     for rank in (0, 1):
         talk.hello(rank)
         talk.lost(rank)
@@ -197,16 +193,14 @@ def test_a_restarted_job_waits_while_the_last_one_is_saved() -> None:
     talk = Talk()
     talk.lost(0)
     assert talk.hello(0, nonce="b", launch=1) == "Refused(busy):0 [refused]"
-    for rank in (1, 2):
-        talk.frozen(rank, 7)
-    talk.saved(1)
-    talk.committed(1)
+    talk.frozen_all(7, 1, 2)
+    talk.write()
     assert "Release(75):1,2" in talk.after(1)
     assert "[incarnation] Welcome:0" in talk.hello(0, nonce="b", launch=1)
 
 
 def test_incarnations_go_on_when_the_controller_that_counted_is_gone() -> None:
-    talk = Talk(formed=False)
+    talk = Talk(joined=0)
     talk.hello(0, launch=4)
     assert talk.machine.job.incarnation == 5
 

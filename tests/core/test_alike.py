@@ -131,8 +131,7 @@ def test_all_who_write_are_seen_to_write() -> None:
     talk = Talk(grid(2, 2))
     talk.accuse(3, m.FaultKind.EXITED)
     talk.now = 1.0
-    for rank in (0, 1, 2):
-        talk.frozen(rank, 7)
+    talk.frozen_all(7, 0, 1, 2)
     talk.now = 2.0
     say(talk, (0, 1), m.Heartbeat(m.SEVERAL, Version(7), m.Phase.IDLE, written=5))
     assert talk.incident.draft.progress == {0: (5, 2.0), 1: (5, 2.0)}

@@ -59,7 +59,7 @@ class Hosts(Talk):
     """Two ranks on each host; all of them keep second copies."""
 
     def __init__(self, layout: Layout = ALONE, *, per_host: int = 2, **more: Any) -> None:
-        super().__init__(layout, formed=False)
+        super().__init__(layout, joined=0)
         for r in range(layout.world_size):
             said = self.hello(r, host=f"h{r // per_host}", copies_at=f"h{r // per_host}:{7000 + r}", **more)
         self.formed = said
@@ -86,7 +86,7 @@ def test_with_one_host_there_is_nobody_to_send_to() -> None:
 
 @pytest.mark.parametrize("keeping", [0, 3])
 def test_not_every_rank_keeps_copies(keeping: int) -> None:
-    talk = Talk(ALONE, formed=False)
+    talk = Talk(ALONE, joined=0)
     for r in range(4):
         said = talk.hello(r, copies_at="h:1" if r == keeping else "")
     assert "[no_buddies]" in said, "whoever came last"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.core.rank_talk import ME, Rank1
-from tests.core.talk import Talk, frozen_at_7
+from tests.core.talk import Talk
 from ttp.core import messages as m
 from ttp.core.controller.continuing import SEAT_READY, SEAT_S
 from ttp.core.controller.events import Accused, ConnectionId, RankWasWrong, Received, SaveRequested
@@ -26,7 +26,7 @@ class Keep(Talk):
         return self.event(Accused((Rank(0),), m.FaultKind.EXITED, "killed", (100,), (), seat))
 
     def save(self) -> str:
-        frozen_at_7(self, 1, 2)
+        self.frozen_all(7, 1, 2)
         self.saved(self.orders(m.Save)[0].rank)
         return self.committed(self.orders(m.Commit)[0].rank)
 
@@ -76,14 +76,12 @@ def test_nobody_goes_on_once_the_next_launch_has_begun(seat: str) -> None:
         talk.dies()
     else:
         talk.report(1, m.Fault(Rank(1), Rank(0), m.FaultKind.EXITED, "its process died", nonce="n0"))
-    frozen_at_7(talk, 1, 2)
+    talk.frozen_all(7, 1, 2)
     if seat == "before":
         assert "Refused(busy)" in talk.event(relaunched(talk, 1))
-        talk.saved(1)
-        talk.committed(1)
+        talk.write()
     else:
-        talk.saved(1)
-        talk.committed(1)
+        talk.write()
         assert talk.event(relaunched(talk, 1)) == "Refused(busy):1 [refused] [released] Release(75):1,2"
     assert talk.ends() == (False, "the whole job was started again already")
 
@@ -103,7 +101,7 @@ def test_a_rank_that_missed_its_release_hears_the_same() -> None:
 
 
 def test_nobody_goes_on_where_one_cannot() -> None:
-    talk = Keep(formed=False)
+    talk = Keep(joined=0)
     for rank in range(3):
         talk.hello(rank, can_continue=rank != 2)
     talk.dies()
@@ -175,19 +173,16 @@ def test_the_seat_of_a_rank_that_was_only_lost_is_not_filled() -> None:
     talk.lost(2)
     talk.after(2)
     talk.frozen(1, 7)
-    talk.saved(1)
-    talk.committed(1)
+    talk.write()
     talk.after(2)
     again, why = talk.ends()
     assert not again and why == "rank 2 cannot be started alone: its launcher has not reported"
 
 
 def test_a_launch_that_finished_no_step_is_not_continued() -> None:
-    talk = Keep(formed=False)
-    for rank in range(3):
-        talk.hello(rank, base_version=Version(7), version=Version(7))
+    talk = Keep(base_version=Version(7), version=Version(7))
     talk.dies()
-    frozen_at_7(talk, 1, 2)
+    talk.frozen_all(7, 1, 2)
     assert talk.ends() == (False, "no step was finished since the last start, at step 7")
 
 
@@ -229,12 +224,9 @@ def test_a_rank_that_raised_or_never_could_leaves() -> None:
 
 
 def trial(*, base: int = 0, able: bool = True) -> Keep:
-    talk = Keep(formed=False)
-    for rank in range(3):
-        talk.hello(rank, can_continue=able, base_version=Version(base), version=Version(7))
+    talk = Keep(can_continue=able, base_version=Version(base), version=Version(7))
     talk.event(SaveRequested(1, "a trial", again=True))
-    for rank in range(3):
-        talk.frozen(rank, 7)
+    talk.frozen_all(7, *range(3))
     talk.saved(talk.orders(m.Save)[0].rank)
     return talk
 

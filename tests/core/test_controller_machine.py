@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.core.talk import LOST, PATIENCE, Talk, all_at_7, frozen_at_7
+from tests.core.talk import LOST, PATIENCE, Talk, all_at_7
 from ttp.core import messages as m
 from ttp.core.controller.events import Accused, ConnectionId, Record, StreamEnded
 from ttp.core.layout import Rank
@@ -29,7 +29,7 @@ def test_the_whole_story() -> None:
 def test_saved_committed_released_closed() -> None:
     talk = Talk()
     talk.lost(0)
-    assert frozen_at_7(talk, 1, 2) == "[answer] [plan] Save:1"
+    assert talk.frozen_all(7, 1, 2) == "[answer] [plan] Save:1"
     assert talk.saved(1) == "[saved] [commit] Commit:1"
     assert talk.orders(m.Commit)[0].cause == "rank 0 on h (pid 100) was lost: its stream ended without a goodbye"
     assert talk.committed(1) == "[committed]"  # rank 0 may still come back
@@ -123,8 +123,7 @@ def test_whose_late_word_is_that_it_updates_is_waited_for_like_any_other() -> No
 def test_what_others_have_written_is_kept_when_a_saver_is_replaced() -> None:
     talk = Talk(grid(2, 3))
     talk.lost(0)
-    for rank in (1, 2, 3, 4, 5):
-        talk.frozen(rank, 7)
+    talk.frozen_all(7, 1, 2, 3, 4, 5)
     first = {order.rank: order.order for order in talk.orders(m.Save)}
     assert {r: o.shards for r, o in first.items()} == {1: ("s1",), 2: ("s0",)}
     talk.saved(1)
@@ -139,8 +138,7 @@ def test_what_others_have_written_is_kept_when_a_saver_is_replaced() -> None:
 def test_a_piece_counts_when_every_copy_of_its_shard_is_gone() -> None:
     talk = Talk(grid(2, 2))
     talk.fault(0)
-    for rank in (0, 1, 2, 3):
-        talk.frozen(rank, 7)
+    talk.frozen_all(7, 0, 1, 2, 3)
     savers = {order.order.shards[0]: order.rank for order in talk.orders(m.Save)}
     assert savers == {"s0": 2, "s1": 1}
     talk.saved(2)
@@ -154,7 +152,7 @@ def test_a_piece_counts_when_every_copy_of_its_shard_is_gone() -> None:
 def test_another_one_commits_when_the_committer_dies_or_fails() -> None:
     talk = Talk(grid(1, 4))
     talk.lost(0)
-    frozen_at_7(talk, 1, 2, 3)
+    talk.frozen_all(7, 1, 2, 3)
     talk.saved(1)
     assert talk.lost(1) == "[evidence] [commit] Commit:2"
     assert talk.commit_failed(2) == "[commit_failed] [commit] Commit:3"
@@ -211,8 +209,7 @@ def test_ttp_ot_ends_a_save_that_takes_too_long() -> None:
 def test_who_has_answered_at_the_gate_does_not_hang_whatever_is_said_later() -> None:
     talk = all_at_7(Talk.ask, 0, 1, 2)
     assert talk.fault(0, m.FaultKind.HUNG, subject=1) == "Freeze:0,1,2 [evidence]"
-    talk.saved(0)
-    assert talk.committed(0) == "[committed] [retracted] Thaw:0,1,2 [thawed] answer: saved"
+    assert talk.write() == "[committed] [retracted] Thaw:0,1,2 [thawed] answer: saved"
 
 
 def test_a_rank_that_does_not_answer_is_done_without() -> None:
@@ -316,9 +313,7 @@ def test_the_untouched_beginning_needs_no_checkpoint(kind: m.FaultKind) -> None:
 @pytest.mark.parametrize("finished", [5, 6])
 def test_a_shard_without_a_copy_costs_nothing_if_no_rank_has_finished_a_newer_version(finished: int) -> None:
     """The dead rank had just restored version 5, as all have."""
-    talk = Talk(grid(2, 1), formed=False)
-    for rank in range(2):
-        talk.hello(rank, version=5, base_version=5)
+    talk = Talk(grid(2, 1), version=5, base_version=5)
     talk.accuse(1, m.FaultKind.EXITED)
     said = talk.frozen(0, finished)
     if finished == 5:
@@ -331,9 +326,7 @@ def test_a_shard_without_a_copy_costs_nothing_if_no_rank_has_finished_a_newer_ve
 
 
 def restored_at_5() -> Talk:
-    talk = Talk(formed=False)
-    for rank in range(3):
-        talk.hello(rank, version=5, base_version=5)
+    talk = Talk(version=5, base_version=5)
     talk.fault(0)
     return talk
 
@@ -346,18 +339,14 @@ def test_what_was_restored_is_not_lost_if_nobody_answers() -> None:
 
 def test_what_was_restored_is_on_disk() -> None:
     talk = restored_at_5()
-    for rank in range(3):
-        talk.frozen(rank, 5)
+    talk.frozen_all(5, *range(3))
     assert "version 5 is on disk already; a restart goes on with step 6" in talk.orders(m.Release)[0].text
 
 
 def test_a_rank_frozen_before_it_restored_saves_nothing_older() -> None:
-    talk = Talk(formed=False)
-    for rank in range(3):
-        talk.hello(rank, base_version=5)
+    talk = Talk(base_version=5)
     talk.fault(0)
-    for rank in range(3):
-        talk.frozen(rank, 0)
+    talk.frozen_all(0, *range(3))
     assert "version 5 is on disk already" in talk.orders(m.Release)[0].text
 
 
@@ -365,9 +354,8 @@ def test_how_a_rank_died_is_added_to_its_incident_when_its_launcher_knows_it() -
     """The kernel frees the memory of a large process for seconds, in which the others have saved and left."""
     talk = Talk()
     talk.accuse(1, m.FaultKind.EXITED)
-    frozen_at_7(talk, 0, 2)
-    talk.saved(0)
-    talk.committed(0)
+    talk.frozen_all(7, 0, 2)
+    talk.write()
     for rank in (0, 2):
         talk.lost(rank)
     assert talk.machine.incident is None and talk.id == "i1"

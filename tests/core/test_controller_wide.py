@@ -229,8 +229,7 @@ def test_savers_that_die_one_after_the_other_are_replaced_together() -> None:
     ranks = 202
     talk = Talk(grid(ranks // 2, 2))
     talk.fault(ranks - 1)
-    for rank in range(ranks):
-        talk.frozen(rank, 7)
+    talk.frozen_all(7, *range(ranks))
     incident = talk.machine.incident
     assert incident is not None and incident.draft.plan is not None
     plans = 0

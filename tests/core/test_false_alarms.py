@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.core.talk import Talk, all_at_7, frozen_at_7
+from tests.core.talk import Talk, all_at_7
 from ttp.core import messages as m
 from ttp.core.decide import How
 from ttp.core.layout import Rank
@@ -22,9 +22,8 @@ def test_a_flap_within_the_grace_is_thawed() -> None:
     assert talk.back(0) == "Welcome:0 [reconnected] [retracted] Freeze:0"
     talk.now += 0.5
     assert talk.frozen(0, 7) == "[answer]"
-    frozen_at_7(talk, 1, 2)
-    talk.saved(0)
-    assert talk.committed(0) == "[committed] Thaw:0,1,2 [thawed]"
+    talk.frozen_all(7, 1, 2)
+    assert talk.write() == "[committed] Thaw:0,1,2 [thawed]"
     assert talk.machine.stage == "training"
 
 
@@ -141,9 +140,8 @@ def test_an_exception_is_no_false_alarm_even_if_its_stream_comes_back() -> None:
     talk.lost(0)
     talk.back(0, broken="exception of 0", incident="i1")
     talk.frozen(0, 7)
-    frozen_at_7(talk, 1, 2)
-    talk.saved(1)
-    assert talk.committed(1) == "[committed] [released] Release(75):0,1,2"
+    talk.frozen_all(7, 1, 2)
+    assert talk.write() == "[committed] [released] Release(75):0,1,2"
 
 
 @pytest.mark.parametrize("kind", [m.FaultKind.COLLECTIVE, m.FaultKind.EXCEPTION])
@@ -151,9 +149,8 @@ def test_a_rank_that_raises_and_dies_is_one_fault(kind: m.FaultKind) -> None:
     talk = Talk()
     assert talk.fault(0, kind) == "[opened] Freeze:0,1,2 [evidence]"
     assert talk.lost(0) == "[evidence]"
-    frozen_at_7(talk, 1, 2)
-    talk.saved(1)
-    talk.committed(1)
+    talk.frozen_all(7, 1, 2)
+    talk.write()
     assert talk.after(1) == "[released] Release(75):1,2"
 
 
@@ -166,14 +163,12 @@ def test_if_all_streams_break_the_ranks_have_longer_to_come_back() -> None:
     for rank in range(3):
         assert "Refused" not in talk.back(rank)
         talk.frozen(rank, 7)
-    talk.saved(0)
-    assert talk.committed(0) == "[committed] Thaw:0,1,2 [thawed]"
+    assert talk.write() == "[committed] Thaw:0,1,2 [thawed]"
 
 
 def test_the_launcher_ends_the_doubt_about_a_lost_rank() -> None:
     talk = all_at_7(lambda talk: talk.lost(0), 1, 2)
-    talk.saved(1)
-    talk.committed(1)
+    talk.write()
     assert talk.accuse(0, m.FaultKind.EXITED, pid=100) == "[evidence] [released] Release(75):1,2"
 
 
@@ -202,11 +197,10 @@ def test_a_checkpoint_on_request() -> None:
     talk = Talk()
     assert talk.ask() == "[opened] Freeze:0,1,2 [evidence]"
     assert all(order.snapshot for order in talk.orders(m.Freeze))
-    frozen_at_7(talk, 0, 1, 2)
-    talk.saved(0)
-    assert talk.committed(0) == "[committed] Thaw:0,1,2 [thawed] answer: saved"
+    talk.frozen_all(7, 0, 1, 2)
+    assert talk.write() == "[committed] Thaw:0,1,2 [thawed] answer: saved"
     assert talk.ask(2) == "[opened] Freeze:0,1,2 [evidence]"
-    assert frozen_at_7(talk, 0, 1, 2) == "[answer] [nothing_new] Thaw:0,1,2 [thawed] answer: saved"
+    assert talk.frozen_all(7, 0, 1, 2) == "[answer] [nothing_new] Thaw:0,1,2 [thawed] answer: saved"
 
 
 def test_a_checkpoint_on_request_between_two_steps_of_one_version() -> None:
@@ -216,12 +210,11 @@ def test_a_checkpoint_on_request_between_two_steps_of_one_version() -> None:
         said = talk.frozen(rank, 7, m.Phase.TORN, has_preimage=True)
     assert said == "[answer] [plan] Save:0"
     assert [order.order.how for order in talk.orders(m.Save)] == [How.UNDO]
-    talk.saved(0)
-    assert talk.committed(0) == "[committed] Thaw:0,1,2 [thawed] answer: saved"
+    assert talk.write() == "[committed] Thaw:0,1,2 [thawed] answer: saved"
 
 
 def test_a_request_before_the_job_trains_is_answered_at_once() -> None:
-    assert Talk(formed=False).ask() == "answer: not saved"
+    assert Talk(joined=0).ask() == "answer: not saved"
 
 
 def test_a_snapshot_that_fails_hurts_nobody() -> None:
@@ -237,8 +230,7 @@ def test_a_rank_that_is_slow_to_answer_a_snapshot_is_not_broken() -> None:
     talk.frozen(0, 7)
     talk.frozen(1, 7)
     assert talk.after(5) == "[evidence] [plan] Save:0"
-    talk.saved(0)
-    assert talk.committed(0) == "[committed] Thaw:0,1,2 [thawed] answer: saved"
+    assert talk.write() == "[committed] Thaw:0,1,2 [thawed] answer: saved"
 
 
 def test_a_fault_late_in_a_snapshot_has_the_time_of_a_rescue() -> None:
@@ -246,8 +238,7 @@ def test_a_fault_late_in_a_snapshot_has_the_time_of_a_rescue() -> None:
     assert talk.after(350) == "", "the storage is slow"
     assert talk.lost(2) == "Freeze:0,1 [evidence]"
     assert talk.after(300) == ""
-    talk.saved(0)
-    talk.committed(0)
+    talk.write()
     assert talk.facts("committed")["after_ms"] == 650_000
     assert talk.facts("released")["exit_code"] == 75
     silent = Talk()
@@ -262,9 +253,8 @@ def test_a_fault_during_a_snapshot_makes_it_a_rescue() -> None:
     talk.ask()
     assert talk.lost(2) == "Freeze:0,1 [evidence]"
     assert not any(order.snapshot for order in talk.orders(m.Freeze))
-    frozen_at_7(talk, 0, 1)
-    talk.saved(0)
-    talk.committed(0)
+    talk.frozen_all(7, 0, 1)
+    talk.write()
     assert talk.after(1) == "[released] answer: saved Release(75):0,1"
 
 
@@ -292,9 +282,7 @@ def test_what_was_saved_before_newer_ranks_came_is_saved(what: str) -> None:
 
 def overtaken(**more: Any) -> Talk:
     """Rank 1 has written version 7, and rank 2 is to write version 8; rank 3 can only commit."""
-    talk = Talk(grid(1, 4), formed=False)
-    for rank in range(4):
-        talk.hello(rank, **more)
+    talk = Talk(grid(1, 4), **more)
     talk.lost(0)
     talk.frozen(3, 7, m.Phase.TORN)
     talk.frozen(1, 7)

@@ -17,7 +17,7 @@ ADDRESSES = ["10.0.0.16", "10.0.0.17", "10.0.1.17", "10.0.0.18"]
 
 def job(ranks: int = 8) -> Talk:
     """Return a job with two ranks on each host."""
-    talk = Talk(grid(1, 8), formed=False)
+    talk = Talk(grid(1, 8), joined=0)
     for rank in range(ranks):
         talk.hello(rank, host=HOSTS[rank // 2], address=ADDRESSES[rank // 2])
     return talk
@@ -60,7 +60,7 @@ def test_a_host_that_nobody_knows(host: str) -> None:
 
 
 def test_many_hosts_are_not_listed() -> None:
-    talk = Talk(grid(1, 20), formed=False)
+    talk = Talk(grid(1, 20), joined=0)
     for rank in range(20):
         talk.hello(rank, host=f"n{rank:02}")
     assert meant(talk, host="x")[1].endswith(f"n{HOSTS_SHOWN - 1:02}, ...; nothing was done")
@@ -97,7 +97,7 @@ def test_before_it_is_formed() -> None:
 
 
 def test_before_anybody_is_there_and_after_everybody_was() -> None:
-    assert "no job has joined" in meant(Talk(formed=False), 0)[1]
+    assert "no job has joined" in meant(Talk(joined=0), 0)[1]
     talk = job()
     for rank in range(8):
         talk.goodbye(rank)
@@ -109,8 +109,7 @@ def test_how_a_rank_died_is_recorded_when_the_others_have_left_already() -> None
     talk = Talk(grid(1, 2))
     talk.accuse(0, m.FaultKind.EXITED, pid=100)
     talk.frozen(1, 7)
-    talk.saved(1)
-    talk.committed(1)
+    talk.write()
     talk.goodbye(1, m.GoodbyeReason.RELEASED)
     talk.lost(1)
     job = talk.machine.job

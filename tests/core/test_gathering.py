@@ -96,7 +96,7 @@ def test_a_rank_that_comes_again_and_again_does_not_keep_the_dead_from_being_mis
 
 def test_frozen_ranks_wait_for_the_last_of_the_queue() -> None:
     """The open incident is decided after all ranks have come back. They are thawed, because nothing is broken."""
-    talk = Talk(formed=False)
+    talk = Talk(joined=0)
     for rank in range(3):
         talk.hello(rank, incarnation=2, resume=True, term_seen=1, version=7, incident="old-1")
         talk.frozen(rank, 7)

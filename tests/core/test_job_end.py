@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.core.talk import LOST, Talk, frozen_at_7
+from tests.core.talk import LOST, Talk
 from ttp.core import messages as m
 from ttp.core.layout import Rank, Version
 from ttp.testing.scenario import grid
@@ -30,9 +30,8 @@ def test_a_rank_that_is_done_and_dies_while_others_finish_is_a_fault() -> None:
     talk = Talk()
     talk.goodbye(0)
     assert talk.lost(0) == LOST
-    frozen_at_7(talk, 1, 2)
-    talk.saved(1)
-    talk.committed(1)
+    talk.frozen_all(7, 1, 2)
+    talk.write()
     assert talk.after(1) == "[released] Release(75):1,2"
 
 
@@ -97,7 +96,7 @@ def test_a_job_that_ctrl_c_ends_is_told_what_is_on_disk(newest: int, told: str) 
 
 
 def test_nobody_speaks_to_the_controller_any_more() -> None:
-    talk = Talk(formed=False)
+    talk = Talk(joined=0)
     assert talk.machine.deadline() == 120
     assert talk.after(119) == ""
     assert talk.after(1) == "[stopped] stop"
@@ -117,9 +116,8 @@ def test_what_one_rank_knows_to_be_wrong_all_leave_with() -> None:
     """Also after another fault, and whether anything was saved or not."""
     talk = Talk()
     assert talk.fault(1, wrong=True) == "[wrong] [opened] Freeze:0,1,2 [evidence]"
-    frozen_at_7(talk, 0, 1, 2)
-    talk.saved(0)
-    assert talk.committed(0) == "[committed] [released] Release(64):0,1,2"
+    talk.frozen_all(7, 0, 1, 2)
+    assert talk.write() == "[committed] [released] Release(64):0,1,2"
     (text,) = {order.text for order in talk.orders(m.Release)}
     assert "exception of 1" in text and "goes on with step 8" in text
 

@@ -29,7 +29,7 @@ class Asked(Talk):
     """A controller that knows no layout at first."""
 
     def __init__(self, layout: Layout = LAYOUT) -> None:
-        super().__init__(layout, formed=False)
+        super().__init__(layout, joined=0)
 
     def greets(self, rank: int, layout: Layout | None = None, **more: Any) -> str:
         return self.report(rank, hello(rank, layout or self.layout, **more))

@@ -126,8 +126,7 @@ def test_savers_that_the_storage_refuses_at_once_are_replaced_together(decided: 
     """A plan for each of five thousand would take longer than TTP_OT, and the fallback directory would not be tried."""
     talk = Talk(grid(500, 2))
     talk.fault(0)
-    for rank in range(1000):
-        talk.frozen(rank, 7)
+    talk.frozen_all(7, *range(1000))
     refused = {order.rank for order in talk.orders(m.Save)}
     for rank in refused:
         talk.save_failed(rank)
@@ -164,11 +163,9 @@ def calls_of_a_burst(ranks: int) -> int:
         for rank in range(ranks):
             talk.back(rank)
         talk.fault(0)
-        for rank in range(ranks):
-            talk.frozen(rank, 7)
+        talk.frozen_all(7, *range(ranks))
         talk.after(0.01)
-        talk.saved(1)
-        talk.committed(1)
+        talk.write()
 
     calls = calls_in(burst)
     assert talk.machine.stage == "released"
@@ -241,8 +238,7 @@ def test_the_text_that_all_ranks_get_does_not_grow_with_their_number() -> None:
     """A disk that is full fails every rank, and thousands of copies of a megabyte would not fit into memory."""
     talk = Talk(grid(1, 50))
     talk.fault(0)
-    for rank in range(50):
-        talk.frozen(rank, 7)
+    talk.frozen_all(7, *range(50))
     for _ in range(50):
         (order,) = talk.orders(m.Save)[:1]
         talk.save_failed(order.rank, order.generation)

@@ -55,7 +55,7 @@ def test_a_keeper_that_comes_back_is_where_it_says_it_is() -> None:
 @pytest.mark.parametrize(("without", "told"), [(0, "MirrorTo:1,3"), (3, "MirrorTo:0,2")])
 def test_a_rank_that_keeps_no_pages_does_not_keep_others_from_it(without: int, told: str) -> None:
     """It could not open a port, say. It may be the last one to join."""
-    talk = Talk(grid(1, 4), formed=False)
+    talk = Talk(grid(1, 4), joined=0)
     for rank in range(4):
         said = talk.hello(rank, host=f"h{rank // 2}", pages_at="" if rank == without else "h:1")
     assert told in said
@@ -129,8 +129,7 @@ def planned_before_all_have_answered() -> Wide:
     talk.frozen(0, 7)
     assert "[plan] Save:" in talk.frozen(1, 8)
     saves = talk.orders(m.Save)
-    for rank in (2, 3):
-        talk.frozen(rank, 8)
+    talk.frozen_all(8, 2, 3)
     while saves:
         order = saves.pop()
         talk.saved(order.rank, order.generation)

@@ -181,8 +181,7 @@ def test_a_commit_that_many_ranks_are_refused_is_made_in_the_fallback() -> None:
     for member in talk.machine.job.members.values():
         member.hello = replace(member.hello, fallback_dir="/spare")
     talk.fault(99)
-    for rank in range(100):
-        talk.frozen(rank, 7)
+    talk.frozen_all(7, *range(100))
     talk.saved(talk.orders(m.Save)[0].rank)
     said, refusals = "", 0
     while "[fallback]" not in said:

@@ -43,9 +43,7 @@ def test_where_no_checkpoint_is_whole_the_job_does_not_begin_again_at_step_0() -
 @pytest.mark.parametrize("launch", [0, 1])
 def test_damage_that_one_rank_found_in_the_only_checkpoint_is_told_at_once_as_final(launch: int) -> None:
     """The ranks share the reading. A restart would meet the damage again, and so would a second look."""
-    talk = Talk(grid(1, 2), formed=False)
-    for rank in range(2):
-        talk.hello(rank, launch=launch)
+    talk = Talk(grid(1, 2), launch=launch)
     talk.report(0, view(0, (9, "a")))
     reason = "step_9: piece x is damaged: its digest is b, the manifest says c"
     found = RestoreView(Rank(1), (), (reason, none_whole_note(Version(9))))
@@ -114,7 +112,7 @@ def test_what_nobody_has_read_is_decided_once_more_when_everybody_has() -> None:
 
 def test_what_a_rank_found_is_forgotten_with_it_while_the_job_forms() -> None:
     """Its replacement may find more: the first process may belong to a launch that another controller has saved."""
-    talk = Talk(formed=False)
+    talk = Talk(joined=0)
     for rank in (0, 1):
         talk.hello(rank)
         talk.report(rank, view(rank))
@@ -127,7 +125,7 @@ def test_what_a_rank_found_is_forgotten_with_it_while_the_job_forms() -> None:
 
 
 def test_a_launch_that_was_saved_elsewhere_is_not_believed() -> None:
-    talk = Talk(formed=False)
+    talk = Talk(joined=0)
     for rank in range(3):
         talk.hello(rank)
         talk.report(rank, view(rank))
@@ -143,7 +141,7 @@ def test_a_launch_that_was_saved_elsewhere_is_not_believed() -> None:
 
 
 def test_what_was_found_by_a_process_that_was_replaced_does_not_count() -> None:
-    talk = Talk(formed=False)
+    talk = Talk(joined=0)
     for rank in (0, 1):
         talk.hello(rank)
         talk.report(rank, view(rank))
@@ -173,13 +171,10 @@ def test_nothing_found_is_a_fresh_start() -> None:
 
 def restarted(save_dir: str = "/save", again: str = "/save") -> Talk:
     """Return a job whose version 7 was committed by the incarnation before, and whose next one has formed."""
-    talk = Talk(grid(1, 2), formed=False)
-    for rank in range(2):
-        talk.hello(rank, save_dir=save_dir)
+    talk = Talk(grid(1, 2), save_dir=save_dir)
     talk.accuse(1, m.FaultKind.EXITED)
     talk.frozen(0, 7)
-    talk.saved(0)
-    talk.committed(0)
+    talk.write()
     talk.lost(0)
     restart(talk, 1, again)
     return talk
@@ -231,7 +226,7 @@ def test_a_restart_looks_again_for_storage_that_is_away_on_a_host() -> None:
 
 
 def test_a_restart_under_a_new_controller_looks_again_too() -> None:
-    talk = Talk(grid(1, 2), formed=False)
+    talk = Talk(grid(1, 2), joined=0)
     for rank in range(2):
         talk.hello(rank, launch=rank)
     talk.report(0, view(0, (7, "a")))
@@ -298,15 +293,14 @@ def test_what_one_rank_has_seen_has_not_vanished() -> None:
 @pytest.mark.parametrize("first", [0, 1])
 def test_hosts_may_name_the_directory_differently(first: int) -> None:
     """Whichever rank joins first in the next launch, it is the same job, and the controller's host names its place."""
-    talk = Talk(grid(1, 2), formed=False)
+    talk = Talk(grid(1, 2), joined=0)
     where = {0: {"host": "h", "save_dir": "/here"}, 1: {"host": "other", "save_dir": "/there"}}
     for rank in (1, 0):
         talk.hello(rank, **where[rank])
     assert talk.machine.job.save_dir == "/here"
     talk.accuse(1, m.FaultKind.EXITED)
     talk.frozen(0, 7)
-    talk.saved(0)
-    talk.committed(0)
+    talk.write()
     talk.lost(0)
     for rank in (first, 1 - first):
         talk.streams[rank] += 10

@@ -140,7 +140,7 @@ def test_what_is_not_continued_is_not_held() -> None:
 
 
 def test_ranks_of_several_hosts_wait() -> None:
-    talk = Slow(formed=False)
+    talk = Slow(joined=0)
     for rank in range(3):
         talk.hello(rank, host=f"host{rank}")
     talk.dies()
@@ -149,9 +149,7 @@ def test_ranks_of_several_hosts_wait() -> None:
 
 def test_what_is_held_only_does_not_count_as_on_disk() -> None:
     """After a second fault before the first update, one rank waits until the held checkpoint is durable."""
-    talk = Slow(formed=False)
-    for rank in range(3):
-        talk.hello(rank, base_version=Version(7), version=Version(7))
+    talk = Slow(base_version=Version(7), version=Version(7))
     talk.dies()
     talk.frozen(1, 7, held=Version(7))
     assert talk.frozen(2, 7, held=Version(7)).endswith("[awaited] [commit] Commit:1")
@@ -159,9 +157,7 @@ def test_what_is_held_only_does_not_count_as_on_disk() -> None:
     assert (commit.version, commit.directory, commit.pieces) == (7, "", ())
     assert talk.committed(1, commit.generation) == "[committed] [released] Release(75):1,2"
     assert talk.released() == (75, False)
-    on_disk = Slow(formed=False)
-    for rank in range(3):
-        on_disk.hello(rank, base_version=Version(7), version=Version(7))
+    on_disk = Slow(base_version=Version(7), version=Version(7))
     on_disk.dies()
     on_disk.frozen(1, 7)
     assert "[nothing_new]" in on_disk.frozen(2, 7)

@@ -25,7 +25,7 @@ class Hosts(Talk):
     """Three hosts of two ranks; the controller is on the first. Its clock stops at every deadline, like a real one."""
 
     def __init__(self, layout: Layout | None = None, **more: Any) -> None:
-        super().__init__(layout or grid(1, 6), formed=False)
+        super().__init__(layout or grid(1, 6), joined=0)
         self.down: set[str] = set()
         self.down_at = 0.0
         for r in range(self.layout.world_size):
@@ -337,7 +337,7 @@ def test_a_doubt_has_an_end() -> None:
 
 def test_a_job_that_forms_has_nothing_to_lose() -> None:
     talk = Hosts()
-    other = Talk(grid(1, 3), formed=False)
+    other = Talk(grid(1, 3), joined=0)
     other.hello(0, host="far")
     other.after(0)
     other.now = QUIET_S

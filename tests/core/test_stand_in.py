@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.core.rank_talk import FROZEN, ME, Rank1
-from tests.core.talk import PATIENCE, Talk, frozen_at_7
+from tests.core.talk import PATIENCE, Talk
 from tests.core.test_simulated_silence import HOSTS, KEEPALIVE_S, Played, play
 from ttp.core import messages as m
 from ttp.core.controller.events import ConnectionId, ControllerTimeouts, Received
@@ -229,7 +229,7 @@ def test_who_stands_in_may_freeze_for_a_checkpoint_and_nothing_else() -> None:
 
 def test_the_others_are_waited_for_a_moment() -> None:
     """Each rank sees the silence for itself. The first does not report ranks that are about to come."""
-    talk = Talk(formed=False)
+    talk = Talk(joined=0)
     talk.machine.stand_in.job.learn(talk.layout)
     talk.hello(0, meanwhile=True, incarnation=1, version=Version(7))
     (freeze,) = talk.orders(m.Freeze)
@@ -239,7 +239,7 @@ def test_the_others_are_waited_for_a_moment() -> None:
 
 
 def test_a_rank_with_another_layout_is_refused_with_the_reason() -> None:
-    talk = Talk(formed=False)
+    talk = Talk(joined=0)
     job = talk.machine.stand_in.job
     job.learn(talk.layout)
     job.learn(grid(3, 1))
@@ -300,7 +300,7 @@ class Takeover(Talk):
     """Ranks 1 and 2 save for a stand-in controller, and connect to the next one meanwhile."""
 
     def __init__(self) -> None:
-        super().__init__(formed=False)
+        super().__init__(joined=0)
         self.machine.stand_in.job.learn(self.layout)
         for rank in (1, 2):
             self.hello(rank, meanwhile=True, incarnation=1, version=Version(7))
@@ -333,7 +333,7 @@ def test_a_takeover_freezes_nobody_before_the_checkpoint_has_ended_and_takes_it_
     assert "Freeze" not in talk.after(PATIENCE.gather_s)
     said = talk.ends()
     assert said.index("Freeze:1,2") < said.index("Thaw:1,2"), "nobody trains in between"
-    said = frozen_at_7(talk, 1, 2)
+    said = talk.frozen_all(7, 1, 2)
     assert "[nothing_new]" in said and "Release(75):1,2" in said
 
 
@@ -354,7 +354,7 @@ def test_a_checkpoint_without_the_page_of_a_rank_that_has_come_back_is_made_agai
     talk.comes(1, 2, broken="a peer is gone")
     talk.ends()
     talk.comes(0)
-    assert "[plan]" in frozen_at_7(talk, 0, 1, 2)
+    assert "[plan]" in talk.frozen_all(7, 0, 1, 2)
 
 
 def test_a_takeover_waits_for_a_checkpoint_no_longer_than_for_its_own() -> None:

@@ -247,7 +247,7 @@ def no_launcher_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def cut_job(replicas: int = 4, parts: int = 4) -> Talk:
     """Return a job at version 7 whose rank 0 is lost and whose other ranks have answered."""
-    talk = Talk(grid(1, replicas), formed=False)
+    talk = Talk(grid(1, replicas), joined=0)
     for rank in range(replicas):
         talk.hello(rank, host=f"h{rank}", stripes=parts)
     talk.lost(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.core.talk import PATIENCE, Talk, all_at_7, frozen_at_7
+from tests.core.talk import PATIENCE, Talk, all_at_7
 from ttp.core import messages as m
 from ttp.core.controller.events import Remembered
 from ttp.core.controller.fault_targets import fault_targets
@@ -13,26 +13,20 @@ from ttp.testing.scenario import grid
 
 
 def test_a_takeover_in_the_steady_state_changes_nothing() -> None:
-    talk = Talk(formed=False)
-    for rank in range(3):
-        talk.hello(rank, incarnation=2, resume=True, term_seen=1, version=7)
+    talk = Talk(incarnation=2, resume=True, term_seen=1, version=7)
     assert (talk.machine.job.term, talk.machine.job.incarnation, talk.machine.stage) == (2, 2, "training")
     assert talk.lost(0).startswith("[opened] Freeze:1,2")
 
 
 def test_a_dead_rank_that_never_says_hello_again_is_missed() -> None:
-    talk = Talk(formed=False)
-    for rank in (0, 1):
-        talk.hello(rank, incarnation=2, resume=True, term_seen=1, version=7)
+    talk = Talk(joined=2, incarnation=2, resume=True, term_seen=1, version=7)
     assert talk.after(4) == ""
     assert talk.after(1) == "[opened] Freeze:0,1 [evidence]"
     assert talk.facts("evidence")["text"] == "rank 2 did not come back to the new controller"
 
 
 def test_a_dead_rank_that_is_missed_died_as_its_launcher_has_told_the_new_controller() -> None:
-    talk = Talk(formed=False)
-    for rank in (0, 1):
-        talk.hello(rank, incarnation=2, resume=True, term_seen=1, version=7)
+    talk = Talk(joined=2, incarnation=2, resume=True, term_seen=1, version=7)
     told = [fault_targets(talk.machine.job, [Rank(r)], "", exited=True).ranks for r in (2, 3)]
     assert told == [(2,), ()] and not fault_targets(talk.machine.job, [Rank(2)], "").ranks
     assert talk.accuse(2, m.FaultKind.EXITED) == "", "it may be about an earlier process"
@@ -41,24 +35,20 @@ def test_a_dead_rank_that_is_missed_died_as_its_launcher_has_told_the_new_contro
 
 
 def test_a_rank_that_never_comes_back_explains_why_the_collectives_of_the_others_failed() -> None:
-    talk = Talk(formed=False)
-    for rank in (0, 1):
-        talk.hello(rank, incarnation=2, resume=True, term_seen=1, version=7, broken="a collective failed")
+    talk = Talk(joined=2, incarnation=2, resume=True, term_seen=1, version=7, broken="a collective failed")
     talk.after(5)
     assert talk.incident.cause == "rank 2 did not come back to the new controller"
 
 
 def test_a_job_that_never_trained_is_still_waited_for() -> None:
-    talk = Talk(formed=False)
-    for rank in (0, 1):
-        talk.hello(rank, incarnation=2, resume=True, term_seen=1)
+    talk = Talk(joined=2, incarnation=2, resume=True, term_seen=1)
     assert talk.after(5) == ""
     assert talk.after(5) == ""
     assert talk.hello(2) == "Welcome:2 [joined] [formed]"
 
 
 def test_nothing_is_decided_while_ranks_are_coming_back() -> None:
-    talk = Talk(formed=False)
+    talk = Talk(joined=0)
     talk.hello(0, incarnation=2, resume=True, term_seen=1, version=7)
     talk.fault(0, m.FaultKind.COLLECTIVE)
     assert talk.frozen(0, 7) == "[answer]"
@@ -69,7 +59,7 @@ def test_nothing_is_decided_while_ranks_are_coming_back() -> None:
 
 
 def test_an_incident_is_taken_over_and_thawed_when_nothing_is_broken() -> None:
-    talk = Talk(formed=False)
+    talk = Talk(joined=0)
     assert "[opened] Freeze:0" in talk.hello(0, incarnation=2, resume=True, term_seen=1, version=7, incident="old-1")
     talk.frozen(0, 7)
     talk.hello(1, incarnation=2, resume=True, term_seen=1, version=7, incident="old-1")
@@ -79,7 +69,7 @@ def test_an_incident_is_taken_over_and_thawed_when_nothing_is_broken() -> None:
 
 
 def test_an_incident_is_taken_over_and_finished_when_somebody_is_broken() -> None:
-    talk = Talk(formed=False)
+    talk = Talk(joined=0)
     for rank in (0, 1):
         talk.hello(rank, incarnation=2, resume=True, term_seen=1, version=7, incident="old-1")
         talk.frozen(rank, 7)
@@ -90,8 +80,7 @@ def test_an_incident_is_taken_over_and_finished_when_somebody_is_broken() -> Non
 
 def test_a_rank_that_missed_the_thaw_is_thawed() -> None:
     talk = all_at_7(Talk.ask, 0, 1, 2)
-    talk.saved(0)
-    talk.committed(0)
+    talk.write()
     assert talk.back(1, incident="i1") == "Welcome:1 [reconnected] Thaw:1"
 
 
@@ -102,8 +91,7 @@ def test_a_rank_that_is_frozen_for_nothing_is_thawed() -> None:
 
 def test_a_rank_that_missed_the_release_is_released() -> None:
     talk = all_at_7(lambda talk: talk.fault(0), 0, 1, 2)
-    talk.saved(1)
-    talk.committed(1)
+    talk.write()
     assert talk.machine.stage == "released"
     for rank in range(3):
         talk.lost(rank)
@@ -112,7 +100,7 @@ def test_a_rank_that_missed_the_release_is_released() -> None:
 
 def test_a_checkpoint_that_the_controller_before_committed_counts_after_a_takeover() -> None:
     """The rank with the only other copy of a shard died once that was written, and the controller after the commit."""
-    talk = Talk(grid(2, 1), formed=False)
+    talk = Talk(grid(2, 1), joined=0)
     talk.hello(0, incarnation=1, resume=True, term_seen=1, version=7, incident="old-1", takeover=True)
     talk.frozen(0, 7)
     talk.event(Remembered(0, True, (Version(7), "step_7")))
@@ -123,7 +111,7 @@ def test_a_checkpoint_that_the_controller_before_committed_counts_after_a_takeov
 @pytest.mark.parametrize("read_after", [1, 3])
 def test_a_host_that_was_drained_before_the_takeover_is_still_left(read_after: int) -> None:
     """The operator has told a controller that was lost before the job was saved."""
-    talk = Talk(formed=False)
+    talk = Talk(joined=0)
     said = []
     for rank, host in enumerate("aab"):
         said.append(talk.hello(rank, incarnation=2, resume=True, term_seen=1, version=7, host=host))
@@ -131,5 +119,5 @@ def test_a_host_that_was_drained_before_the_takeover_is_still_left(read_after: i
             said.append(talk.event(Remembered(0, False, drained=frozenset({"b"}))))
     assert said[-1].endswith("[opened] Freeze:0,1,2 [evidence]")
     assert talk.facts("evidence")["text"] == "b is drained"
-    assert frozen_at_7(talk, 0, 1, 2) == "[answer] [plan] Save:0,2"
+    assert talk.frozen_all(7, 0, 1, 2) == "[answer] [plan] Save:0,2"
     assert talk.machine.drained_hosts == ["b"]

@@ -98,7 +98,7 @@ class HandlerWorld(Talk):
         """New processes of ranks that live, and their streams."""
         self.starts = True
         """Somebody starts new processes where seats are open; ``start`` does it."""
-        super().__init__(Layout.data_parallel(size), formed=False, program=HandlerRecovery)
+        super().__init__(Layout.data_parallel(size), joined=0, program=HandlerRecovery)
         for rank in range(size):
             self.hello(rank, framework=rm.HANDLERS, **({"host": hosts[rank]} if hosts else {}))
         plain: dict[str, Any] = {"retry": True, "load_repair": False, "halt_before_dump": False, "halted": False}
