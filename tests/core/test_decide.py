@@ -302,17 +302,6 @@ def test_the_order_of_answers_does_not_matter(job: tuple[Layout, list[Answer]], 
     assert decide(replicas, said) == decide(replicas, shuffled)
 
 
-@given(jobs(copies=True))
-@settings(max_examples=200, deadline=None)
-def test_one_more_answer_never_makes_it_worse(job: tuple[Layout, list[Answer]]) -> None:
-    replicas, said = job
-    said = [a for a in said if a.incarnation == 2]
-    for left_out in range(len(said)):
-        fewer = best(replicas, said[:left_out] + said[left_out + 1 :])
-        verdict = decide(replicas, said)
-        assert fewer is None or (isinstance(verdict, Plan) and verdict.version >= fewer)
-
-
 @pytest.mark.parametrize("shards", [1, 1000, 25_000])
 def test_a_hundred_thousand_ranks(shards: int) -> None:
     world = 100_000

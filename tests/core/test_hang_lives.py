@@ -1,4 +1,4 @@
-"""Whole lives of jobs in virtual time, against an oracle: which ranks are found to hang, and when."""
+"""Whole lives of jobs, against an oracle: which ranks are found to hang, and when."""
 
 from __future__ import annotations
 
@@ -11,14 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ttp.core.controller.hangs import FACTOR, HangWatch, Suspicion
+from ttp.core.controller.hangs import HangWatch
 from ttp.core.layout import Rank, Version
 from ttp.core.messages import Heartbeat, Phase
-
-IDLE, UPDATING, DONE = Phase.IDLE, Phase.UPDATING, Phase.DONE
-
-
-# ---------------------------------------------------------------------------------------------------- against an oracle
 
 
 @dataclass(frozen=True)
@@ -115,7 +110,7 @@ def a_life(random: Random) -> Iterator[tuple[HangWatch, Oracle, set[Rank], float
             places[rank] = (version + random.choice([0, 0, 1]), random.random() < 0.3, mark + random.choice([0, 1]))
         activity = "evaluation" if random.random() < wild / 4 else ""
         version, updating, mark = places[rank]
-        phase = UPDATING if updating else IDLE
+        phase = Phase.UPDATING if updating else Phase.IDLE
         watch.observed((Rank(rank),), Heartbeat(Rank(rank), Version(version), phase, mark, activity), now)
         oracle.beats.append(Beat(now, rank, places[rank], activity))
         yield watch, oracle, live, now
@@ -130,76 +125,3 @@ def test_as_the_oracle_says(seed: int) -> None:
         later = now + random.choice([0.0, 2.0, 3.5, 20.0])
         found = copy.deepcopy(watch).check(later, live)
         assert (None if found is None else found.subjects) == oracle.hangs(later, live)
-
-
-# ------------------------------------------------------------------------------------------------- jobs in virtual time
-
-
-@dataclass
-class Training:
-    """A synchronous job: no rank is more than one version ahead, and marks are passed at random times."""
-
-    random: Random
-    world: int
-    step_s: float
-
-    def places(self, versions: int, hung: int | None, mark: int) -> dict[int, list[tuple[float, tuple[int, int]]]]:
-        """Return when each rank reaches which (version, mark). ``hung`` stops at ``mark`` of the last version."""
-        found: dict[int, list[tuple[float, tuple[int, int]]]] = {rank: [(0.0, (0, 0))] for rank in range(self.world)}
-        now = 1.0
-        for version in range(versions):
-            ends = []
-            for rank, story in found.items():
-                last = version == versions - 1
-                marks = [m for m in (1, 2, 3) if not (last and (m > mark if rank == hung else m > 2))]
-                times = sorted(now + self.step_s * self.random.uniform(0.05, 1.0) for _ in marks)
-                story += [(at, (version, m)) for at, m in zip(times, marks, strict=True)]
-                ends.append(max(times, default=now))
-            now = max(ends) + self.step_s * 0.01
-            if version < versions - 1:
-                for story in found.values():
-                    story.append((now, (version + 1, 0)))
-        return found
-
-
-def watched(training: Training, hung: int | None, stopped: bool, floor_s: float) -> tuple[list[Suspicion], float]:
-    """Return the suspicions in a job that ends or hangs after 60 versions, and the seconds since the last move."""
-    story = training.places(60, hung, mark=training.random.choice([0, 1]))
-    end = max(at for moves in story.values() for at, _ in moves)
-    until = end + (3 * max(floor_s, 3 * training.step_s) + 20.0 if hung is not None else 0.0)
-    beats = []
-    for rank, moves in story.items():
-        at, silent_from = training.random.uniform(0, 1), moves[-1][0] if stopped and rank == hung else until
-        while at < min(until, silent_from):
-            beats.append((at, rank, max((t, place) for t, place in moves if t <= at)[1]))
-            at += training.random.uniform(0.95, 1.05)
-    watch, found, raised_at = HangWatch(floor_s), [], end
-    for at, rank, (version, mark) in sorted(beats):
-        suspicion = watch.check(at, {Rank(r) for r in range(training.world)})
-        if suspicion is not None:
-            found.append(suspicion)
-            raised_at = at
-        watch.observed((Rank(rank),), Heartbeat(Rank(rank), Version(version), IDLE, mark), at)
-    return found, raised_at - end
-
-
-@given(seed=st.integers(0, 2**32), world=st.integers(1, 6), step_s=st.sampled_from([0.01, 0.3, 2.0, 30.0]))
-@settings(max_examples=25)
-def test_a_healthy_job_is_left_alone(seed: int, world: int, step_s: float) -> None:
-    found, _ = watched(Training(Random(seed), world, step_s), None, stopped=False, floor_s=5.0)
-    assert found == []
-
-
-@given(
-    seed=st.integers(0, 2**32),
-    world=st.integers(2, 6),
-    step_s=st.sampled_from([0.1, 2.0, 30.0]),
-    stopped=st.booleans(),
-)
-@settings(max_examples=25)
-def test_a_hang_is_found_and_the_culprit_named(seed: int, world: int, step_s: float, stopped: bool) -> None:
-    random = Random(seed)
-    hung = random.randrange(world)
-    found, after_s = watched(Training(random, world, step_s), hung, stopped, floor_s=5.0)
-    assert [suspicion.subjects for suspicion in found] == [(hung,)]
-    assert after_s <= max(5.0, FACTOR * (step_s + 2.0)) + 2.0, "soon"

@@ -1,4 +1,4 @@
-"""When a job counts as hanging, and which ranks are named: cases, a slow oracle, and whole jobs in virtual time."""
+"""When a job counts as hanging, and which ranks are named: cases; ``test_hang_lives`` has an oracle."""
 
 from __future__ import annotations
 
