@@ -4,8 +4,8 @@ import asyncio
 import os
 import socket
 import threading
-from collections.abc import Coroutine, Iterator
-from functools import partial
+from collections.abc import Callable, Coroutine, Iterator
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,6 +31,16 @@ from ttp.wire.convert import order_from_wire, report_to_wire
 from ttp.wire.v1 import controller_pb2 as pb
 
 T = TypeVar("T")
+
+
+def on_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Make a test of a coroutine, which runs on an event loop of its own."""
+
+    @wraps(test)
+    def run(**given: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(**given), 60))
+
+    return run
 
 
 class Controller:
@@ -154,6 +164,13 @@ class FakeRank:
 
 def hello(rank: int, world_size: int = 2, layout: Layout | None = None, **changes: Any) -> m.Hello:
     return toy.hello(rank, layout or Layout.data_parallel(world_size), **{"save_dir": "", "host": "host", **changes})
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Iterator[Journal]:
+    made = Journal(tmp_path)
+    yield made
+    made.close(5)
 
 
 @pytest.fixture

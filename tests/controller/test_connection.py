@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.controller.conftest import hello
+from tests.controller.conftest import hello, on_a_loop
+from tests.core.talk import PATIENCE
 from tests.waiting import until
 from ttp.controller import connection as subject
 from ttp.controller import driver as driving
@@ -24,23 +23,12 @@ from ttp.core.controller import events as ce
 from ttp.core.layout import Rank
 
 
-def everything(connection: Connection) -> list[m.Order | None]:
-    """Return all that is read until the stream ends."""
-
-    async def read() -> list[m.Order | None]:
-        orders = [await asyncio.wait_for(connection.next(), 5)]
-        while orders[-1] is not None:
-            orders.append(await asyncio.wait_for(connection.next(), 5))
-        return orders
-
-    return asyncio.run(read())
-
-
-def test_orders_come_out_in_order_and_a_refusal_is_the_last() -> None:
+@on_a_loop
+async def test_orders_come_out_in_order_and_a_refusal_is_the_last() -> None:
     stream = Connection(ce.ConnectionId(1), lambda: None)
     welcome, refused = m.Welcome(Rank(0), 1, 1, "x"), m.Refused(Rank(0), m.RefusalCode.BUSY, "x")
     assert stream.put(welcome) and stream.put(refused) and stream.put(welcome)
-    assert everything(stream) == [welcome, refused, None]
+    assert [await stream.next() for _ in range(3)] == [welcome, refused, None]
 
 
 def test_a_stream_that_nobody_reads_is_ended() -> None:
@@ -66,49 +54,24 @@ def test_a_watcher_that_lags_is_let_go() -> None:
     assert watch.queue.qsize() == driving.WATCH_MAX + 1
 
 
-class DriverWithLoop(Driver):
-    """A driver on an event loop that runs only when a test says so."""
-
-    loop: asyncio.AbstractEventLoop
-
-
-@pytest.fixture
-def driver(tmp_path: Path) -> Iterator[DriverWithLoop]:
-    journal = Journal(tmp_path)
-    loop = asyncio.new_event_loop()
-
-    async def make() -> DriverWithLoop:
-        return DriverWithLoop(ce.ControllerTimeouts(abandoned_s=1000), journal)
-
-    running = loop.run_until_complete(make())
-    running.loop = loop
-    yield running
-    loop.close()
-    journal.close(5)
-
-
-def feed(driver: DriverWithLoop, event: ce.Event) -> None:
-    async def do() -> None:
-        driver.feed(event)
-
-    driver.loop.run_until_complete(do())
-
-
-def test_history_is_bounded_in_number_and_bytes(driver: DriverWithLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+@on_a_loop
+async def test_history_is_bounded_in_number_and_bytes(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driving, "HISTORY_MAX", 5)
     monkeypatch.setattr(driving, "HISTORY_BYTES_MAX", 2000)
+    driver = Driver(PATIENCE, journal)
     for number in range(8):
-        feed(driver, ce.Received(ce.ConnectionId(number), hello(0, protocol_major=9, host=f"h{number}")))
+        driver.feed(ce.Received(ce.ConnectionId(number), hello(0, protocol_major=9, host=f"h{number}")))
     assert [json.loads(h.facts)["host"] for h in driver.history] == ["h3", "h4", "h5", "h6", "h7"]
-    feed(driver, ce.Received(ce.ConnectionId(9), hello(0, protocol_major=9, host="h" * 3000)))
+    driver.feed(ce.Received(ce.ConnectionId(9), hello(0, protocol_major=9, host="h" * 3000)))
     assert len(driver.history) == 1
 
 
-def test_after_a_tick_that_fails_there_is_another(
-    driver: DriverWithLoop, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@on_a_loop
+async def test_after_a_tick_that_fails_there_is_another(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(driving, "RETRY_S", 0.0)
-    ticks: list[ce.Event] = []
+    driver, ticks = Driver(PATIENCE, journal), list[ce.Event]()
 
     def fail(event: ce.Event, now: float, *, more: bool) -> list[ce.Action]:
         ticks.append(event)
@@ -116,20 +79,13 @@ def test_after_a_tick_that_fails_there_is_another(
 
     monkeypatch.setattr(driver.machine, "on_event", fail)
     monkeypatch.setattr(driver.machine, "deadline", lambda: 0.0)
-
-    async def run() -> None:
-        driver._tick()
-        while len(ticks) < 3:
-            await asyncio.sleep(0)
-
-    with caplog.at_level(logging.ERROR):
-        driver.loop.run_until_complete(asyncio.wait_for(run(), 20))
+    driver._tick()
+    while len(ticks) < 3:
+        await asyncio.sleep(0)
     assert "an error in a timed action of the controller" in caplog.text
 
 
-def test_a_save_dir_that_cannot_be_a_path_does_not_stop_the_journal(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
+def test_a_save_dir_that_cannot_be_a_path_does_not_stop_the_journal(journal: Journal, tmp_path: Path) -> None:
     for save_dir, incident in (("\0", "one"), ("", "two")):
         journal.write(save_dir, Happening(1, 0.0, 0.0, "opened", incident, "{}"))
     until(lambda: all((tmp_path / "incidents" / f"{name}.jsonl").exists() for name in ("one", "two")))
-    journal.close(5)

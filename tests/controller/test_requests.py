@@ -10,23 +10,21 @@ from typing import Any
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.controller.conftest import Served
-from tests.controller.test_connection import DriverWithLoop, driver
+from tests.controller.conftest import Served, on_a_loop
+from tests.core.talk import PATIENCE
 from ttp.controller import connection as connecting
 from ttp.controller import driver as driving
 from ttp.controller import spans
 from ttp.controller.__main__ import main
-from ttp.controller.journal import Happening
+from ttp.controller.driver import Driver
+from ttp.controller.journal import Happening, Journal
 from ttp.controller.spans import SpanSender
 from ttp.core import messages as m
 from ttp.core.controller.events import Received
 from ttp.core.layout import Layout, Rank
 from ttp.testing import toy
 from ttp.wire.v1 import controller_pb2 as pb
-
-__all__ = ["driver"]
 
 
 def ask(controller: Served, request: Any) -> Any:
@@ -42,21 +40,24 @@ def test_a_rank_that_ends_with_64_ends_the_job_with_64_unless_it_is_of_an_older_
         assert ask(controller, pb.GetVerdictRequest()).code == code
 
 
-def test_pids_that_are_not_of_the_ranks_are_refused_in_words(controller: Served) -> None:
-    with pytest.raises(grpc.RpcError, match="pids and ranks must have the same length") as refused:
-        ask(controller, pb.ReportFaultRequest(ranks=[0, 1], pids=[100]))
+@pytest.mark.parametrize(
+    ("report", "text"),
+    [
+        ({"ranks": [0, 1], "pids": [100]}, "pids and ranks must have the same length"),
+        ({"ranks": [0], "kind": 99}, "FaultKind 99 is not known"),
+    ],
+)
+def test_fault_reports_that_make_no_sense_are_refused_in_words(
+    controller: Served, report: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(grpc.RpcError, match=text) as refused:
+        ask(controller, pb.ReportFaultRequest(**report))
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 def test_who_takes_a_controller_for_a_relay_hears_what_it_is(controller: Served) -> None:
     with pytest.raises(grpc.RpcError, match="this is a controller, not a relay"):
         ask(controller, pb.LookRequest())
-
-
-def test_health_is_served(controller: Served) -> None:
-    health: Any = health_pb2_grpc.HealthStub(controller.channel)
-    for name in ("", "ttp.wire.v1.Controller"):
-        assert health.Check(health_pb2.HealthCheckRequest(service=name), timeout=10).status == 1
 
 
 def test_a_watcher_that_falls_behind_hears_that_it_has_missed_events(
@@ -77,36 +78,30 @@ def test_a_watcher_that_falls_behind_hears_that_it_has_missed_events(
     assert dropped.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-def test_what_comes_while_the_controller_ends_is_ended_at_once(driver: DriverWithLoop) -> None:
+@on_a_loop
+async def test_what_comes_while_the_controller_ends_is_ended_at_once(journal: Journal) -> None:
     """Nobody waits for a controller that handles no more events."""
-
-    async def run() -> None:
-        driver.close()
-        stream, watch = driver.connect(lambda: None), driver.watch(replay=0)
-        saved = await driver.save("now", again=False)
-        assert (await stream.next(), await watch.queue.get(), saved.saved) == (None, None, False)
-        assert "this controller ends" in saved.text
-
-    driver.loop.run_until_complete(asyncio.wait_for(run(), 20))
+    driver = Driver(PATIENCE, journal)
+    driver.close()
+    stream, watch = driver.connect(lambda: None), driver.watch(replay=0)
+    saved = await driver.save("now", again=False)
+    assert (await stream.next(), await watch.queue.get(), saved.saved) == (None, None, False)
+    assert "this controller ends" in saved.text
 
 
-def test_a_rank_that_does_not_read_its_orders_is_cut_off_and_counts_as_lost(
-    driver: DriverWithLoop, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@on_a_loop
+async def test_a_rank_that_does_not_read_its_orders_is_cut_off_and_counts_as_lost(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its stream is cancelled, or the orders for a rank that stands still would fill the controller's memory."""
     monkeypatch.setattr(connecting, "ORDERS_MAX", 1)
-    cut: list[bool] = []
-
-    async def run() -> None:
-        stream = driver.connect(lambda: cut.append(True))
-        layout = Layout.data_parallel(1)
-        driver.machine.job.learn(layout)
-        driver.feed(Received(stream.id, toy.hello(0, layout)))
-        driver._send(stream.id, m.Freeze(Rank(0), 1, "i", "c", snapshot=False))
-        await asyncio.sleep(0)
-        assert not driver.machine.job.live
-
-    driver.loop.run_until_complete(asyncio.wait_for(run(), 20))
+    driver, layout, cut = Driver(PATIENCE, journal), Layout.data_parallel(1), list[bool]()
+    stream = driver.connect(lambda: cut.append(True))
+    driver.machine.job.learn(layout)
+    driver.feed(Received(stream.id, toy.hello(0, layout)))
+    driver._send(stream.id, m.Freeze(Rank(0), 1, "i", "c", snapshot=False))
+    await asyncio.sleep(0)
+    assert not driver.machine.job.live
     assert cut == [True] and "does not read its orders" in caplog.text
 
 

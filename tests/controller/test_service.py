@@ -59,14 +59,6 @@ def test_a_peer_of_another_minor_version_is_welcome(controller: Controller) -> N
     assert controller.rank(0, protocol_minor=99).expect(m.Welcome)
 
 
-def test_ranks_that_disagree_about_the_layout(controller: Controller) -> None:
-    controller.rank(0).expect(m.Welcome)
-    other = Layout(2, {Shard("a"): (Rank(0),), Shard("b"): (Rank(1),)})
-    refused = controller.rank(1, layout=other).expect(m.Refused)
-    assert refused.code is m.RefusalCode.MISMATCH
-    assert "2 shards (a: 0, b: 1) against 1 shards (model: 0-1)" in refused.text
-
-
 def test_a_message_without_content_ends_its_stream_and_nothing_else(controller: Controller) -> None:
     zero, one = controller.rank(0), controller.rank(1)
     zero.expect(m.Welcome), one.expect(m.Welcome)

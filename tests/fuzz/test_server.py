@@ -172,20 +172,6 @@ def test_noise_in_other_calls_is_an_error_of_grpc(controller: Controller, method
     channel.close()
 
 
-REPORTS: list[tuple[dict[str, Any], str]] = [
-    ({"ranks": [0], "kind": 99}, "FaultKind 99 is not known"),
-    ({"ranks": [0, 1], "pids": [5]}, "same length"),
-]
-
-
-@pytest.mark.parametrize(("report", "says"), REPORTS)
-def test_fault_reports_that_make_no_sense(controller: Controller, report: dict[str, Any], says: str) -> None:
-    with pytest.raises(grpc.RpcError) as caught:
-        controller.stub.ReportFault(pb.ReportFaultRequest(**report), metadata=controller.metadata, timeout=10)
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert says in str(caught.value.details())
-
-
 def test_a_fault_report_about_a_million_ranks_that_are_not_there(controller: Controller) -> None:
     request = pb.ReportFaultRequest(ranks=range(2, 1_000_000), host="nowhere", reason="r" * 1_000_000)
     answer = controller.stub.ReportFault(request, metadata=controller.metadata, timeout=30)
