@@ -16,11 +16,22 @@ from ttp.core.layout import Rank, Shard, Version
 from ttp.core.messages import Commit, Piece
 from ttp.processor.local_state.local_piece import Pages, lent, write_local_piece
 from ttp.store import durable, names, verify
+from ttp.store.catalog import scan
+from ttp.store.choice import look_back
 from ttp.store.commit import NewCheckpoint
 from ttp.store.digest import HashingFile, Progress, digest_bytes, digest_file
 from ttp.store.disk import Disk
 from ttp.store.verify import verify_checkpoint
 
+CASES: dict[str, tuple[bool, tuple[str, ...]]] = {
+    "free": (False, ()),
+    "free, no links": (False, ("link",)),
+    "occupied": (True, ()),
+    "occupied, no links": (True, ("link",)),
+    "occupied, no exchange": (True, ("exchange",)),
+    "occupied, neither": (True, ("link", "exchange")),
+}
+"""Commits of step 12: whether another incident has committed it, and calls that the file system lacks."""
 GROUPS = {Shard("a"): (Rank(0), Rank(1)), Shard("b"): (Rank(2), Rank(3))}
 
 
@@ -91,20 +102,13 @@ class World:
         return draft
 
     def finish(self, version: int, incident: str = "first", disk: Disk | None = None, **changes: Any) -> Path:
-        """Commit what ``save`` has written, with an adapter that syncs, too; ``changes`` are changes of the order."""
-
-        def finalise(directory: Path) -> list[Piece]:
-            data = b"all tensors"
-            durable.write_durably(directory / ".metadata", data)
-            return [Piece(".metadata", len(data), digest_bytes(data), "metadata", "", Rank(1))]
-
-        order = replace(self.order(version, incident), **changes)
-        return self.commit(order, disk, finalise=finalise)[0]
+        """Commit what ``save`` has written; ``changes`` are changes of the order."""
+        return self.commit(replace(self.order(version, incident), **changes), disk)[0]
 
     @staticmethod
     def finalise(directory: Path) -> Sequence[Piece]:
         (directory / ".metadata.tmp").write_bytes(b"left over")
-        (directory / ".metadata").write_bytes(b"all tensors")
+        durable.write_durably(directory / ".metadata", b"all tensors")
         return [Piece(".metadata", 11, digest_bytes(b"all tensors"), "metadata", "", Rank(1))]
 
     def commit(self, order: Commit, disk: Disk | None = None, **changes: Any) -> tuple[Path, int]:
@@ -126,6 +130,22 @@ class World:
         order = self.order(12, side)
         pieces, missing = (*order.pieces, piece), tuple(Rank(rank) for rank in range(4) if rank not in ranks)
         return self.commit(replace(order, incident=incident, pieces=pieces, missing_pages=missing), disk, lend=lent)[0]
+
+    def check_reader(self, was: tuple[int, str], where: object, *, committed: bool = False) -> None:
+        """Check a restore now: the newest whole checkpoint is the new one, or ``was``, which still exists."""
+        found = look_back(self.save_dir)
+        assert found.candidates, f"{where}: nothing is whole"
+        entries = scan(self.save_dir)
+        made = {
+            e.path: [(e.version, i) for i in ("first", "another") if self.holds(e.path, e.version or 0, i)]
+            for e in entries
+            if e.whole
+        }
+        assert all(made.values()), (where, made)
+        allowed = [(12, "first"), *([] if committed else [was])]
+        assert made[found.where[found.candidates[0]]][0] in allowed, (where, made)
+        assert [was] in made.values(), f"{where}: the old one is gone"
+        assert not [e for e in entries if e.kind == "checkpoint" and not e.whole], f"{where}: debris"
 
     def holds(self, path: Path, version: int, incident: str, generation: int = 1) -> bool:
         """Return whether ``path`` is exactly the checkpoint that this incident makes."""

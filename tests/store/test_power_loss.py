@@ -15,29 +15,20 @@ import pytest
 
 from tests.disks.bad_disk import BadDisk, Rule
 from tests.disks.crash import Line, build, outcomes
+from tests.store.conftest import CASES
 from ttp.core.layout import Version
-from ttp.store.catalog import scan, tidy
-from ttp.store.choice import look_back
+from ttp.store.catalog import tidy
 from ttp.store.names import checkpoint_name
 from ttp.store.writable import check_writable
 
 if TYPE_CHECKING:
     from tests.store.conftest import World
 
-NO_LINK = Rule(("LINK",), error=errno.EOPNOTSUPP)
-NO_EXCHANGE = Rule(("RENAME2",), error=errno.EINVAL)
-CASES = {
-    "free": (False, ()),
-    "free, no links": (False, (NO_LINK,)),
-    "occupied": (True, ()),
-    "occupied, no links": (True, (NO_LINK,)),
-    "occupied, no exchange": (True, (NO_EXCHANGE,)),
-    "occupied, neither": (True, (NO_LINK, NO_EXCHANGE)),
-}
+LACKS = {"link": Rule(("LINK",), error=errno.EOPNOTSUPP), "exchange": Rule(("RENAME2",), error=errno.EINVAL)}
 
 
 @pytest.fixture
-def recorded(world: World, bad_disk: BadDisk, occupied: bool, lacks: tuple[Rule, ...]) -> Sequence[Line]:
+def recorded(world: World, bad_disk: BadDisk, occupied: bool, lacks: tuple[str, ...]) -> Sequence[Line]:
     """Return the kernel's requests: a new save_dir, old checkpoints, a save, a commit, and an old one removed."""
     on_disk = type(world)(bad_disk.mountpoint / "checkpoints")
     check_writable(str(on_disk.save_dir))
@@ -47,7 +38,7 @@ def recorded(world: World, bad_disk: BadDisk, occupied: bool, lacks: tuple[Rule,
     if occupied:
         on_disk.save(12, "another")
         on_disk.finish(12, "another")
-    bad_disk.rules(*lacks)
+    bad_disk.rules(*(LACKS[call] for call in lacks))
     bad_disk.mark("begin")
     on_disk.save(12)
     bad_disk.mark("saved")
@@ -64,24 +55,8 @@ def test_a_power_cut_between_any_two_system_calls(recorded: Sequence[Line], worl
     begin, end = recorded.index(["mark", "begin"]), recorded.index(["mark", "committed"])
     for tree, cut, committed in outcomes(recorded, range(begin, len(recorded) + 1), lambda cut: cut > end, 4):
         build(tree, after.save_dir.parent)
-        check_reader(after, occupied, committed, f"cut after line {cut}: {recorded[cut - 1][:3]}")
+        was = (12, "another") if occupied else (8, "first")
+        after.check_reader(was, f"cut after line {cut}: {recorded[cut - 1][:3]}", committed=committed)
         shutil.rmtree(after.save_dir.parent)
         seen += 1
     assert seen > 60
-
-
-def check_reader(world: World, occupied: bool, committed: bool, where: str) -> None:
-    """Check a restore now: the newest whole checkpoint is the new or the old one, and the old one still exists."""
-    found = look_back(world.save_dir)
-    assert found.candidates, f"{where}: nothing is whole"
-    newest = found.where[found.candidates[0]]
-    was = (12, "another") if occupied else (8, "first")
-    assert world.holds(newest, 12, "first") or (not committed and world.holds(newest, *was)), where
-    entries = scan(world.save_dir)
-    assert not [entry for entry in entries if entry.kind == "checkpoint" and not entry.whole], f"{where}: debris"
-    whole = [entry.path for entry in entries if entry.whole]
-    assert any(world.holds(path, *was) for path in whole), f"{where}: the old one is gone"
-    for path in found.where.values():
-        assert any(world.holds(path, v, i) for v, i in [(6, "first"), (8, "first"), (12, "first"), (12, "another")]), (
-            where
-        )

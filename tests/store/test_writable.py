@@ -105,36 +105,26 @@ def test_all_ranks_may_ask_at_once(tmp_path: Path) -> None:
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
+URLS = ["s3://bucket/x", "gs://b", "file:///data/x", "hdfs://a/b", "simplecache::s3://b/x", str(Path("gs://b/x"))]
+
+
 @pytest.mark.parametrize(
-    "url", ["s3://bucket/x", "gs://b", "file:///data/x", "hdfs://a/b", "simplecache::s3://b/x", str(Path("gs://b/x"))]
+    ("place", "text"),
+    [
+        *((url, "is a URL; ttp writes to mounted file systems only: mount") for url in URLS),
+        # a name with letters beyond ASCII in the locale C, or in another encoding anywhere
+        (os.fsdecode(b"k\xe4se"), r"k\\udce4se' is not UTF-8 .*set LC_ALL=C\.UTF-8"),
+        ("a\0b", r"save_dir 'a\\x00b' contains a null character; choose another save_dir"),
+        ("", "save_dir is empty; give"),
+        ("  ", "save_dir is empty; give"),
+        ("below/" * 650, r"\(ENAMETOOLONG\); the path is too long; choose another save_dir"),
+    ],
 )
-def test_a_url_is_refused_with_what_to_do(url: str) -> None:
-    with pytest.raises(ConfigError, match="is a URL; ttp writes to mounted file systems only: mount"):
-        check_writable(url)
-    assert not Path(url.split("/", maxsplit=1)[0]).exists()
-
-
-def test_a_name_that_cannot_be_told_to_others_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    """A name with letters beyond ASCII in the locale C, or in another encoding anywhere."""
-    place = os.fsdecode(os.fsencode(tmp_path) + b"/k\xe4se")
-    with pytest.raises(ConfigError, match=r"k\\udce4se' is not UTF-8 .*set LC_ALL=C\.UTF-8"):
-        check_writable(place)
-
-
-def test_a_null_character_is_refused_as_such() -> None:
-    with pytest.raises(ConfigError, match=r"save_dir 'a\\x00b' contains a null character; choose another save_dir"):
-        check_writable("a\0b")
-
-
-@pytest.mark.parametrize("empty", ["", "  "])
-def test_nothing_is_no_directory(empty: str) -> None:
-    with pytest.raises(ConfigError, match="save_dir is empty; give"):
-        check_writable(empty)
-
-
-def test_a_path_that_leaves_no_room_for_the_names_in_it(tmp_path: Path) -> None:
-    place = str(tmp_path) + "/below" * ((3900 - len(str(tmp_path))) // 6)
-    with pytest.raises(ConfigError, match=r"\(ENAMETOOLONG\); the path is too long; choose another save_dir"):
+def test_what_can_be_no_directory_is_refused_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, text: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=text):
         check_writable(place)
     assert list(tmp_path.iterdir()) == []
 

@@ -194,7 +194,7 @@ def tidy(save_dir: Path, keep: int, newest: str, *, verified: bool) -> list[str]
 def _warn_of_no_room(checkpoint: Path) -> None:
     """Warn if the disk has no room for the next checkpoint, which is about as large as this one."""
     with contextlib.suppress(OSError, CheckpointError):
-        Room.of(checkpoint.parent).check(sum(piece.size for piece in Manifest.load(checkpoint).pieces))
+        Room.of(checkpoint.parent).check(Manifest.load(checkpoint).size)
 
 
 def newest_name(save_dir: Path) -> Version:

@@ -197,7 +197,7 @@ def check_chosen(checkpoint: Path, chosen: Candidate, *, already_verified: bool,
 def checkpoint_bytes(checkpoint: Path) -> int:
     """Return the bytes of all pieces of a checkpoint, from its manifest; 0 if the manifest cannot be read."""
     try:
-        return sum(piece.size for piece in load_with_digest(checkpoint)[0].pieces)
+        return load_with_digest(checkpoint)[0].size
     except CheckpointError:
         return 0
 
