@@ -26,8 +26,9 @@ def explore(
     return model
 
 
-def test_controllers_that_are_heard_again() -> None:
-    assert explore(1, 2, 0, {0, 1}).outcomes == {(None, None)}
+@pytest.mark.parametrize("eager", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_controllers_that_are_heard_again(eager: bool) -> None:
+    assert explore(1, 2, 0, {0, 1}, eager=eager).outcomes == {(None, None)}
 
 
 def test_a_rank_is_killed_while_the_other_one_hears_nothing() -> None:

@@ -17,19 +17,17 @@ from ttp.core.layout import Layout, Shard, Version
 from ttp.testing.scenario import grid
 
 LOST = -9  # the exit code of who was killed
-MANY = 2_000_000
+ON = {(None, None)}
+KILLED = {(LOST, 75), (75, LOST)}
+SAVED: set[Any] = set()
+"""Stands for any outcomes in which no rank exits with 70."""
+LARGE = 8_000_000
 
 
 def explore(
-    shards: int,
-    replicas: int,
-    kills: int,
-    hanging: frozenset[int] = frozenset(),
-    *,
-    states_max: int = 30_000,
-    **more: Any,
+    shards: int, replicas: int, kills: int, hanging: Collection[int] = (), states_max: int = 30_000, **more: Any
 ) -> Model:
-    model = Model(grid(shards, replicas), kills, hanging, **more)
+    model = Model(grid(shards, replicas), kills, frozenset(hanging), **more)
     states = model.explore(states_max)
     words = f"{shards} x {replicas}, {kills} kills, {set(hanging) or 'nobody'} hangs in the barrier, {more or ''}"
     print(f"{words}: {states} states, exits {sorted(model.outcomes, key=str)[:4]}")
@@ -45,135 +43,77 @@ def always_saved(model: Model) -> bool:
     return not any(70 in exits for exits in model.outcomes)
 
 
-@pytest.mark.parametrize("hanging", subsets(2), ids=str)
-def test_two_replicas_one_kill(hanging: frozenset[int]) -> None:
-    model = explore(1, 2, 1, hanging)
-    assert model.outcomes == {(LOST, 75), (75, LOST)}
+def worlds(*cases: tuple[str, tuple[int, int, int], Any, Any]) -> pytest.MarkDecorator:
+    """Parametrize a test with worlds: a name, (shards, replicas, kills), what else ``explore`` takes, and outcomes."""
+    return pytest.mark.parametrize(("size", "more", "outcomes"), [c[1:] for c in cases], ids=[c[0] for c in cases])
 
 
-def test_two_replicas_two_kills() -> None:
-    assert explore(1, 2, 2).outcomes == {(LOST, 75), (75, LOST), (LOST, LOST)}
+@worlds(
+    ("without replicas a kill is the end", (2, 1, 1), {}, {(LOST, 70), (70, LOST)}),
+    ("without replicas a copy survives a break", (2, 1, 0), {"breaks": 1, "kept": True}, ON),
+    ("and a takeover", (2, 1, 1), {"hanging": {0}, "kept": True, "takeovers": 1}, KILLED),
+    ("three replicas, two kills", (1, 3, 2), {"eager": True}, SAVED),
+    ("a stream that breaks hurts nobody", (1, 2, 0), {"breaks": 1}, ON),
+    ("whether replicated or not", (2, 1, 0), {"breaks": 1}, ON),
+    ("who comes back too late is fenced", (1, 2, 0), {"breaks": 1, "late": True}, ON | {(70, 75), (75, 70)}),
+    ("a stream breaks and a rank is killed", (1, 2, 1), {"breaks": 1}, KILLED),
+    ("controllers die and nothing else", (1, 2, 0), {"takeovers": 2}, ON),
+    ("the controller dies and both ranks are killed", (1, 2, 2), {"takeovers": 1}, KILLED | {(LOST, LOST)}),
+    ("replicas write parts side by side", (1, 2, 1), {"stripes": 2}, KILLED),
+    ("two of three", (1, 3, 1), {"stripes": 2, "eager": True}, SAVED),
+    ("one writes both", (1, 3, 2), {"hanging": {0, 1, 2}, "stripes": 2, "eager": True}, SAVED),
+    ("parts that do not fit are not committed", (1, 3, 1), {"stripes": 2, "uneven": 2, "eager": True}, SAVED),
+    ("a rank goes over to the rival", (1, 3, 0), {"rival": True, "breaks": 1, "eager": True}, SAVED),
+    ("and one is killed", (1, 2, 1), {"rival": True, "breaks": 1}, SAVED),
+    ("one of two controllers dies", (1, 2, 0), {"rival": True, "takeovers": 1}, ON),
+    ("one of two controllers and a rank", (1, 2, 1), {"rival": True, "takeovers": 1}, KILLED),
+    ("messages arrive twice", (1, 2, 1), {"repeats": 2}, KILLED),
+    ("of three ranks", (1, 3, 1), {"repeats": 1, "eager": True}, SAVED),
+    ("beside a takeover", (1, 2, 1), {"takeovers": 1, "repeats": 1}, KILLED),
+)
+def test_small_worlds(size: tuple[int, int, int], more: dict[str, Any], outcomes: Any) -> None:
+    model = explore(*size, **more)
+    assert always_saved(model) if outcomes is SAVED else model.outcomes == outcomes
 
 
-def test_without_replicas_a_kill_is_the_end() -> None:
-    assert explore(2, 1, 1).outcomes == {(LOST, 70), (70, LOST)}
-
-
-@pytest.mark.parametrize("hanging", subsets(3), ids=str)
-def test_three_replicas_one_kill(hanging: frozenset[int]) -> None:
-    assert always_saved(explore(1, 3, 1, hanging))
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_a_kill_of_replicas(replicas: int) -> None:
+    for hanging in subsets(replicas):
+        model = explore(1, replicas, 1, hanging)
+        assert always_saved(model) and (replicas > 2 or model.outcomes == KILLED)
 
 
 def test_without_replicas_copies_are_the_way_back() -> None:
     model = explore(2, 1, 1, kept=True)
-    assert model.outcomes == {(LOST, 75), (75, LOST)}
-    assert "kept" in model.hows
-    assert explore(2, 1, 0, breaks=1, kept=True).outcomes == {(None, None)}
-    assert explore(2, 1, 1, frozenset({0}), kept=True, takeovers=1).outcomes == {(LOST, 75), (75, LOST)}
+    assert model.outcomes == KILLED and "kept" in model.hows
 
 
-def test_three_replicas_two_kills() -> None:
-    assert always_saved(explore(1, 3, 2, eager=True))
-
-
-@pytest.mark.parametrize(
-    "hanging",
-    [frozenset({0, 1, 2, 3}), frozenset({0, 1}), frozenset({0})],
-    ids=str,
-)
-def test_two_shards_of_two_replicas(hanging: frozenset[int]) -> None:
+@pytest.mark.parametrize("hanging", [{0, 1, 2, 3}, {0, 1}, {0}], ids=len)
+def test_two_shards_of_two_replicas(hanging: set[int]) -> None:
     model = explore(2, 2, 1, hanging, eager=True)
     assert always_saved(model) == (len(hanging) == 4)  # versions that mix can leave no common one without redo
 
 
-def test_a_stream_that_breaks_hurts_nobody() -> None:
-    assert explore(1, 2, 0, breaks=1).outcomes == {(None, None)}
-    assert explore(2, 1, 0, breaks=1).outcomes == {(None, None)}
-
-
-def test_who_comes_back_too_late_is_fenced() -> None:
-    assert explore(1, 2, 0, breaks=1, late=True).outcomes == {(None, None), (70, 75), (75, 70)}
-
-
-def test_a_stream_breaks_and_a_rank_is_killed() -> None:
-    assert explore(1, 2, 1, breaks=1).outcomes == {(LOST, 75), (75, LOST)}
-
-
-def test_the_controller_dies_and_nothing_else() -> None:
-    assert explore(1, 2, 0, takeovers=2).outcomes == {(None, None)}
-
-
-def test_the_controller_dies_and_a_rank_is_killed() -> None:
-    assert explore(1, 2, 1, takeovers=1).outcomes == {(LOST, 75), (75, LOST)}
-    assert always_saved(explore(1, 2, 2, takeovers=1))
-
-
-def test_replicas_write_parts_side_by_side() -> None:
-    assert explore(1, 2, 1, stripes=2).outcomes == {(LOST, 75), (75, LOST)}
-    assert always_saved(explore(1, 3, 1, stripes=2, eager=True))
-    assert always_saved(explore(1, 3, 2, frozenset({0, 1, 2}), stripes=2, eager=True))
-
-
-def test_parts_that_do_not_fit_together_are_not_committed() -> None:
-    assert always_saved(explore(1, 3, 1, stripes=2, uneven=2, eager=True))
-
-
-# ------------------------------------------------------------------------------------- two controllers, repeats, redo
-
-
-def test_a_rank_goes_over_to_the_rival() -> None:
-    assert always_saved(explore(1, 2, 0, rival=True, breaks=1))
-    assert always_saved(explore(1, 3, 0, rival=True, breaks=1, eager=True))
-
-
-def test_a_rank_goes_over_to_the_rival_and_one_is_killed() -> None:
-    assert always_saved(explore(1, 2, 1, rival=True, breaks=1))
-
-
-def test_one_of_two_controllers_dies() -> None:
-    assert explore(1, 2, 0, rival=True, takeovers=1).outcomes == {(None, None)}
-    assert explore(1, 2, 1, rival=True, takeovers=1).outcomes == {(LOST, 75), (75, LOST)}
-
-
-def test_messages_arrive_twice() -> None:
-    assert explore(1, 2, 1, repeats=2).outcomes == {(LOST, 75), (75, LOST)}
-    assert always_saved(explore(1, 3, 1, repeats=1, eager=True))
-    assert explore(1, 2, 1, takeovers=1, repeats=1).outcomes == {(LOST, 75), (75, LOST)}
-    assert always_saved(explore(1, 2, 1, rival=True, breaks=1, repeats=1, eager=True))
-
-
 @pytest.mark.parametrize(
-    "hanging", [pytest.param(frozenset({0, 2}), marks=pytest.mark.slow), frozenset({0, 1, 2})], ids=str
-)
-def test_updates_made_on_request(hanging: frozenset[int]) -> None:
-    """Ranks left in the barrier make the update that released ranks have made, so no state is lost."""
-    model = explore(2, 2, 1, hanging, gradients=True, eager=True)
-    assert always_saved(model)
-    assert model.hows == {"redo"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("hanging", subsets(4), ids=str)
-def test_updates_made_on_request_every_barrier(hanging: frozenset[int]) -> None:
-    assert always_saved(explore(2, 2, 1, hanging, gradients=True, eager=True, states_max=MANY))
-
-
-@pytest.mark.parametrize(
-    "hanging",
-    [frozenset({0, 1}), frozenset({0}), pytest.param(frozenset({0, 2}), marks=pytest.mark.slow)],
+    ("hanging", "more", "hows"),
+    [
+        ({0, 1, 2}, {"gradients": True}, {"redo"}),
+        pytest.param({0, 2}, {"gradients": True}, {"redo"}, marks=pytest.mark.slow),
+        ({0, 1}, {"preimages": True}, {"undo"}),
+        ({0}, {"preimages": True}, {"undo"}),
+        pytest.param({0, 2}, {"preimages": True}, {"undo"}, marks=pytest.mark.slow),
+        ({0, 1, 2}, {"gradients": True, "preimages": True}, {"redo"}),
+    ],
     ids=str,
 )
-def test_updates_unmade(hanging: frozenset[int]) -> None:
-    model = explore(2, 2, 1, hanging, preimages=True, eager=True)
-    assert always_saved(model)
-    assert "undo" in model.hows
+def test_updates_that_are_made_or_unmade_on_request(hanging: set[int], more: dict[str, Any], hows: set[str]) -> None:
+    """Ranks left in the barrier make the update that released ranks have made, or that is unmade: no state is lost.
 
-
-def test_what_others_can_make_is_not_unmade() -> None:
-    """A rank in the barrier is waited for, so no finished step of a living rank is lost."""
-    model = explore(2, 2, 1, frozenset({0, 1, 2}), gradients=True, preimages=True, eager=True)
+    A rank in the barrier is waited for: what others can make is not unmade.
+    """
+    model = explore(2, 2, 1, hanging, eager=True, **more)
     assert always_saved(model)
-    assert model.hows == {"redo"}
+    assert model.hows == hows
 
 
 # ---------------------------------------------------------------------------------------------------------------- slow
@@ -182,57 +122,47 @@ def test_what_others_can_make_is_not_unmade() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("hanging", subsets(4), ids=str)
 def test_two_shards_every_barrier(hanging: frozenset[int]) -> None:
-    explore(2, 2, 1, hanging, eager=True, states_max=MANY)
+    explore(2, 2, 1, hanging, LARGE, eager=True)
+    assert always_saved(explore(2, 2, 1, hanging, LARGE, gradients=True, eager=True))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hanging", subsets(3), ids=str)
 def test_three_replicas_two_kills_every_barrier(hanging: frozenset[int]) -> None:
-    assert always_saved(explore(1, 3, 2, hanging, states_max=MANY))
-
-
-@pytest.mark.slow
-def test_three_shards_of_two_replicas() -> None:
-    assert always_saved(explore(3, 2, 1, frozenset(range(6)), eager=True, states_max=MANY))
-
-
-@pytest.mark.slow
-def test_two_shards_and_a_broken_stream() -> None:
-    assert explore(2, 2, 0, breaks=1, eager=True, states_max=MANY).outcomes == {(None,) * 4}
-
-
-LARGE: list[tuple[int, int, int, frozenset[int], dict[str, Any]]] = [
-    (1, 2, 1, frozenset(), {"rival": True, "breaks": 1, "takeovers": 1}),
-    (1, 2, 1, frozenset(), {"rival": True, "breaks": 2}),
-    (1, 2, 0, frozenset(), {"rival": True, "breaks": 2, "takeovers": 1}),
-    (1, 2, 1, frozenset(), {"rival": True, "breaks": 1, "repeats": 1}),
-    (1, 3, 1, frozenset(), {"rival": True, "takeovers": 1}),
-    (1, 3, 0, frozenset(), {"rival": True, "breaks": 1}),
-    (2, 2, 0, frozenset(), {"rival": True, "breaks": 1, "eager": True}),
-    (1, 2, 2, frozenset(), {"breaks": 1, "takeovers": 1}),
-    (1, 3, 2, frozenset(), {"repeats": 1, "eager": True}),
-    (1, 3, 1, frozenset(), {"breaks": 1, "eager": True}),
-    (2, 2, 1, frozenset(), {"gradients": True, "preimages": True, "repeats": 1, "eager": True}),
-    (2, 2, 1, frozenset({0}), {"gradients": True, "takeovers": 1, "eager": True}),
-    (2, 2, 2, frozenset({0}), {"gradients": True, "preimages": True, "eager": True}),
-    (3, 2, 1, frozenset({0, 1, 2, 3}), {"gradients": True, "preimages": True, "eager": True}),
-]
-"""Shards, replicas, kills, who hangs, and the rest, as ``Model`` says."""
+    assert always_saved(explore(1, 3, 2, hanging, LARGE))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("world", LARGE, ids=str)
-def test_large_worlds(world: tuple[int, int, int, frozenset[int], dict[str, Any]]) -> None:
-    shards, replicas, kills, hanging, more = world
-    explore(shards, replicas, kills, hanging, states_max=8_000_000, **more)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_broken_stream_and_a_dead_controller() -> None:
-    assert explore(1, 2, 0, breaks=1, takeovers=1, states_max=MANY).outcomes == {(None, None)}
-    assert always_saved(explore(1, 2, 1, breaks=1, takeovers=1, eager=True, states_max=MANY))
+@worlds(
+    ("three shards of two replicas", (3, 2, 1), {"hanging": range(6), "eager": True}, SAVED),
+    ("two shards and a broken stream", (2, 2, 0), {"breaks": 1, "eager": True}, {(None,) * 4}),
+    ("a broken stream and a dead controller", (1, 2, 0), {"breaks": 1, "takeovers": 1}, ON),
+    ("and a kill", (1, 2, 1), {"breaks": 1, "takeovers": 1, "eager": True}, SAVED),
+    *(
+        (f"large {size} {more}", size, more, None)
+        for size, more in [
+            ((1, 2, 1), {"rival": True, "breaks": 1, "takeovers": 1}),
+            ((1, 2, 1), {"rival": True, "breaks": 2}),
+            ((1, 2, 0), {"rival": True, "breaks": 2, "takeovers": 1}),
+            ((1, 2, 1), {"rival": True, "breaks": 1, "repeats": 1}),
+            ((1, 3, 1), {"rival": True, "takeovers": 1}),
+            ((1, 3, 0), {"rival": True, "breaks": 1}),
+            ((2, 2, 0), {"rival": True, "breaks": 1, "eager": True}),
+            ((1, 2, 2), {"breaks": 1, "takeovers": 1}),
+            ((1, 3, 2), {"repeats": 1, "eager": True}),
+            ((1, 3, 1), {"breaks": 1, "eager": True}),
+            ((2, 2, 1), {"gradients": True, "preimages": True, "repeats": 1, "eager": True}),
+            ((2, 2, 1), {"hanging": {0}, "gradients": True, "takeovers": 1, "eager": True}),
+            ((2, 2, 2), {"hanging": {0}, "gradients": True, "preimages": True, "eager": True}),
+            ((3, 2, 1), {"hanging": range(4), "gradients": True, "preimages": True, "eager": True}),
+        ]
+    ),
+)
+def test_large_worlds(size: tuple[int, int, int], more: dict[str, Any], outcomes: Any) -> None:
+    model = explore(*size, states_max=LARGE, **more)
+    if outcomes is not None:
+        assert always_saved(model) if outcomes is SAVED else model.outcomes == outcomes
 
 
 def test_the_model_sees_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
