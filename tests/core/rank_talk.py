@@ -35,6 +35,12 @@ class Rank1:
     def order(self, order: m.Order) -> str:
         return self.event(ev.OrderReceived(order))
 
+    def comes_back(self, term: int = 1) -> str:
+        """Lose the stream, and open another one to the controller of this term, which welcomes the rank."""
+        self.event(ev.StreamDown("gone"))
+        self.event(ev.StreamUp())
+        return self.order(m.Welcome(ME, term, 1, "1"))
+
     def after(self, seconds: float) -> str:
         self.now += seconds
         return self.event(ev.Observed(self.machine.state.version, m.Phase.IDLE))

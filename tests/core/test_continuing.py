@@ -119,6 +119,11 @@ def test_nobody_goes_on_where_one_cannot() -> None:
             "preempted of 2; ranks go on only after deaths",
         ),
         (lambda talk: (talk.dies(), talk.accuse(1, m.FaultKind.OUTSIDE)), "ranks go on only after deaths"),
+        (
+            lambda talk: (talk.goodbye(2, version=7), talk.dies()),  # which trains no more
+            "some rank is neither known to train nor known to be dead",
+        ),
+        (lambda talk: (talk.event(RankWasWrong("the program is wrong")), talk.dies()), "the program is wrong"),
     ],
 )
 def test_whatever_else_happened_ends_as_ever(what: Any, why: str) -> None:
@@ -127,15 +132,6 @@ def test_whatever_else_happened_ends_as_ever(what: Any, why: str) -> None:
     talk.save()
     again, said = talk.ends()
     assert not again and why in said
-
-
-def test_ranks_that_have_left_train_no_more() -> None:
-    talk = Keep()
-    talk.goodbye(2, version=7)
-    talk.dies()
-    talk.save()
-    again, why = talk.ends()
-    assert not again and why == "some rank is neither known to train nor known to be dead"
 
 
 def test_replicas_that_differ_are_not_continued() -> None:
@@ -148,15 +144,6 @@ def test_replicas_that_differ_are_not_continued() -> None:
     talk.committed(talk.orders(m.Commit)[0].rank)
     again, why = talk.ends()
     assert not again and "replicas differ" in why
-
-
-def test_a_program_that_is_wrong_is_not_continued() -> None:
-    talk = Keep()
-    talk.event(RankWasWrong("the program is wrong"))
-    talk.dies()
-    talk.save()
-    again, why = talk.ends()
-    assert not again and "the program is wrong" in why
 
 
 def test_a_collective_that_broke_is_what_a_death_looks_like() -> None:

@@ -149,9 +149,7 @@ def test_a_broken_rank_waits_for_the_rescue() -> None:
 def test_what_is_wrong_is_said_to_a_new_controller_too() -> None:
     rank = Rank1()
     rank.event(ev.Raised(m.FaultKind.EXCEPTION, "UsageError: x", wrong=True))
-    rank.event(ev.StreamDown("gone"))
-    rank.event(ev.StreamUp())
-    assert rank.order(m.Welcome(ME, 2, 1, "1")) == "Joined >Fault"
+    assert rank.comes_back(2) == "Joined >Fault"
     assert rank.sent(m.Fault).wrong
 
 
@@ -210,10 +208,6 @@ def test_a_view_is_repeated_until_the_training_has_begun() -> None:
     rank.event(ev.RestoreWanted((), ()))
     rank.order(RestoreDecision(ME, 1, Version(5), "step_5", "d", ""))
     rank.event(ev.Based(Version(5)))
-    rank.event(ev.StreamDown("gone"))
-    rank.event(ev.StreamUp())
-    assert rank.order(m.Welcome(ME, 2, 1, "1")) == "Joined >RestoreView >Restored"  # others may not have heard yet
+    assert rank.comes_back(2) == "Joined >RestoreView >Restored"  # others may not have heard yet
     rank.event(ev.Observed(Version(6), m.Phase.IDLE))
-    rank.event(ev.StreamDown("gone"))
-    rank.event(ev.StreamUp())
-    assert rank.order(m.Welcome(ME, 3, 1, "1")) == "Joined"
+    assert rank.comes_back(3) == "Joined"

@@ -104,9 +104,7 @@ def test_who_is_frozen_again_for_the_same_incident_writes_no_file_twice(
     assert rank.save() == "StartSave"
     if written_before:
         rank.event(written())
-    rank.event(ev.StreamDown("gone"))
-    rank.event(ev.StreamUp())
-    rank.order(m.Welcome(ME, 1, 1, "1"))
+    rank.comes_back()
     rank.freeze(snapshot=True)
     rank.quiet(7)
     assert rank.save() == f">{answer.__name__}"
@@ -244,9 +242,7 @@ def test_only_the_planned_version_is_written(version: int, phase: m.Phase) -> No
 )
 def test_a_save_waits_while_the_state_is_looked_at_again(version: int, phase: m.Phase, said: str) -> None:
     """Where the state is on a device, each movement of the training thread is acknowledged before it is looked at."""
-    rank = Rank1()
-    rank.freeze()
-    rank.quiet(7)
+    rank = frozen()
     rank.quiet(7, m.Phase.UPDATING)
     assert rank.save(7) == "" and rank.save(7) == ""
     assert rank.quiet(7, m.Phase.UPDATING) == ">Frozen"
@@ -256,9 +252,7 @@ def test_a_save_waits_while_the_state_is_looked_at_again(version: int, phase: m.
 
 def test_a_heartbeat_meanwhile_does_not_end_the_wait() -> None:
     """It tells the host's version, and the device may be behind."""
-    rank = Rank1()
-    rank.freeze()
-    rank.quiet(7)
+    rank = frozen()
     rank.quiet(8, m.Phase.UPDATING)
     rank.event(ev.Observed(Version(8), m.Phase.IDLE, 0, "", 0))
     assert rank.save(7) == ""
@@ -266,9 +260,7 @@ def test_a_heartbeat_meanwhile_does_not_end_the_wait() -> None:
 
 
 def test_a_save_that_waits_is_forgotten_with_its_incident() -> None:
-    rank = Rank1()
-    rank.freeze()
-    rank.quiet(7)
+    rank = frozen()
     rank.quiet(7, m.Phase.UPDATING)
     rank.save(7)
     rank.thaw()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -19,10 +20,15 @@ def view(rank: int, *found: tuple[int, str]) -> RestoreView:
     return RestoreView(Rank(rank), candidates, ())
 
 
+def both_find(talk: Talk, zero: Sequence[tuple[int, str]] = (), one: Sequence[tuple[int, str]] = ()) -> str:
+    """Report the checkpoints that ranks 0 and 1 have found, and return the line of the second report."""
+    talk.report(0, view(0, *zero))
+    return talk.report(1, view(1, *one))
+
+
 def test_all_ranks_restore_what_all_have_found() -> None:
     talk = Talk()
-    talk.report(0, view(0, (9, "a"), (7, "b")))
-    talk.report(1, view(1, (7, "b")))
+    both_find(talk, [(9, "a"), (7, "b")], [(7, "b")])
     assert talk.report(2, view(2, (9, "a"), (7, "b"))) == "[restore] RestoreDecision:0,1,2"
     assert talk.orders(RestoreDecision)[0].version == 7
     assert talk.machine.rescue.committing.base == 7
@@ -154,8 +160,7 @@ def test_what_was_found_by_a_process_that_was_replaced_does_not_count() -> None:
 
 def test_ranks_that_see_different_storage_are_told() -> None:
     talk = Talk(grid(1, 2))
-    talk.report(0, view(0, (9, "aaaa")))
-    talk.report(1, view(1))
+    both_find(talk, [(9, "aaaa")])
     assert talk.orders(RestoreDecision)[0].error == (
         "the ranks do not see one common checkpoint: rank 0 found step 9 (aaaa); rank 1 found nothing whole. "
         "Is save_dir shared by all hosts?"
@@ -164,8 +169,7 @@ def test_ranks_that_see_different_storage_are_told() -> None:
 
 def test_nothing_found_is_a_fresh_start() -> None:
     talk = Talk(grid(1, 2))
-    talk.report(0, view(0))
-    talk.report(1, view(1))
+    both_find(talk)
     assert (talk.orders(RestoreDecision)[0].version, talk.orders(RestoreDecision)[0].error) == (0, "")
 
 
@@ -191,8 +195,7 @@ def looks_in_vain(talk: Talk, *found: tuple[int, str]) -> str:
     """Let both ranks find the same as often as they are told to look again; return the first reason to do so."""
     reasons: list[str] = []
     for _ in LOOK_AGAIN_S:
-        talk.report(0, view(0, *found))
-        assert talk.report(1, view(1, *found)) == "[waits] RestoreDecision:0,1"
+        assert both_find(talk, found, found) == "[waits] RestoreDecision:0,1"
         decision = talk.orders(RestoreDecision)[0]
         assert decision.unread and not decision.version
         reasons.append(decision.error)
@@ -202,26 +205,21 @@ def looks_in_vain(talk: Talk, *found: tuple[int, str]) -> str:
 def error_without_checkpoints(talk: Talk) -> str:
     """Let both ranks find nothing until they are no longer told to look again; return the error of the decision."""
     looks_in_vain(talk)
-    talk.report(0, view(0))
-    talk.report(1, view(1))
+    both_find(talk)
     return str(talk.orders(RestoreDecision)[0].error)
 
 
 def test_a_restart_looks_again_for_storage_that_is_away_on_a_host() -> None:
     talk = restarted()
-    talk.report(0, view(0, (7, "a"), (5, "b")))
-    assert talk.report(1, view(1)) == "[waits] RestoreDecision:0,1"
+    assert both_find(talk, [(7, "a"), (5, "b")]) == "[waits] RestoreDecision:0,1"
     assert "rank 1 found nothing whole" in talk.orders(RestoreDecision)[0].error
-    talk.report(0, view(0, (7, "a"), (5, "b")))
-    assert talk.report(1, view(1, (5, "b"))) == "[waits] RestoreDecision:0,1"
+    assert both_find(talk, [(7, "a"), (5, "b")], [(5, "b")]) == "[waits] RestoreDecision:0,1"
     assert talk.orders(RestoreDecision)[0].error == (
         "step 7 was committed as /save/step, and rank 1 cannot see it. Is save_dir mounted?"
     )
-    talk.report(0, view(0, (7, "a"), (5, "b")))
-    assert talk.report(1, view(1, (7, "old"), (5, "b"))) == "[waits] RestoreDecision:0,1"
+    assert both_find(talk, [(7, "a"), (5, "b")], [(7, "old"), (5, "b")]) == "[waits] RestoreDecision:0,1"
     assert "as /save/step, and the ranks see different copies of it" in talk.orders(RestoreDecision)[0].error
-    talk.report(0, view(0, (7, "a"), (5, "b")))
-    assert talk.report(1, view(1, (7, "a"))) == "[restore] RestoreDecision:0,1"
+    assert both_find(talk, [(7, "a"), (5, "b")], [(7, "a")]) == "[restore] RestoreDecision:0,1"
     assert (talk.orders(RestoreDecision)[0].version, talk.orders(RestoreDecision)[0].unread) == (7, False)
 
 
@@ -229,15 +227,13 @@ def test_a_restart_under_a_new_controller_looks_again_too() -> None:
     talk = Talk(grid(1, 2), joined=0)
     for rank in range(2):
         talk.hello(rank, launch=rank)
-    talk.report(0, view(0, (7, "a")))
-    assert talk.report(1, view(1)) == "[waits] RestoreDecision:0,1"
+    assert both_find(talk, [(7, "a")]) == "[waits] RestoreDecision:0,1"
 
 
 def test_a_first_start_does_not_wait_for_storage() -> None:
     """No rank can have lost sight of what was there a moment ago: a wrong mount is told at once."""
     talk = Talk(grid(1, 2))
-    talk.report(0, view(0, (7, "a")))
-    assert talk.report(1, view(1)) == "[restore] RestoreDecision:0,1"
+    assert both_find(talk, [(7, "a")]) == "[restore] RestoreDecision:0,1"
     decision = talk.orders(RestoreDecision)[0]
     assert "rank 1 found nothing whole" in decision.error and not decision.unread
 
@@ -246,8 +242,7 @@ def test_what_was_committed_may_not_vanish() -> None:
     """A lost mount looks like an empty directory."""
     talk = restarted()
     assert "ranks 0-1 cannot see it" in looks_in_vain(talk, (5, "b"))
-    talk.report(0, view(0, (5, "b")))
-    talk.report(1, view(1, (5, "b")))
+    both_find(talk, [(5, "b")], [(5, "b")])
     decision = talk.orders(RestoreDecision)[0]
     assert decision.version == 7 and "step 7 was committed as /save/step, and the newest that all" in decision.error
     assert talk.machine.rescue.committing.base == 0
@@ -285,8 +280,7 @@ def test_what_is_there_but_damaged_has_not_vanished() -> None:
 def test_what_one_rank_has_seen_has_not_vanished() -> None:
     talk = restarted()
     for _ in range(1 + len(LOOK_AGAIN_S)):
-        talk.report(0, view(0, (7, "a"), (5, "b")))
-        talk.report(1, view(1, (5, "b")))
+        both_find(talk, [(7, "a"), (5, "b")], [(5, "b")])
     assert (talk.orders(RestoreDecision)[0].version, talk.orders(RestoreDecision)[0].error) == (5, "")
 
 
@@ -311,6 +305,5 @@ def test_hosts_may_name_the_directory_differently(first: int) -> None:
 
 def test_another_directory_is_another_job() -> None:
     talk = restarted(again="/other")
-    talk.report(0, view(0))
-    talk.report(1, view(1))
+    both_find(talk)
     assert talk.orders(RestoreDecision)[0].error == ""

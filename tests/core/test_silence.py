@@ -63,10 +63,6 @@ class Hosts(Talk):
             if self.now >= end:
                 return said
 
-    def frozen_at(self, version: int, *ranks: int) -> None:
-        for rank in ranks:
-            self.frozen(rank, version)
-
 
 def looks(said: list[Action]) -> list[str]:
     return [action.host for action in said if isinstance(action, LookAt)]
@@ -95,7 +91,7 @@ def test_a_host_that_is_cut_off_is_in_doubt_and_the_others_save_at_once() -> Non
         and "nothing has come from its host" in talk.machine.incident.cause
     )
     assert talk.machine.job.silent == {2, 3}
-    talk.frozen_at(7, 0, 1, 4, 5)
+    talk.frozen_all(7, 0, 1, 4, 5)
     assert talk.machine.stage == "saving", "nobody waits for those of whom nothing comes"
     savers = [order.rank for order in talk.orders(m.Save)]
     assert savers and not {2, 3} & set(savers)
@@ -107,7 +103,7 @@ def test_a_host_that_is_cut_off_is_in_doubt_and_the_others_save_at_once() -> Non
 
 def saved_in_doubt() -> Hosts:
     talk = in_doubt()
-    talk.frozen_at(7, 0, 1, 4, 5)
+    talk.frozen_all(7, 0, 1, 4, 5)
     talk.write()
     return talk
 
@@ -131,7 +127,7 @@ def broken_and_saved_in_doubt() -> Hosts:
     """Return a job that has to end, and of which the second host comes back after the commit."""
     talk = in_doubt()
     talk.fault(0)
-    talk.frozen_at(7, 0, 1, 4, 5)
+    talk.frozen_all(7, 0, 1, 4, 5)
     talk.write()
     talk.cut()
     assert talk.beat(2) == "[heard_again] [retracted] Freeze:2 [retracted] Freeze:3"
@@ -154,7 +150,7 @@ def test_pages_that_come_back_after_the_commit_are_saved_before_the_release() ->
 
 def test_if_they_cannot_be_saved_the_checkpoint_without_them_will_do() -> None:
     talk = broken_and_saved_in_doubt()
-    talk.frozen_at(7, 2, 3)
+    talk.frozen_all(7, 2, 3)
     said = [talk.save_failed(order.rank, order.generation, may_pass=True) for order in talk.orders(m.Save)]
     assert "Release(75)" in "".join(said)
 
@@ -196,7 +192,7 @@ def test_a_rank_that_is_asked_later_than_others_has_its_own_time_to_answer() -> 
 def test_a_save_with_their_pages_takes_no_longer_than_all_before_it(*, committing: bool) -> None:
     """The checkpoint exists: a storage that has become slow may not keep the job from its restart for ``TTP_OT``."""
     talk = broken_and_saved_in_doubt()
-    talk.frozen_at(7, 2, 3)
+    talk.frozen_all(7, 2, 3)
     if committing:
         for order in talk.orders(m.Save):
             talk.saved(order.rank, order.generation)
@@ -207,11 +203,11 @@ def test_a_save_with_their_pages_takes_no_longer_than_all_before_it(*, committin
 def test_a_storage_that_takes_no_more_is_not_left_for_the_fallback_directory() -> None:
     talk = in_doubt(fallback_dir="/fallback")
     talk.fault(0)
-    talk.frozen_at(7, 0, 1, 4, 5)
+    talk.frozen_all(7, 0, 1, 4, 5)
     talk.write()
     talk.cut()
     talk.beat(2)
-    talk.frozen_at(7, 2, 3)
+    talk.frozen_all(7, 2, 3)
     for order in talk.orders(m.Save):
         talk.saved(order.rank, order.generation)
     said = ""
@@ -253,12 +249,12 @@ def test_streams_that_end_and_come_back_leave_nothing() -> None:
 
 def test_a_version_that_only_the_silent_have_is_waited_for() -> None:
     talk = in_doubt(Layout(6, {Shard("a"): tuple(map(Rank, (0, 1, 4, 5))), Shard("b"): (Rank(2), Rank(3))}))
-    talk.frozen_at(7, 0, 1, 4, 5)
+    talk.frozen_all(7, 0, 1, 4, 5)
     talk.passes(6)
     assert talk.machine.stage == "freezing", "nothing is given up for a doubt"
     talk.cut()
     talk.beat(2)
-    talk.frozen_at(7, 2, 3)
+    talk.frozen_all(7, 2, 3)
     assert talk.machine.stage == "saving" and talk.machine.incident is not None
     assert not talk.machine.incident.faulty, "everybody is there: what is saved is a bonus"
 
@@ -266,14 +262,14 @@ def test_a_version_that_only_the_silent_have_is_waited_for() -> None:
 def test_another_fault_is_saved_without_waiting_for_the_silent() -> None:
     talk = in_doubt()
     talk.fault(0)
-    talk.frozen_at(7, 0, 1, 4, 5)
+    talk.frozen_all(7, 0, 1, 4, 5)
     talk.write()
     talk.passes(2)
     assert talk.machine.stage == "saved"
     talk.cut()
     talk.beat(2)
     assert talk.machine.stage == "saved", "they are asked for what they have"
-    talk.frozen_at(7, 2, 3)
+    talk.frozen_all(7, 2, 3)
     assert talk.machine.stage == "saving", "their pages were not at hand before"
     talk.write()
     assert talk.machine.stage == "released"
@@ -283,8 +279,8 @@ def test_a_saver_that_falls_silent_is_replaced() -> None:
     talk = Hosts()
     talk.passes(3)
     talk.fault(0)
-    talk.frozen_at(7, 1, 2, 3, 4, 5)
-    talk.frozen_at(7, 0)
+    talk.frozen_all(7, 1, 2, 3, 4, 5)
+    talk.frozen_all(7, 0)
     asked = {order.rank for order in talk.orders(m.Save)}
     silent = next(rank for rank in asked | {Rank(2)} if rank > 1)
     talk.cut(talk.host(silent))
@@ -351,7 +347,7 @@ def test_a_doubt_that_is_over_before_it_is_saved_costs_an_answer() -> None:
     talk.cut()
     said = talk.beat(2)
     assert "Freeze:2" in said and "Freeze:3" in said
-    talk.frozen_at(7, 0, 1, 2, 3, 4, 5)
+    talk.frozen_all(7, 0, 1, 2, 3, 4, 5)
     assert talk.machine.stage == "saving"
 
 

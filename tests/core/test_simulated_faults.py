@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -12,11 +13,13 @@ from ttp.testing.simulation import Simulation
 
 EVER = float("inf")
 HOSTS = ("h0", "h0", "h1", "h1")
+Codes: TypeAlias = Sequence[Sequence[int | None]]
+WELL = "nothing is broken after all"
 
 
 def run(
     layout: Layout, *faults: Fault, steps: int = 4, hosts: tuple[str, ...] = (), seed: int = 1, **more: Any
-) -> tuple[list[list[int | None]], str]:
+) -> tuple[Codes, str]:
     """Return the exit codes of every incarnation, and the trace."""
     hosts = hosts or ("h",) * layout.world_size
     scenario = Scenario(seed, layout, hosts, steps, delay_s=0.0005, repeats=0.0, faults=(faults,), **more)
@@ -28,10 +31,51 @@ def kill(rank: int, point: str, times: int = 1) -> Fault:
     return Fault("kill", times, Rank(rank), point)
 
 
-def test_without_faults_nothing_happens() -> None:
-    exits, trace = run(grid(1, 3))
-    assert exits == [[0, 0, 0]]
-    assert "opened" not in trace
+ALL = [0, 0, 0]
+STORIES: dict[str, tuple[Layout, list[Fault], dict[str, Any], Codes, int, str]] = {
+    "nothing": (grid(1, 3), [], {}, [ALL], 0, ""),
+    "SIGTERM to all": (grid(1, 3), [Fault("sigterm", 0.11, Rank(0))], {}, [[75, 75, 75], ALL], 1, ""),
+    "a short flap": (grid(1, 3), [Fault("flap", 0.11, Rank(1), lasts_s=0.05)], {}, [ALL], -1, WELL),
+    "a long flap": (grid(1, 3), [Fault("flap", 0.11, Rank(1), lasts_s=2.0)], {}, [[75, 70, 75], ALL], 1, "fenced"),
+    "the controller and a rank": (
+        grid(1, 3), [Fault("controller", 0.12, Rank(0)), Fault("kill", 0.1201, Rank(2))], {"steps": 5, "seed": 4},
+        [[75, 75, None], ALL], 1, "did not come back to the new controller",
+    ),
+    "the only copy of a shard": (
+        grid(2, 1), [kill(1, "in forward", times=2)], {}, [[70, None], [0, 0]], 0, "shard 's1' has no whole copy left",
+    ),
+    "the host of the controller": (
+        grid(2, 2), [Fault("host", 0.12, Rank(0))], {"hosts": HOSTS}, [[None, None, 75, 75], [0] * 4], 1,
+        "controller 2 starts on h1",
+    ),
+    "a host that is cut off for a moment": (
+        grid(2, 2), [Fault("partition", 0.12, Rank(3), lasts_s=0.1)], {"hosts": HOSTS}, [[0] * 4], -1, WELL,
+    ),
+    **{
+        f"{kind} for a moment": (grid(1, 3), [Fault(kind, 0.11, Rank(1), lasts_s=0.2)], {}, [ALL], 0, "")
+        for kind in ("stop", "silent", "hang")
+    },
+    "stopped for long": (
+        grid(1, 3), [Fault("stop", 0.11, Rank(1), lasts_s=4.0)], {}, [[75, 70, 75], ALL], 1,
+        "refused this rank (fenced)",
+    ),
+    "stopped for ever, until the launcher kills it": (
+        grid(1, 3), [Fault("stop", 0.11, Rank(1), lasts_s=EVER)], {}, [[75, None, 75], ALL], 1, "",
+    ),
+}  # fmt: skip
+"""Layout, faults, what else ``run`` takes, exit codes, number of commits (-1: none is needed), and a text of the trace
+(empty: no incident, if nothing is committed either).
+"""
+
+
+@pytest.mark.parametrize(("layout", "faults", "more", "codes", "commits", "text"), STORIES.values(), ids=STORIES)
+def test_a_single_fault(
+    layout: Layout, faults: list[Fault], more: dict[str, Any], codes: Codes, commits: int, text: str
+) -> None:
+    exits, trace = run(layout, *faults, **more)
+    assert exits == codes and text in trace
+    assert commits < 0 or trace.count("] committed") == commits
+    assert commits or text or "opened" not in trace
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
@@ -69,37 +113,6 @@ def test_a_checkpoint_on_request_and_the_training_goes_on() -> None:
     assert "the checkpoint is written" in trace or "could not be written" in trace
 
 
-def test_sigterm_to_all_saves_once() -> None:
-    exits, trace = run(grid(1, 3), Fault("sigterm", 0.11, Rank(0)))
-    assert exits == [[75, 75, 75], [0, 0, 0]]
-    assert trace.count("] committed") == 1
-
-
-def test_a_short_flap_is_a_false_alarm() -> None:
-    exits, trace = run(grid(1, 3), Fault("flap", 0.11, Rank(1), lasts_s=0.05))
-    assert exits == [[0, 0, 0]]
-    assert "nothing is broken after all" in trace
-
-
-def test_a_long_flap_is_a_loss() -> None:
-    exits, trace = run(grid(1, 3), Fault("flap", 0.11, Rank(1), lasts_s=2.0))
-    assert exits == [[75, 70, 75], [0, 0, 0]]
-    assert "fenced" in trace
-
-
-def test_the_controller_and_a_rank_die_together() -> None:
-    exits, trace = run(grid(1, 3), Fault("controller", 0.12, Rank(0)), Fault("kill", 0.1201, Rank(2)), steps=5, seed=4)
-    assert exits[0] == [75, 75, None]
-    assert "did not come back to the new controller" in trace
-    assert trace.count("] committed") == 1
-
-
-def test_shards_without_a_copy_end_with_70() -> None:
-    exits, trace = run(grid(2, 1), kill(1, "in forward", times=2))
-    assert exits[0] == [70, None]
-    assert "shard 's1' has no whole copy left" in trace
-
-
 # ------------------------------------------------------------------------------------------------- hosts, networks
 
 
@@ -118,19 +131,6 @@ def test_the_pages_of_a_lost_host_are_kept_on_another_one() -> None:
     simulation = Simulation(Scenario(1, grid(2, 2), HOSTS, 4, 0.0005, 0.0, ((Fault("host", 0.12, Rank(2)),),)))
     simulation.run()
     assert simulation.judge.approximate
-
-
-def test_the_host_of_the_controller_dies_and_a_standby_takes_over() -> None:
-    exits, trace = run(grid(2, 2), Fault("host", 0.12, Rank(0)), hosts=HOSTS)
-    assert exits == [[None, None, 75, 75], [0, 0, 0, 0]]
-    assert trace.count("] committed") == 1
-    assert "controller 2 starts on h1" in trace
-
-
-def test_a_host_that_is_cut_off_for_a_moment_loses_nothing() -> None:
-    exits, trace = run(grid(2, 2), Fault("partition", 0.12, Rank(3), lasts_s=0.1), hosts=HOSTS)
-    assert exits == [[0, 0, 0, 0]]
-    assert "nothing is broken after all" in trace
 
 
 def test_two_controllers_never_make_a_mixed_checkpoint() -> None:
@@ -156,24 +156,6 @@ def test_a_controller_that_is_killed_twice_in_one_incident() -> None:
 
 
 # ------------------------------------------------------------------------------------------- standing still, disks
-
-
-@pytest.mark.parametrize("kind", ["stop", "silent", "hang"])
-def test_who_stands_still_for_a_moment_is_waited_for(kind: str) -> None:
-    exits, trace = run(grid(1, 3), Fault(kind, 0.11, Rank(1), lasts_s=0.2))
-    assert exits == [[0, 0, 0]]
-    assert "opened" not in trace
-
-
-def test_who_is_stopped_for_long_is_fenced() -> None:
-    exits, trace = run(grid(1, 3), Fault("stop", 0.11, Rank(1), lasts_s=4.0))
-    assert exits == [[75, 70, 75], [0, 0, 0]]
-    assert "refused this rank (fenced)" in trace
-
-
-def test_who_is_stopped_for_ever_is_killed_by_the_launcher() -> None:
-    exits, _ = run(grid(1, 3), Fault("stop", 0.11, Rank(1), lasts_s=EVER))
-    assert exits == [[75, None, 75], [0, 0, 0]]
 
 
 @pytest.mark.parametrize("kind", ["stop", "silent", "hang"])

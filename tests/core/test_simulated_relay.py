@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
+from tests.core.seeds import seeds
 from ttp.core.layout import Rank
 from ttp.testing.campaign import Wish, play
 from ttp.testing.scenario import POINTS, Fault, Scenario, grid
 from ttp.testing.simulation import Simulation
 
 HOSTS = ("h0", "h0", "h1", "h1")
-SEEDS = 150
 
 
 def run(*faults: Fault, seed: int = 1, **more: Any) -> tuple[list[list[int | None]], str]:
@@ -53,13 +53,7 @@ def test_all_relays_may_die_at_once_with_a_rank() -> None:
     assert 70 not in exits[0]
 
 
-def test_seeds() -> None:
-    broken = [o for o in (play(Wish(relays=True), seed) for seed in range(SEEDS)) if o.problem]
-    assert not broken, broken[0].problem
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_many_seeds() -> None:
-    broken = [o for o in (play(Wish(relays=True), seed) for seed in range(SEEDS, 40 * SEEDS)) if o.problem]
+@seeds(100, 9000)
+def test_many_seeds(seeds: range) -> None:
+    broken = [o for o in (play(Wish(relays=True), seed) for seed in seeds) if o.problem]
     assert not broken, broken[0].problem

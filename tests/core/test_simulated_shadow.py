@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.core.seeds import seeds
 from ttp.core.controller.shadow import Shadow
 from ttp.testing.campaign import Wish
 from ttp.testing.simulation import Simulation
@@ -26,14 +27,9 @@ def play(seeds: range) -> int:
     return made
 
 
-def test_many_seeds() -> None:
-    assert play(range(150)) > 60
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_many_more_seeds() -> None:
-    assert play(range(1000, 6000)) > 2000
+@seeds(150, 6000)
+def test_many_seeds(seeds: range) -> None:
+    assert play(seeds) > 0.4 * len(seeds)
 
 
 @pytest.mark.parametrize("name", ["is_durable", "awaits"])

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from tests.core.seeds import seeds
 from ttp.core.controller.events import ControllerTimeouts
 from ttp.core.layout import Rank
 from ttp.core.rank.machine import RankTimeouts
@@ -91,14 +92,8 @@ def soak(seeds: range) -> Counter[str]:
     return seen
 
 
-def test_flaps_and_processes_that_stop_cost_no_job() -> None:
-    seen = soak(range(40))
-    assert seen["thaws"] > 0, "some freeze, or nothing was tried"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_many_flaps_cost_no_job() -> None:
-    seen = soak(range(1000, 6000))
+@seeds(40, 6000)
+def test_flaps_and_processes_that_stop_cost_no_job(seeds: range) -> None:
+    seen = soak(seeds)
     print(dict(seen))
-    assert seen["thaws"] > 0
+    assert seen["thaws"] > 0, "some freeze, or nothing was tried"

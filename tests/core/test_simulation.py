@@ -24,7 +24,7 @@ from ttp.testing.toy import InvariantBroken
 BLOCK = 250
 
 
-@pytest.mark.parametrize("block", range(7))
+@pytest.mark.parametrize("block", range(3))
 def test_random_jobs_reach_every_point(block: int) -> None:
     points: Counter[str] = Counter()
     for seed in range(block * BLOCK, (block + 1) * BLOCK):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.core.rank_talk import FROZEN, ME, Rank1
+from tests.core.seeds import seeds
 from tests.core.talk import PATIENCE, Talk
 from tests.core.test_simulated_silence import HOSTS, KEEPALIVE_S, Played, play
 from ttp.core import messages as m
@@ -70,15 +71,9 @@ def soak(seeds: range) -> Counter[str]:
     return seen
 
 
-def test_a_controller_that_is_heard_again_leads_on_and_nobody_is_restarted() -> None:
-    seen = soak(range(30))
-    assert seen["meanwhile"] == seen["thaws"] > 0
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_many_controllers_that_are_heard_again() -> None:
-    seen = soak(range(1000, 6000))
+@seeds(30, 6000)
+def test_a_controller_that_is_heard_again_leads_on_and_nobody_is_restarted(seeds: range) -> None:
+    seen = soak(seeds)
     print(dict(seen))
     assert seen["meanwhile"] == seen["thaws"] > 0
 
@@ -173,18 +168,12 @@ def lost(seeds: range) -> Counter[str]:
     return seen
 
 
+@seeds(25, 5000)
 @pytest.mark.usefixtures("patient")
-def test_whatever_else_goes_wrong_while_the_controller_is_lost_and_saves_take_long() -> None:
-    assert lost(range(25))["deferred"] > 0
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.usefixtures("patient")
-def test_many_controllers_that_are_lost_while_saves_take_long() -> None:
-    seen = lost(range(1000, 5000))
+def test_whatever_else_goes_wrong_while_the_controller_is_lost_and_saves_take_long(seeds: range) -> None:
+    seen = lost(seeds)
     print(dict(seen))
-    assert seen["deferred"] > 100
+    assert seen["deferred"] > len(seeds) / 40
 
 
 # ------------------------------------------------------------------------------------------------ tables: of one rank
