@@ -4,7 +4,8 @@ import asyncio
 import os
 import socket
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+import uuid
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ from tests.core.talk import answers
 from tests.forking import ForkedPython
 from tests.making import making
 from tests.ports import free_port
+from tests.waiting import until
 from ttp.config import Config
 from ttp.controller.driver import Driver
 from ttp.controller.journal import Journal
@@ -43,17 +45,31 @@ def on_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., N
     return run
 
 
+def outside(prefixes: tuple[str, ...] = ("TTP_",)) -> dict[str, str]:
+    """Return this process' environment without settings of a job."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
+
+
+def ended(program: str | Path, arguments: Sequence[object], env: dict[str, str], folder: Path) -> tuple[int, str]:
+    """Run ``python -m PROGRAM``, or a script, in ``folder`` to its end; return its exit code and what it printed."""
+    log = folder / f"{uuid.uuid4()}.out"
+    process = ForkedPython(program, arguments, env, log, cwd=folder)
+    try:
+        return process.wait(120), log.read_text() if log.exists() else ""
+    finally:
+        process.kill()
+
+
 class Controller:
     """A real controller process."""
 
     def __init__(self, run_dir: Path, *args: str, token: str = "", wait: bool = True, **env: str) -> None:
         self.port = free_port()
         self.token = token
-        clean = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")}
         self._log = run_dir / "controller.out"
         self._log.touch()
         arguments = ["--port", self.port, "--run-dir", run_dir, *args]
-        self.process = ForkedPython("ttp.controller", arguments, {**clean, "TTP_TOKEN": token, **env}, self._log)
+        self.process = ForkedPython("ttp.controller", arguments, {**outside(), "TTP_TOKEN": token, **env}, self._log)
         self.channel = open_channel("127.0.0.1", self.port)
         if wait:
             grpc.channel_ready_future(self.channel).result(timeout=60)
@@ -68,6 +84,12 @@ class Controller:
         rank = FakeRank(self, number, **changes)
         self.ranks.append(rank)
         return rank
+
+    def job(self, **changes: Any) -> list[FakeRank]:
+        """Have two ranks join, and wait until they train."""
+        ranks = [self.rank(number, **changes) for number in (0, 1)]
+        until(lambda: self.status().stage == "training")
+        return ranks
 
     def status(self) -> pb.GetStatusResponse:
         response: pb.GetStatusResponse = self.stub.GetStatus(pb.GetStatusRequest(), metadata=self.metadata, timeout=10)

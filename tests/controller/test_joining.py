@@ -112,9 +112,7 @@ def test_a_launch_waits_as_long_as_the_one_before_is_saved(
 ) -> None:
     """Otherwise it trains unprotected, and its restore() says that there is no controller."""
     monkeypatch.setattr(module, "JOIN_PATIENCE_S", 1.5)
-    before = [controller.rank(number) for number in (0, 1)]
-    for rank in before:
-        rank.expect(m.Welcome)
+    before = controller.job()
     before[0].say(m.Fault(Rank(0), Rank(0), m.FaultKind.EXCEPTION, "an error"))
     incident = before[1].expect(m.Freeze).incident
     config = Config(port=controller.port, run_dir=str(tmp_path / "rank"))

@@ -19,7 +19,7 @@ from typing import Any
 import grpc
 import pytest
 
-from tests.controller.conftest import Controller, hello
+from tests.controller.conftest import Controller, ended, hello
 from tests.waiting import until
 from ttp.cli.incident_reader import incident_files, read_incident
 from ttp.cli.main import main as cli
@@ -60,8 +60,7 @@ def test_a_peer_of_another_minor_version_is_welcome(controller: Controller) -> N
 
 
 def test_a_message_without_content_ends_its_stream_and_nothing_else(controller: Controller) -> None:
-    zero, one = controller.rank(0), controller.rank(1)
-    zero.expect(m.Welcome), one.expect(m.Welcome)
+    zero, one = controller.job()
     one.say_raw(pb.RankReport())
     assert one.expect(m.Refused).code is m.RefusalCode.MALFORMED
     assert zero.expect(m.Freeze)  # a rank that talks nonsense is a lost rank
@@ -104,9 +103,7 @@ def test_a_brief_status_says_of_all_ranks_together_whether_one_trains(controller
 def test_a_request_beyond_the_limits_is_refused_in_words_and_changes_nothing(
     controller: Controller, report: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for rank in (controller.rank(0), controller.rank(1)):
-        rank.expect(m.Welcome)
-    until(lambda: controller.status().stage == "training")
+    controller.job()
     ask = controller.stub.GetVerdict if isinstance(report, pb.GetVerdictRequest) else controller.stub.ReportFault
     with pytest.raises(grpc.RpcError) as refused:
         ask(report, metadata=controller.metadata, timeout=10)
@@ -158,22 +155,17 @@ def test_watchers_see_the_past_and_the_present(controller: Controller) -> None:
     watch.cancel()
 
 
-@pytest.mark.parametrize(("module", "code"), [(["ttp.controller"], EXIT_PORT_TAKEN), (["ttp", "controller"], 64)])
-def test_a_port_in_use_names_port_and_owner(module: list[str], code: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("module", "arguments", "expected"), [("ttp.controller", [], EXIT_PORT_TAKEN), ("ttp", ["controller"], 64)]
+)
+def test_a_port_in_use_names_port_and_owner(module: str, arguments: list[str], expected: int, tmp_path: Path) -> None:
     """Only launchers get a code of its own, as they try again later."""
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        done = subprocess.run(
-            [sys.executable, "-m", *module, "--port", port, "--run-dir", str(tmp_path)],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-    assert done.returncode == code
-    assert f"port {port}" in done.stderr and f"pid {os.getpid()}" in done.stderr
+        code, said = ended(module, [*arguments, "--port", port, "--run-dir", tmp_path], dict(os.environ), tmp_path)
+    assert code == expected and f"port {port}" in said and f"pid {os.getpid()}" in said
 
 
 def test_it_opens_as_many_connections_as_the_system_lets_it(start: Any) -> None:
@@ -188,9 +180,8 @@ def test_it_opens_as_many_connections_as_the_system_lets_it(start: Any) -> None:
 
 
 def test_a_port_that_is_none(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "ttp.controller", "--port", "70000", "--run-dir", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 64 and "from 1 to 65535" in done.stderr
+    code, said = ended("ttp.controller", ["--port", 70000, "--run-dir", tmp_path], dict(os.environ), tmp_path)
+    assert code == 64 and "from 1 to 65535" in said
 
 
 @pytest.mark.parametrize(
@@ -207,9 +198,8 @@ def test_options_that_cannot_be(flag: str, value: str, tmp_path: Path, capfd: py
 
 def test_the_controller_ends_when_the_job_is_over(start: Any) -> None:
     controller = start()
-    ranks = [controller.rank(0), controller.rank(1)]
+    ranks = controller.job()
     for rank in ranks:
-        rank.expect(m.Welcome)
         rank.say(m.Goodbye(Rank(rank.number), m.GoodbyeReason.DONE, Version(3)))
     for rank in ranks:
         assert rank.expect(m.Finished)
@@ -247,9 +237,7 @@ def test_sigterm_ends_the_controller(start: Any) -> None:
 def test_sigterm_ends_it_only_when_its_ranks_have_left(start: Any) -> None:
     """SLURM sends SIGTERM to all processes of a step at once, and ranks that end then still have to be saved."""
     controller = start()
-    zero = controller.rank(0)
-    controller.rank(1)
-    until(lambda: controller.status().stage == "training")
+    zero, _ = controller.job()
     controller.process.send_signal(signal.SIGTERM)
     zero.say(m.Fault(Rank(0), Rank(0), m.FaultKind.PREEMPTED, "SIGTERM"))
     zero.expect(m.Freeze)
@@ -263,8 +251,7 @@ def test_one_that_stood_still_while_its_ranks_went_elsewhere_records_no_loss(sta
     ring = Ring("job", 1, 7, "home:1", "elsewhere:1", ("elsewhere:1",))
     write_ring(tmp_path, ring)
     controller = start(TTP_GRACE_S="600")
-    ranks = [controller.rank(r, save_dir=str(tmp_path)) for r in (0, 1)]
-    until(lambda: controller.status().stage == "training")
+    ranks = controller.job(save_dir=str(tmp_path))
     for rank in ranks:
         rank.drop()
     until(lambda: controller.status().stage == "freezing")
@@ -276,8 +263,7 @@ def test_one_that_stood_still_while_its_ranks_went_elsewhere_records_no_loss(sta
 
 def test_a_lost_rank_is_saved_from_its_replica(controller: Controller, tmp_path: Path) -> None:
     """And the incident file tells the whole story."""
-    zero, one = (controller.rank(r, save_dir=str(tmp_path)) for r in (0, 1))
-    until(lambda: controller.status().stage == "training")
+    zero, one = controller.job(save_dir=str(tmp_path))
     assert zero.expect(m.Welcome).incarnation == one.expect(m.Welcome).incarnation == 1
     one.drop()
     freeze = zero.expect(m.Freeze)
@@ -323,10 +309,9 @@ def test_a_stream_that_does_not_begin_with_a_hello_is_ended_in_words(controller:
 def test_a_controller_that_is_ended_ends_its_streams_and_accuses_nobody(start: Any) -> None:
     """If it cut its handlers off, grpc would log an exception for each."""
     controller = start()
-    ranks = [controller.rank(0), controller.rank(1)]
+    ranks = controller.job()
     for rank in ranks:
         assert isinstance(rank.hear(), m.Welcome)
-    until(lambda: controller.status().stage == "training")
     events = controller.stub.WatchEvents(pb.WatchEventsRequest(), metadata=controller.metadata)
     events.initial_metadata()
     asked = controller.stub.SaveNow.future(pb.SaveNowRequest(), metadata=controller.metadata)
@@ -371,10 +356,7 @@ def test_a_port_that_only_root_may_use() -> None:
 def test_an_order_to_commit_may_be_larger_than_any_report(controller: Controller) -> None:
     """It carries the tables of all pieces: 200 bytes for each tensor, in each of a thousand shards."""
     layout = Layout(2, {Shard("a"): (Rank(0),), Shard("b"): (Rank(1),)})
-    ranks = [controller.rank(number, layout=layout) for number in (0, 1)]
-    for rank in ranks:
-        rank.expect(m.Welcome)
-    until(lambda: controller.status().stage == "training")
+    ranks = controller.job(layout=layout)
     asked = controller.stub.SaveNow.future(pb.SaveNowRequest(), metadata=controller.metadata, timeout=60)
     for rank in ranks:
         rank.say(frozen(rank.number, rank.expect(m.Freeze).incident, 3))

@@ -15,7 +15,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.controller.conftest import Controller
+from tests.controller.conftest import Controller, ended, outside
 from tests.ports import free_port
 from tests.test_legacy import PROGRAM
 from ttp.config import Config
@@ -122,25 +122,20 @@ train()
 """
 
 
-def _rank(tmp_path: Path, program: str = PROGRAM, **env: str) -> subprocess.CompletedProcess[str]:
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("TTP_", "MASTER_", "RANK", "WORLD", "LOCAL_"))}
-    run_dir = str(tmp_path / "run")
-    env = {"TTP_PORT": str(free_port()), "TTP_RUN_DIR": run_dir, "TTP_ABANDONED_S": "5", **env}
-    env = {"RANK": "0", "WORLD_SIZE": "1", **env}
-    command = [sys.executable, "-c", program, str(tmp_path)]
-    return subprocess.run(
-        command, env={**clean, **env}, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path
-    )
+def _rank(folder: Path, text: str = PROGRAM, **env: str) -> tuple[int, str]:
+    run = {"TTP_PORT": str(free_port()), "TTP_RUN_DIR": str(folder / "run"), "TTP_ABANDONED_S": "5"}
+    clean = outside(("TTP_", "MASTER_", "RANK", "WORLD", "LOCAL_"))
+    (program := folder / "program.py").write_text(text)
+    return ended(program, [folder], {**clean, "RANK": "0", "WORLD_SIZE": "1", **run, **env}, folder)
 
 
 def test_a_program_of_one_host_needs_nothing_and_one_of_several_is_told_what(tmp_path: Path) -> None:
-    done = _rank(tmp_path, MASTER_ADDR="127.0.0.1")
-    assert done.returncode == 75, done.stderr
-    refused = _rank(tmp_path, TORCH, MASTER_ADDR=ELSEWHERE)
-    assert refused.returncode == 64 and "has no token that keeps strangers out" in refused.stderr, refused.stderr
-    assert "it may train" not in refused.stderr
-    loud = _rank(tmp_path, MASTER_ADDR="127.0.0.1", TTP_INSECURE="1")
-    assert loud.returncode == 75 and loud.stderr.count("TTP_INSECURE=1 and no token") == 1
+    code, said = _rank(tmp_path, MASTER_ADDR="127.0.0.1")
+    assert code == 75, said
+    code, said = _rank(tmp_path, TORCH, MASTER_ADDR=ELSEWHERE)
+    assert code == 64 and "has no token that keeps strangers out" in said and "it may train" not in said, said
+    code, said = _rank(tmp_path, MASTER_ADDR="127.0.0.1", TTP_INSECURE="1")
+    assert code == 75 and said.count("TTP_INSECURE=1 and no token") == 1, said
     assert "TTP_INSECURE=1 and no token" in (tmp_path / "run" / "controller.log").read_text()
 
 

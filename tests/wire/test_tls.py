@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 import socket
 import struct
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.controller.conftest import Controller
+from tests.controller.conftest import Controller, ended, outside
 from tests.ports import free_port
 from tests.test_legacy import PROGRAM
 from tests.waiting import until
@@ -187,67 +185,65 @@ def guarded(own: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> It
     controller.close()
 
 
-def _status(port: int, settings: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    env = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")} | settings
-    command = [sys.executable, "-m", "ttp", "status", "--port", str(port)]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+@pytest.fixture
+def status(tmp_path: Path) -> Callable[[int, dict[str, str]], tuple[int, str]]:
+    """Return a function that runs ``ttp status`` of a port with some settings, and returns its exit code and output."""
+    return lambda port, settings: ended("ttp", ["status", "--port", port], outside() | settings, tmp_path)
 
 
-def test_who_has_a_certificate_of_the_authority_is_answered(guarded: Controller, own: dict[str, str]) -> None:
-    done = _status(guarded.port, own)
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize(
+    ("who", "told"),
+    [
+        ("own", ""),
+        ("plain", "uses TLS, and this process does not: set TTP_TLS_CERT"),
+        ("stranger", "is not signed by the authority in TTP_TLS_CA"),
+        ("another", "has another name than"),
+    ],
+)
+def test_only_who_has_a_certificate_of_the_authority_with_its_name_is_answered(
+    who: str, told: str, guarded: Controller, own: dict[str, str], stranger: dict[str, str], authority: Authority,
+    status: Any,
+) -> None:  # fmt: skip
+    another = authority.sign("another.job", file="another") if who == "another" else {}
+    code, said = status(guarded.port, {"own": own, "stranger": stranger}.get(who, another))
+    assert (code, told in said) == (64 if told else 0, True), said
 
 
-def test_who_speaks_plainly_is_told_to_use_tls(guarded: Controller) -> None:
-    done = _status(guarded.port, {})
-    assert done.returncode == 64 and "uses TLS, and this process does not: set TTP_TLS_CERT" in done.stderr
-
-
-def test_another_authority_is_not_believed(guarded: Controller, stranger: dict[str, str]) -> None:
-    done = _status(guarded.port, stranger)
-    assert done.returncode == 64 and "is not signed by the authority in TTP_TLS_CA" in done.stderr
-
-
-def test_another_name_of_the_same_authority_is_not_believed(guarded: Controller, authority: Authority) -> None:
-    done = _status(guarded.port, authority.sign("another.job", file="another"))
-    assert done.returncode == 64 and "has another name than" in done.stderr
-
-
-def test_a_controller_without_tls_is_not_spoken_to(own: dict[str, str], tmp_path: Path) -> None:
+def test_a_controller_without_tls_is_not_spoken_to(own: dict[str, str], tmp_path: Path, status: Any) -> None:
     controller = Controller(tmp_path)
     try:
-        done = _status(controller.port, own)
+        code, said = status(controller.port, own)
     finally:
         controller.close()
-    assert done.returncode == 64 and "does not use TLS, and this process does" in done.stderr
+    assert code == 64 and "does not use TLS, and this process does" in said
 
 
 def test_a_controller_with_a_bad_identity_does_not_start(own: dict[str, str], tmp_path: Path) -> None:
-    env = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")} | own | {"TTP_TLS_KEY": "/nowhere"}
-    command = [sys.executable, "-m", "ttp.controller", "--port", str(free_port()), "--run-dir", str(tmp_path)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 64 and "TTP_TLS_KEY=/nowhere cannot be read" in done.stderr
+    env = outside() | own | {"TTP_TLS_KEY": "/nowhere"}
+    code, said = ended("ttp.controller", ["--port", free_port(), "--run-dir", tmp_path], env, tmp_path)
+    assert code == 64 and "TTP_TLS_KEY=/nowhere cannot be read" in said
 
 
-def _life(tmp_path: Path, port: int, settings: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    env = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")} | settings | {
+def _life(folder: Path, port: int, settings: dict[str, str]) -> tuple[int, str]:
+    env = outside() | settings | {
         "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "TTP_PORT": str(port),
-        "TTP_RUN_DIR": str(tmp_path / "run"), "TTP_SAVE_DIR": str(tmp_path), "TTP_ABANDONED_S": "5",
+        "TTP_RUN_DIR": str(folder / "run"), "TTP_SAVE_DIR": str(folder), "TTP_ABANDONED_S": "5",
     }  # fmt: skip
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    folder.mkdir(exist_ok=True)
+    (program := folder / "program.py").write_text(PROGRAM)
+    return ended(program, [folder], env, folder)
 
 
 def test_a_rank_is_saved_over_tls(own: dict[str, str], tmp_path: Path) -> None:
-    done = _life(tmp_path, free_port(), own)
-    assert done.returncode == 75, done.stderr
+    code, said = _life(tmp_path, free_port(), own)
+    assert code == 75, said
     assert (tmp_path / "step_5").exists()
 
 
 def test_a_rank_that_speaks_plainly_is_refused_before_it_trains(guarded: Controller, tmp_path: Path) -> None:
-    done = _life(tmp_path, guarded.port, {})
-    assert done.returncode != 75 and not list(tmp_path.glob("step_*"))
-    assert "uses TLS, and this process does not" in done.stderr
+    code, said = _life(tmp_path, guarded.port, {})
+    assert code != 75 and not list(tmp_path.glob("step_*"))
+    assert "uses TLS, and this process does not" in said
 
 
 @pytest.fixture
@@ -260,36 +256,35 @@ def stolen(listed: dict[str, dict[str, str]], monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_controller_refuses_a_certificate_that_was_revoked(
-    listed: dict[str, dict[str, str]], stolen: dict[str, str], tmp_path: Path
+    listed: dict[str, dict[str, str]], stolen: dict[str, str], tmp_path: Path, status: Any
 ) -> None:
     """Accepted processes are served, also on streams, which last as long as a rank."""
     controller = Controller(tmp_path, wait=False, **listed["welcome"])
     try:
         _life(tmp_path / "welcome", controller.port, listed["welcome"])
         assert (tmp_path / "welcome" / "step_5").exists()
-        done = _status(controller.port, stolen)
-        assert done.returncode == 64, done.stderr
-        assert "refused this request: the certificate of this request: certificate revoked" in done.stderr
-        assert _status(controller.port, listed["welcome"]).returncode == 0
+        code, said = status(controller.port, stolen)
+        assert code == 64 and "refused this request: the certificate of this request: certificate revoked" in said, said
+        assert status(controller.port, listed["welcome"])[0] == 0
     finally:
         controller.close()
 
 
 def test_a_controller_with_a_certificate_that_was_revoked_is_not_spoken_to(
     listed: dict[str, dict[str, str]], stolen: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, status: Any,
 ) -> None:  # fmt: skip
     controller = Controller(tmp_path, **stolen)  # type: ignore[arg-type]  # settings, and none else
     try:
-        assert _status(controller.port, stolen).returncode == 0
-        done = _status(controller.port, listed["welcome"])
+        assert status(controller.port, stolen)[0] == 0
+        code, said = status(controller.port, listed["welcome"])
         mine = _identity(monkeypatch, listed["welcome"])
         assert mine is not None and mine.guard is not None
         assert [mine.guard.believed(f"127.0.0.1:{controller.port}") for _ in range(2)] == [b"", b""]
         assert caplog.text.count("was rejected") == 1, "a rank comes back in seconds"
     finally:
         controller.close()
-    assert done.returncode == 64 and "was revoked (TTP_TLS_CRL)" in done.stderr, done.stderr
+    assert code == 64 and "was revoked (TTP_TLS_CRL)" in said, said
 
 
 def _shown(port: int) -> bytes:
@@ -304,7 +299,7 @@ def _shown(port: int) -> bytes:
 
 
 def test_a_controller_shows_a_certificate_that_was_renewed_and_keeps_it_when_the_next_is_spoilt(
-    monkeypatch: pytest.MonkeyPatch, authority: Authority, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, authority: Authority, tmp_path: Path, status: Any
 ) -> None:
     """Without a restart, and open connections stay open."""
     settings: dict[str, Any] = authority.sign(file="long-running")
@@ -315,7 +310,7 @@ def test_a_controller_shows_a_certificate_that_was_renewed_and_keeps_it_when_the
         first = _shown(controller.port)
         authority.sign(file="long-running")
         second = _shown(controller.port)
-        assert second != first and _status(controller.port, settings).returncode == 0
+        assert second != first and status(controller.port, settings)[0] == 0
         assert controller.status().stage == "waiting", "a connection of before"
         Path(settings["TTP_TLS_CERT"]).write_text("no certificate")
         assert _shown(controller.port) == second
