@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tests.store.test_manifest import EXAMPLE
-from ttp.store.digest import digest_bytes
+from tests.store import test_manifest
 
 TABLE = {
     "format": 1,
@@ -28,7 +27,7 @@ LOCAL = {"ranks": [0, 1], "provisional": [1], "missing": {"2": "gone"}}
 
 
 def _good() -> dict[str, Any]:
-    document: dict[str, Any] = json.loads(EXAMPLE.to_json())
+    document: dict[str, Any] = json.loads(test_manifest.EXAMPLE.to_json())
     piece = document["pieces"][0]
     document["pieces"] += [
         {**piece, "file": "__0_0.distcp", "contents": TABLE},
@@ -42,8 +41,4 @@ GOOD = _good()
 
 def sealed(document: Any) -> bytes:
     """Return a manifest with a correct digest and any content."""
-    if isinstance(document, dict):
-        plain = {key: value for key, value in document.items() if key != "digest"}
-        seal = digest_bytes(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode())
-        document = {**plain, "digest": seal}
-    return json.dumps(document).encode()
+    return json.dumps(test_manifest.sealed(document) if isinstance(document, dict) else document).encode()

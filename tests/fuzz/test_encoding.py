@@ -7,12 +7,12 @@ from typing import Any
 import msgpack
 import pytest
 import torch  # noqa: F401 - before memory is counted
-import xxhash
 from hypothesis import strategies as st
 
 from tests.fuzz.files import changed_bytes
 from tests.fuzz.places import place
 from tests.fuzz.profile import at_most, fuzz
+from tests.store.test_encoding import extension, forged
 from ttp.processor.local_state.page_file import MAGIC
 from ttp.processor.local_state.page_reader import Page, read_page
 from ttp.store.encoding import EncodingError, decode, encode
@@ -43,16 +43,6 @@ ARRAYS: list[list[Any]] = [
     ["<f4", "ab", b""],
     ["<f4"],
 ]
-
-
-def forged(body: bytes) -> bytes:
-    """Return the body with a correct checksum, so that the decoder itself is tested."""
-    return b"ttp\x01" + xxhash.xxh3_64_digest(body) + body
-
-
-def extension(code: int, value: Any) -> bytes:
-    made: bytes = msgpack.packb(msgpack.ExtType(code, msgpack.packb(value)))
-    return made
 
 
 def ask(data: bytes) -> Any:

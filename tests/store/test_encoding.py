@@ -55,20 +55,9 @@ DTYPES = st.one_of(
 )
 ARRAYS = DTYPES.flatmap(lambda dtype: st_numpy.arrays(dtype, st_numpy.array_shapes(min_dims=0, min_side=0, max_side=4)))
 TORCH_DTYPES = [
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.uint16,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.complex64,
-    torch.float8_e4m3fn,
-]
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.float16,
+    torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.float8_e4m3fn,
+]  # fmt: skip
 
 
 @st.composite
@@ -269,6 +258,10 @@ def test_forged_extensions_give_a_value_or_a_clear_error(code: int, value: Any) 
         assert "encoded state" in str(problem)
 
 
+def extension(code: int, value: Any) -> bytes:
+    return bytes(msgpack.packb(msgpack.ExtType(code, msgpack.packb(value))))
+
+
 def deep_tuple(depth: int) -> bytes:
     body = b"\x90"
     for _ in range(depth):
@@ -286,23 +279,17 @@ BOMBS = {
     "an extension": b"\xc9\xff\xff\xff\xff\x01",
     "tuples in tuples": deep_tuple(300),
     "lists in lists": b"\x91" * 5000 + b"\xc0",
-    "a numpy shape": bytes(msgpack.packb(msgpack.ExtType(16, msgpack.packb(["<f8", [2**40], b""])))),
-    "a negative shape": bytes(msgpack.packb(msgpack.ExtType(16, msgpack.packb(["<f8", [-1, -1], bytes(8)])))),
-    "a numpy object": bytes(msgpack.packb(msgpack.ExtType(16, msgpack.packb(["|O", [1], bytes(8)])))),
-    "a torch shape": bytes(msgpack.packb(msgpack.ExtType(32, msgpack.packb(["float32", [2**40], b"", False, False])))),
-    "a numpy shape that leaves bytes over": bytes(
-        msgpack.packb(msgpack.ExtType(16, msgpack.packb(["<f8", [1], bytes(16)])))
-    ),
-    "a torch shape to be guessed": bytes(
-        msgpack.packb(msgpack.ExtType(32, msgpack.packb(["float32", [-1], bytes(8), False, False])))
-    ),
-    "no dtype of torch": bytes(msgpack.packb(msgpack.ExtType(32, msgpack.packb(["load", [1], b"", False, False])))),
-    "no device of torch": bytes(
-        msgpack.packb(msgpack.ExtType(32, msgpack.packb(["float32", [1], bytes(4), False, False, "moon"])))
-    ),
-    "half a pair": bytes(msgpack.packb(msgpack.ExtType(5, msgpack.packb([1])))),
-    "a list as a key": bytes(msgpack.packb(msgpack.ExtType(5, msgpack.packb([[1], 1])))),
-    "no list": bytes(msgpack.packb(msgpack.ExtType(1, msgpack.packb(1)))),
+    "a numpy shape": extension(16, ["<f8", [2**40], b""]),
+    "a negative shape": extension(16, ["<f8", [-1, -1], bytes(8)]),
+    "a numpy object": extension(16, ["|O", [1], bytes(8)]),
+    "a torch shape": extension(32, ["float32", [2**40], b"", False, False]),
+    "a numpy shape that leaves bytes over": extension(16, ["<f8", [1], bytes(16)]),
+    "a torch shape to be guessed": extension(32, ["float32", [-1], bytes(8), False, False]),
+    "no dtype of torch": extension(32, ["load", [1], b"", False, False]),
+    "no device of torch": extension(32, ["float32", [1], bytes(4), False, False, "moon"]),
+    "half a pair": extension(5, [1]),
+    "a list as a key": extension(5, [[1], 1]),
+    "no list": extension(1, 1),
     "a kind of tomorrow": bytes(msgpack.packb(msgpack.ExtType(99, b""))),
     "two values": b"\xc0\xc0",
     "nothing": b"",

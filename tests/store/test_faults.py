@@ -221,7 +221,7 @@ def test_the_disk_refuses_any_one_request(world: World, bad_disk: BadDisk) -> No
         except (OSError, CheckpointError) as problem:
             assert f"[Errno {errno.EIO}]" in str(problem), (skip, problem)
             refused += 1
-            old_or_new(on_disk)
+            on_disk.check_reader((8, "first"), skip)
         hit = bad_disk.hits() == [1]
         bad_disk.rules()
         on_disk.save(12)
@@ -230,14 +230,6 @@ def test_the_disk_refuses_any_one_request(world: World, bad_disk: BadDisk) -> No
         if not hit:
             break
     assert refused > 30 and not hit
-
-
-def old_or_new(world: World) -> None:
-    found = look_back(world.save_dir)
-    assert found.candidates[-1].version == 8 and world.holds(found.where[found.candidates[-1]], 8, "first")
-    for candidate, path in found.where.items():
-        assert world.holds(path, candidate.version, "first")
-    assert not [e for e in scan(world.save_dir) if e.kind == "checkpoint" and not e.whole]
 
 
 @pytest.mark.parametrize(
