@@ -230,6 +230,55 @@ class TestLearning:
             patience.append(job.watch.patience_s)
         assert patience == [None] * 10 + [20.0] * 2
 
+    def relaunched(self, job: Job, versions: int = 20) -> None:
+        job.watch.reset(job.now, same_job=True)
+        for _ in range(versions):
+            job.step()
+
+    def test_an_alarm_that_may_have_been_false_teaches_the_next_launch(self) -> None:
+        """One rank writes a checkpoint of the program's own, and its peers wait: without this, at each checkpoint."""
+        job = Job()
+        (alarm,) = job.wait(25)
+        assert "ttp.paused()" in alarm.text and "TTP_HANG_S" in alarm.text
+        self.relaunched(job)
+        assert job.wait(59) == [] and len(job.wait(1)) == 1
+        self.relaunched(job)
+        self.relaunched(job)
+        assert job.watch.patience_s == 180.0, "once"
+
+    def test_a_real_hang_is_found_within_ten_minutes_after_any_number_of_launches(self) -> None:
+        job = Job()
+        for _ in range(9):
+            assert len(job.wait(600)) == 1
+            self.relaunched(job)
+        assert job.watch.patience_s == 600.0
+
+    def test_an_alarm_teaches_nothing_if_a_rank_was_silent_or_the_job_moved(self) -> None:
+        job = Job()
+        job.stand(r0="silent")
+        (alarm,) = job.wait(25)
+        assert "ttp.paused()" not in alarm.text
+        job.at = dict.fromkeys(job.live, (job.version, 0, IDLE, ""))
+        self.relaunched(job)
+        assert job.watch.patience_s == 20.0
+        job.wait(25)
+        job.watch.restart(job.now)
+        job.step()
+        self.relaunched(job)
+        assert job.watch.patience_s == 20.0
+
+    def test_waits_are_known_to_the_next_launch_of_the_same_job_and_to_no_other(self) -> None:
+        job = Job()
+        job.wait(19)
+        job.step()
+        self.relaunched(job)
+        assert job.watch.patience_s == 60.0
+        job.wait(70)
+        job.watch.reset(job.now)
+        for _ in range(20):
+            job.step()
+        assert job.watch.patience_s == 20.0
+
     def test_switched_off(self) -> None:
         job = Job(floor_s=None)
         assert job.watch.patience_s is None and job.watch.deadline() is None

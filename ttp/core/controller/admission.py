@@ -161,7 +161,7 @@ class Admission:
         self._job.start_incarnation(hello)
         self._parts.forget_incarnation()
         self._end.finished_at = None
-        self._parts.hangs.reset(now)
+        self._parts.hangs.reset(now, same_job=same_job)
         if not hello.resume:
             self._rescue.verdict.launch_begins(same_job=same_job)
         committing.start_launch(hello.base_version)

@@ -8,7 +8,9 @@ is seen on the job, not on a rank: for longer than the job's patience no rank ha
 
 The patience is learnt. Heartbeats report places about once a second. The watch keeps the longest wait between two moves
 of the job; the patience is ``FACTOR`` times that wait, but never less than a floor. An old wait is forgotten after some
-hours. A false alarm teaches as well: once the job moves again, the wait that raised the alarm is the longest one.
+hours. A false alarm teaches as well: once the job moves again, the wait that raised the alarm is the longest one. If
+the job was ended instead, nobody knows whether it would have moved again, e.g. after a rank has written a checkpoint of
+the program's own. So its next launch waits longer, unless a rank was silent; else it could be ended there each time.
 
 There is no alarm until the pace of the job is known: the first versions of an incarnation (compilation, cold caches, a
 jump of the version by ``restore()``) neither teach nor raise an alarm. There is none either after a rank has left its
@@ -55,6 +57,13 @@ MEMORY_S = 6 * 3600.0
 forgotten, and a regular evaluation is not.
 """
 
+UNCLEAR_MAX_S = 200.0
+"""Most seconds that an alarm teaches if the job was ended: a hang that is real must still be found, within ten minutes.
+"""
+
+ADVICE = "If ranks were busy on purpose: ttp.paused(), TTP_HANG_S"
+"""What to do about a false alarm."""
+
 Place = tuple[int, bool, int]
 """The progress of a rank: version, whether it is updating, mark."""
 
@@ -93,20 +102,24 @@ class HangWatch:
     def __init__(self, floor_s: float | None, heartbeat_s: float = 1.0) -> None:
         self._floor_s = floor_s
         self._beat_s = heartbeat_s
+        self._unclear_s = 0.0  # the wait of the last alarm, while it is not known to be false
         self.reset(0.0)
 
     # ------------------------------------------------------------------------------------------------------------ input
 
-    def reset(self, now: float) -> None:
-        """Begin a new incarnation: forget all that was learnt."""
+    def reset(self, now: float, *, same_job: bool = False) -> None:
+        """Begin a new incarnation; ``same_job``: of the same job, whose waits are known."""
         self._seen: dict[Rank, _Seen] = {}
         self._pausing: set[Rank] = set()
         self._ending = False
         self._front: int | None = None  # the newest version of any rank
         self._first: int | None = None  # the front after its first move, which may have been a restore
         self._learning_since: float | None = None
-        self._longest_s = self._longest_before_s = 0.0
-        self._turned_at = now
+        if not same_job:
+            self._longest_s = self._longest_before_s = self._unclear_s = 0.0
+            self._turned_at = now
+        self._learn(min(self._unclear_s, UNCLEAR_MAX_S), now)
+        self._unclear_s = 0.0
         self._heard_at = now
         self.restart(now)
 
@@ -175,7 +188,9 @@ class HangWatch:
             self._excused_until = now + SILENT_BEATS * self._beat_s
             return None
         self._told = True
-        return self._suspicion(now, [rank for rank in live if rank in self._seen])
+        ranks = [rank for rank in live if rank in self._seen]
+        self._unclear_s = now - self.moved_at if len(speaking) == len(ranks) else 0.0
+        return self._suspicion(now, ranks)
 
     def _waits_on_purpose(self, pausing: Collection[Rank], live: Collection[Rank]) -> bool:
         """Return whether ranks do something else on purpose, and every other rank may be waiting for them.
@@ -198,7 +213,7 @@ class HangWatch:
     def _moved(self, now: float) -> None:
         if self._learning_since is not None and not self._pausing:
             self._learn(now - self.moved_at, now)
-        self.moved_at, self._told = now, False
+        self.moved_at, self._told, self._unclear_s = now, False, 0.0
 
     def _learn(self, wait_s: float, now: float) -> None:
         if now - self._turned_at > MEMORY_S:
@@ -242,13 +257,13 @@ class HangWatch:
         further = [rank for rank in ranks if self._seen[rank].place != last]
         if not further:
             where = f"all ranks are at the same place ({_words(last)})"
-            return Suspicion((), f"{stood} and {where}: a collective or a device does not finish; {known}")
+            return Suspicion((), f"{stood} and {where}: a collective or a device does not finish; {known}. {ADVICE}")
         places = sorted({self._seen[rank].place for rank in further})
         where = _words(places[0]) if len(places) == 1 else f"{_words(places[0])} and further"
         text = f"{stood}: {ranks_text(behind)} at {_words(last)}, {ranks_text(further)} at {where}; {known}"
         if len(behind) > len(further):
-            return Suspicion((), f"{text}. Most ranks are behind, so no rank is suspected")
-        return Suspicion(behind, text)
+            return Suspicion((), f"{text}. Most ranks are behind, so no rank is suspected. {ADVICE}")
+        return Suspicion(behind, f"{text}. {ADVICE}")
 
 
 def _words(place: Place) -> str:
