@@ -44,7 +44,7 @@ def test_two_that_differ_are_a_dispute_and_are_saved() -> None:
     assert made.savers == (Rank(0),)
     assert made.disputed == (REPLICATED,)
     assert made.odd == ()
-    assert "no majority tells which is right" in made.reason
+    assert "replicas of model differ, and the saved copy may be the wrong one" in made.reason
 
 
 def test_one_who_cannot_write_is_a_witness_all_the_same() -> None:

@@ -23,8 +23,8 @@ three are for every rank: ``entered`` (in ``train()``), ``joined`` (after ``wrap
 EVENTS = (
     "abdicated", "acknowledged", "answer", "awaited", "closed", "commit", "commit_failed", "committed", "done",
     "drained", "evidence", "fallback", "finished", "formed", "gone", "held", "incarnation", "interrupted", "joined",
-    "left", "not_held", "nothing_new", "opened", "plan", "reconnected", "refused", "released", "replan", "misfit",
-    "restore", "restored", "retracted", "retry", "save_failed", "saved", "stack", "standby", "thawed",
+    "left", "not_held", "nothing_new", "opened", "outvoted", "plan", "reconnected", "refused", "released", "replan",
+    "misfit", "restore", "restored", "retracted", "retry", "save_failed", "saved", "stack", "standby", "thawed",
     "waits", "witness_asked",
 )  # fmt: skip
 """Kinds of events that a controller sends to its watchers; see ``WatchEvents``."""

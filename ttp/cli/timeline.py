@@ -32,6 +32,7 @@ _STYLES = {
     "saved": "green",
     "save_failed": "red",
     "commit_failed": "red",
+    "outvoted": "yellow",
     "replan": "yellow",
     "fallback": "yellow",
     "retry": "yellow",
@@ -220,6 +221,10 @@ _WORDS: dict[str, str | Callable[[Facts], str]] = {
     "plan": _plan,
     "misfit": lambda f: (
         f"the replicas of {_listed(_texts(f.get('shards')))} split it into different parts: one rank writes it whole"
+    ),
+    "outvoted": lambda f: (
+        f"what {ranks_text(f.get('ranks') or ())} wrote of {_listed(_texts(f.get('shards')))} differs from most other "
+        "copies, which were reported later: a new plan is made"
     ),
     "replan": lambda f: f"savers {compact_ranks(f.get('lost_savers') or ())} were lost or failed: a new plan is made",
     "nothing_new": lambda f: str(f.get("text", "")),

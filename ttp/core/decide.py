@@ -36,7 +36,7 @@ from __future__ import annotations
 import enum
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from types import MappingProxyType
 
@@ -79,7 +79,8 @@ class Plan:
         reason: why this version, for the operator.
         disputed: shards whose replicas differ without a majority, or that are saved from a copy that the vote rejects.
         odd: ranks whose copy differs from that of most others.
-        lost: finished updates that are given up, as far as they are known; 0 unless kept copies have to be used.
+        lost: finished updates that are given up, as far as known, because kept copies, or trusted ones, are older.
+        dropped: why the copies with these updates are not trusted, as clauses; empty: there are no such copies.
     """
 
     version: Version
@@ -88,6 +89,25 @@ class Plan:
     disputed: tuple[Shard, ...] = ()
     odd: tuple[Rank, ...] = ()
     lost: int = 0
+    dropped: str = ""
+
+    def judged(self, verdict: Verdict, wrong: Iterable[Shard]) -> Plan:
+        """Return the plan with a later comparison of the replicas; ``wrong``: shards written from copies it rejects."""
+        disputed = tuple(sorted(verdict.disputed_at(self.version).union(wrong)))
+        if (disputed, verdict.odd_ranks) == (self.disputed, self.odd):
+            return self
+        words = [odd_story(verdict.odd_ranks)] if verdict.odd else []
+        words += [dispute_story(disputed)] if disputed else []
+        reason = f"{self.reason}; as later answers show, {'; '.join(words)}"
+        return replace(self, disputed=disputed, odd=verdict.odd_ranks, reason=reason)
+
+    @property
+    def caveats(self) -> str:
+        """What is wrong with the checkpoint, as clauses to append to its version; empty: nothing is known."""
+        lost = f"; {lost_steps(self.lost)}" if self.lost else ""
+        why = f": {self.dropped}" if self.dropped else ""
+        disputed = f"; {dispute_story(self.disputed)}" if self.disputed else ""
+        return f"{' from kept copies' if lost and not why else ''}{lost}{why}{disputed}"
 
     @property
     def savers(self) -> tuple[Rank, ...]:
@@ -148,7 +168,7 @@ def decide(
     for copies in better:
         common = known.common_versions(copies)
         if common:
-            return known.plan(max(common), copies)
+            return known.plan(max(common), copies, newest=max(known.common_versions(everybody)))
     kept = _kept_copies(by_rank.values())
     common = known.common_versions(everybody, kept)
     if common:
@@ -217,16 +237,20 @@ class _Known:
         versions = {v for r in ranks for v in self.ways.get(r, ())}
         return versions | {self.written[shard]} if shard in self.written else versions
 
-    def plan(self, version: Version, copies: Copies, kept: KeptCopies = NOTHING_KEPT) -> Plan:
-        """Return the plan of a version that is complete in every shard."""
+    def plan(self, version: Version, copies: Copies, kept: KeptCopies = NOTHING_KEPT, newest: int = 0) -> Plan:
+        """Return the plan of a version that is complete in every shard; ``newest``: in copies that are not trusted."""
         wanted = {s: ranks for s, ranks in copies.items() if self.written.get(s) != version}
         assignments, verdict = self._assign(wanted, version, kept), self.verdict
         distrusted = {a.shard for a in assignments if a.rank in verdict.odd.get(a.shard, ())}
-        disputed = tuple(sorted({*verdict.disputed, *distrusted}))
+        disputed = tuple(sorted(verdict.disputed_at(version) | distrusted))
         brought = any(a.how is How.KEPT for a in assignments)
-        lost = max(0, max(a.version for a in self.by_rank.values()) - version) if brought else 0
+        finished = max((a.version for a in self.by_rank.values()), default=version)
+        lost = max(0, finished - version) if brought else max(0, min(finished, newest) - version)
+        dropped = ", ".join(self._doubts) if lost and not brought else ""
         reason = self._reason(version, assignments, disputed) + lost_story(assignments, lost)
-        return Plan(version, assignments, reason, disputed, verdict.odd_ranks, lost)
+        if dropped:
+            reason += f"; newer copies are not trusted, so {lost_steps(lost)}"
+        return Plan(version, assignments, reason, disputed, verdict.odd_ranks, lost, dropped)
 
     def _assign(self, groups: Copies, version: Version, kept: KeptCopies) -> tuple[Assignment, ...]:
         """Assign each shard to a rank, the shards with fewest candidates first.
@@ -267,6 +291,12 @@ class _Known:
             chosen += [Assignment(part, rank, how(lead)) for part, rank in parts]
         return tuple(sorted(chosen, key=lambda a: a.shard))
 
+    @property
+    def _doubts(self) -> list[str]:
+        """Why copies are not trusted, as clauses."""
+        odd, bad = self.verdict.odd_ranks, [r for r, answer in self.by_rank.items() if answer.bad]
+        return [*([odd_story(odd)] if odd else []), *([f"NaN or Inf on {ranks_text(bad)}"] if bad else [])]
+
     def _reason(self, version: Version, assignments: tuple[Assignment, ...], disputed: tuple[Shard, ...]) -> str:
         seen: defaultdict[str, list[int]] = defaultdict(list)
         for rank, answer in self.by_rank.items():
@@ -274,16 +304,11 @@ class _Known:
         states = "; ".join(f"{ranks_text(ranks)} {state}" for state, ranks in sorted(seen.items()))
         chores = dict.fromkeys((a.rank, a.how) for a in assignments if a.how in (How.REDO, How.UNDO))
         extra = [*(f"rank {rank} must {how.value}" for rank, how in chores), *_cut_story(assignments)]
-        if odd := self.verdict.odd_ranks:
-            extra.append(f"the copies of {ranks_text(odd)} differ from most others")
+        extra += self._doubts
+        if any(answer.bad for answer in self.by_rank.values()):
+            extra[-1] += ", saved as it is" if any(self.by_rank[a.rank].bad for a in assignments) else ", not used"
         if disputed:
-            extra.append(
-                f"replicas of {', '.join(disputed[:SHARDS_SHOWN])} differ and no majority tells which is right"
-            )
-        bad = [r for r, answer in self.by_rank.items() if answer.bad]
-        if bad:
-            used = any(self.by_rank[a.rank].bad for a in assignments)
-            extra.append(f"NaN or Inf on {ranks_text(bad)}" + (", saved as it is" if used else ", not used"))
+            extra.append(dispute_story(disputed))
         return f"version {version} is the newest that is whole in every shard ({'; '.join([states, *extra])})"
 
     def why_not(self, layout: Layout) -> str:
@@ -313,13 +338,28 @@ def _cut_story(assignments: tuple[Assignment, ...]) -> list[str]:
     return [f"{shard} in {count} parts" for shard, count in cut.items()]
 
 
+def odd_story(ranks: Iterable[Rank]) -> str:
+    """Return in words that the vote rejects the copies of these ranks."""
+    return f"the copies of {ranks_text(ranks)} differ from most others"
+
+
+def dispute_story(shards: tuple[Shard, ...]) -> str:
+    """Return in words what it means that the replicas of these shards differ."""
+    return f"replicas of {', '.join(shards[:SHARDS_SHOWN])} differ, and the saved copy may be the wrong one"
+
+
+def lost_steps(lost: int) -> str:
+    """Return in words that this many steps are lost."""
+    return "1 finished step is lost" if lost == 1 else f"{lost} finished steps are lost"
+
+
 def lost_story(assignments: tuple[Assignment, ...], lost: int) -> str:
     """Return what is to be added to the reason of a plan that saves kept copies; empty: it saves none."""
     brought = [a.shard for a in assignments if a.how is How.KEPT]
     if not brought:
         return ""
     more = f" and {len(brought) - SHARDS_SHOWN} more" if len(brought) > SHARDS_SHOWN else ""
-    cost = f"{lost} finished steps are lost" if lost else "no step is lost"
+    cost = lost_steps(lost) if lost else "no step is lost"
     return f"; from kept copies of {', '.join(brought[:SHARDS_SHOWN])}{more}: {cost}"
 
 

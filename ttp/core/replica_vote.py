@@ -21,11 +21,15 @@ class Verdict:
 
     Args:
         odd: for every shard with differing copies the ranks whose digest is not the most frequent one.
-        disputed: shards without a most frequent digest (a tie).
+        disputed: shards without a most frequent digest (a tie), with the newest version of which that is so.
     """
 
     odd: Mapping[Shard, frozenset[Rank]] = field(default_factory=lambda: MappingProxyType({}))
-    disputed: tuple[Shard, ...] = ()
+    disputed: Mapping[Shard, Version] = field(default_factory=lambda: MappingProxyType({}))
+
+    def disputed_at(self, version: Version) -> set[Shard]:
+        """Return the shards that are disputed at ``version``, or at a later one, of which undo makes ``version``."""
+        return {shard for shard, newest in self.disputed.items() if newest >= version}
 
     @property
     def odd_ranks(self) -> tuple[Rank, ...]:
@@ -46,15 +50,15 @@ def judge(layout: Layout, answers: Iterable[Answer]) -> Verdict:
             if digest and shard in layout.groups:
                 seen.setdefault((shard, answer.version), {}).setdefault(digest, []).append(answer.rank)
     odd: dict[Shard, set[Rank]] = {}
-    disputed: set[Shard] = set()
-    for (shard, _), by_digest in seen.items():
+    disputed: dict[Shard, Version] = {}
+    for (shard, version), by_digest in seen.items():
         if len(by_digest) < 2:
             continue
         (digest, votes), (_, second) = Counter({d: len(ranks) for d, ranks in by_digest.items()}).most_common(2)
         if votes == second:
-            disputed.add(shard)
+            disputed[shard] = max(version, disputed.get(shard, version))
         else:
             odd.setdefault(shard, set()).update(r for d, ranks in by_digest.items() if d != digest for r in ranks)
     if not (odd or disputed):
         return UNANIMOUS
-    return Verdict({s: frozenset(ranks) for s, ranks in odd.items()}, tuple(sorted(disputed)))
+    return Verdict({s: frozenset(ranks) for s, ranks in odd.items()}, disputed)

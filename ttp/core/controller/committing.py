@@ -128,8 +128,7 @@ class Committing:
         incident.enter(Stage.SAVED, "the checkpoint exists")
         incident.path, incident.size = report.path, report.size
         incident.saved = version
-        kept = f" from kept copies; {plan.lost} finished steps are lost" if plan.lost else ""
-        incident.outcome = f"saved version {version}{kept}"
+        incident.outcome = f"saved version {version}{plan.caveats}"
         if holds:
             incident.outcome = f"version {version} is held in the memory of the host and is being copied to the storage"
             self.held = (version, report.path)

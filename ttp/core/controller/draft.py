@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from ttp.core import messages as m
 from ttp.core import stripes
 from ttp.core.decide import Assignment, How, Plan, lost_story
 from ttp.core.layout import Rank, Shard, Version
+
+Odd = frozenset[tuple[Rank, Shard]]
+"""Ranks that have written a shard from a copy that the comparison of replicas rejects."""
 
 
 @dataclass(slots=True, eq=False)  # to compare thousands of orders takes too long when one of them is dropped
@@ -122,16 +125,31 @@ class Draft:
             self.tasks.remove(task)
             self.dropped.append(rank)
 
+    def written_by(self, odd: Mapping[Shard, Collection[Rank]]) -> Odd:
+        """Return those of the ranks of each shard in ``odd`` that have written it, or a part of it, from live state."""
+        written = ((task.order.rank, stripes.base_of(name)) for task in self.tasks for name in task.order.shards)
+        return frozenset((rank, shard) for rank, shard in written if rank in odd.get(shard, ()))
+
+    def distrust(self, odd: Odd) -> None:
+        """Forget all that ranks with an odd copy have written, and all parts of such shards, which may not fit."""
+        ranks = {rank for rank, _ in odd}
+        self.tasks = [task for task in self.tasks if task.order.rank not in ranks]
+        self.forget_parts({shard: 1 for _, shard in odd})
+
     def wrote(self, rank: Rank, size: int, now: float) -> None:
         """Note that ``rank`` has written ``size`` bytes of its save or commit at ``now`` (-1: its order was sent)."""
         self.progress[rank] = (size, now)
         self.progress.move_to_end(rank)
 
-    def written(self) -> dict[Shard, Version]:
-        """Return the shards and parts whose pieces are durable or are being written, with the planned version."""
+    def written(self, without: Collection[Rank] = ()) -> dict[Shard, Version]:
+        """Return the shards and parts whose pieces are durable or are being written, with the planned version.
+
+        Args:
+            without: ranks whose pieces do not count.
+        """
         if self.plan is None:
             return {}
-        orders = [task.order for task in self.tasks]
+        orders = [task.order for task in self.tasks if task.order.rank not in without]
         return {shard: self.plan.version for order in orders for shard in (*order.shards, *order.kept)}
 
     def with_all_orders(self, plan: Plan, lost: int) -> Plan:
@@ -144,10 +162,10 @@ class Draft:
         listed = [Assignment(s, t.order.rank, t.order.how) for t in self.tasks for s in t.order.shards]
         listed += [Assignment(s, t.order.rank, How.KEPT) for t in self.tasks for s in t.order.kept]
         assignments = tuple(sorted(listed, key=lambda a: a.shard))
-        if not lost or any(a.how is How.KEPT for a in plan.assignments):
+        story = "" if any(a.how is How.KEPT for a in plan.assignments) else lost_story(assignments, lost)
+        if not (lost and story):
             return replace(plan, assignments=assignments)
-        reason = plan.reason + lost_story(assignments, lost)
-        return replace(plan, assignments=assignments, reason=reason, lost=lost)
+        return replace(plan, assignments=assignments, reason=plan.reason + story, lost=lost)
 
     def forget_parts(self, wanted: Mapping[Shard, int]) -> None:
         """Forget the pieces of shards that were cut into another number of parts than ``wanted`` says."""

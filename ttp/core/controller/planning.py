@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 from ttp.core import messages as m
 from ttp.core.answer import NO_DIGESTS, NO_SIZES, Answer
+from ttp.core.controller.draft import Odd
 from ttp.core.controller.events import ControllerTimeouts, in_queue
 from ttp.core.controller.incident import Incident, Stage
 from ttp.core.controller.membership import Membership
 from ttp.core.controller.program_recovery import ProgramRecovery
 from ttp.core.decide import NoPlan, Plan, decide
 from ttp.core.layout import Rank, Shard, Version
+from ttp.core.replica_vote import judge
 from ttp.core.replication import keepers
 
 AGAIN_S = 0.02
@@ -99,7 +101,7 @@ class Planner:
 
     def _falls_short(self, incident: Incident, verdict: Plan | NoPlan, now: float) -> str:
         """Return what may complete a newer version in a moment; empty: nothing can."""
-        if isinstance(verdict, Plan) and not verdict.lost:
+        if isinstance(verdict, Plan) and (verdict.dropped or not verdict.lost):
             if not self._grows(incident, verdict, now):
                 return ""
             incident.look_again_at = now + AGAIN_S
@@ -179,6 +181,27 @@ class Planner:
         full = self._decided(incident, with_offers=True)
         better = isinstance(full, Plan) and (isinstance(plain, NoPlan) or full.version > plain.version)
         return full if better else plain
+
+    def outvoted(self, incident: Incident) -> Odd:
+        """Compare all copies before the commit, as ranks may have reported theirs after the plan was made.
+
+        Returns:
+            The shards whose copies most others contradict, with their writers, which are to be replaced. If no other
+            copy can be saved, or none is known to be right, the plan is changed to say so instead.
+        """
+        draft, plan = incident.draft, incident.draft.plan
+        assert plan is not None
+        if not any(answer.digests for answer in incident.ranks.answers.values()):
+            return frozenset()
+        layout, answers = incident.ranks.counts.layout, [*self._answers(incident, with_offers=False)]
+        verdict = judge(layout, answers)
+        if odd := draft.written_by(verdict.odd):
+            made = decide(layout, answers, draft.written({rank for rank, _ in odd}), draft.uncut)
+            ties = verdict.disputed_at(plan.version)
+            if isinstance(made, Plan) and (made.version, {*made.disputed}) == (plan.version, ties):
+                return odd
+        draft.plan = plan.judged(verdict, {shard for _, shard in odd})
+        return frozenset()
 
     def _decided(self, incident: Incident, *, with_offers: bool) -> Plan | NoPlan:
         answers = self._answers(incident, with_offers=with_offers)

@@ -60,14 +60,14 @@ class Rescue:
         self.last: Incident | None = None
         self.total = self.false_alarms = 0
         committing = self.committing = Committing(job, outbox)
-        self.saving = Saving(job, outbox, mirrors, committing)
+        self._planner = Planner(job, timeouts)
+        self.saving = Saving(job, outbox, mirrors, committing, self._planner.outvoted)
         self.meanwhile = Meanwhile()
         self.verdict = JobVerdict()
         self._job, self._outbox, self._timeouts, self._new_id = job, outbox, timeouts, new_id
         self._freezing = Freezing(job, outbox, timeouts, self.meanwhile)
         self._retries = Retries(job, outbox)
         self._shadow = Shadow(job, outbox, self.saving, committing, self.verdict)
-        self._planner = Planner(job, timeouts)
 
         def blame(subject: Rank, kind: m.FaultKind, text: str, now: float) -> None:
             self.fault(subject, kind, text, now, witness=OUTSIDER)

@@ -8,25 +8,27 @@ file name, and files of an earlier order are recognised.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
 
 from ttp.core import messages as m
 from ttp.core import stripes
 from ttp.core.controller.committing import Committing
-from ttp.core.controller.draft import Task
+from ttp.core.controller.draft import Odd, Task
 from ttp.core.controller.incident import NEVER, Incident, Stage
 from ttp.core.controller.membership import Membership
 from ttp.core.controller.mirrors import Mirrors
 from ttp.core.controller.outbox import Outbox
 from ttp.core.controller.page_collectors import PAGES_S, PageCollectors
 from ttp.core.controller.planning import rest_s
-from ttp.core.decide import How, Plan
+from ttp.core.decide import How, Plan, odd_story
 from ttp.core.layout import Rank, Shard
 
 GENERATIONS_PER_TERM = 1 << 16
 """Generations that belong to one term, so that two controllers that reopen one incident never use the same number."""
 
+VOTES_S = 1.0
+"""Seconds for which a commit waits for the digests of ranks that have not answered the freeze yet."""
 
 LOSSES_MAX = 8
 REPLAN_S, REPLAN_MAX_S = 0.02, 1.0
@@ -45,11 +47,19 @@ class Saving:
         outbox: takes the orders.
         mirrors: tells which ranks keep the pages of lost hosts.
         committing: begins when all pieces are durable.
+        outvoted: see ``Planner.outvoted``.
     """
 
-    def __init__(self, job: Membership, outbox: Outbox, mirrors: Mirrors, committing: Committing) -> None:
+    def __init__(
+        self,
+        job: Membership,
+        outbox: Outbox,
+        mirrors: Mirrors,
+        committing: Committing,
+        outvoted: Callable[[Incident], Odd],
+    ) -> None:
         self.pages = PageCollectors(job, mirrors)
-        self._job, self._outbox, self._committing = job, outbox, committing
+        self._job, self._outbox, self._committing, self._outvoted = job, outbox, committing, outvoted
 
     # ----------------------------------------------------------------------------------------------------------- plan
 
@@ -243,8 +253,27 @@ class Saving:
                 pause_s += min(REPLAN_MAX_S, REPLAN_S * 2 ** min(draft.losses - LOSSES_MAX - 1, 10))
             draft.next_plan_at = draft.planned_at + pause_s
             draft.dropped = []
-        elif draft.awaiting or not (draft.pending or self._collects_late(incident, now)):
-            self._committing.begin(incident, "all pieces are durable", now)
+        elif draft.awaiting or not (
+            draft.pending or self._collects_late(incident, now) or self._awaits_votes(incident, now)
+        ):
+            odd = frozenset() if draft.awaiting else self._outvoted(incident)
+            if odd:
+                ranks = sorted({rank for rank, _ in odd})
+                self._outbox.record("outvoted", ranks=ranks, shards=sorted({shard for _, shard in odd}))
+                draft.distrust(odd)
+                incident.enter(Stage.FREEZING, odd_story(ranks))
+            else:
+                self._committing.begin(incident, "all pieces are durable", now)
+
+    def _awaits_votes(self, incident: Incident, now: float) -> bool:
+        """Return whether copies that may outvote a saver's are still to be reported.
+
+        The plan need not wait for them if ranks are at different versions. Ranks that are known to be at fault may
+        never answer.
+        """
+        ranks = incident.ranks
+        compared = any(answer.digests for answer in ranks.answers.values())
+        return compared and bool(ranks.waiting - incident.evidence.subjects) and incident.waits("votes", VOTES_S, now)
 
 
 def _task_of(incident: Incident, report: m.Saved | m.SaveFailed) -> Task | None:

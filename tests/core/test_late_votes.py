@@ -1,0 +1,131 @@
+"""Votes that come after the plan: with ranks at two versions a plan need not wait for all answers; a commit does."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.core.talk import Talk
+from ttp.core import messages as m
+from ttp.core.layout import Rank, Shard
+from ttp.testing.scenario import grid
+
+
+def digest(text: str) -> dict[str, Any]:
+    return {"digests": (m.ShardDigest(Shard("s0"), text),)}
+
+
+def skewed(ranks: int = 5, **first: Any) -> Talk:
+    """Return a job whose rank 2 saves version 8 at once, because rank 1 is at 7, so that no version can be newer."""
+    talk = Talk(grid(1, ranks))
+    talk.accuse(0, m.FaultKind.EXITED)
+    talk.frozen(1, 7, **digest("older"))
+    assert "Save:2" in talk.frozen(2, 8, **{**digest("flipped"), **first})
+    return talk
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_saver_that_is_outvoted_after_the_plan_is_replaced(late: bool) -> None:
+    talk = skewed()
+    talk.frozen(3, 8, **digest("good"))
+    if late:
+        assert talk.saved(2) == "[saved]", "it is known that a vote is missing"
+        said = talk.frozen(4, 8, **digest("good"))
+    else:
+        talk.frozen(4, 8, **digest("good"))
+        said = talk.saved(2)
+    assert said.endswith("[outvoted] [plan] Save:3")
+    assert talk.facts("plan")["odd"] == [2] and "the copies of rank 2 differ" in talk.facts("plan")["reason"]
+    assert talk.saved(3, 1) == "[saved] [commit] Commit:3"
+    (commit,) = talk.orders(m.Commit)
+    assert [piece.writer for piece in commit.pieces] == [3] and commit.disputed == ()
+    assert talk.committed(3, 1).endswith("Release(75):1,2,3,4")
+
+
+def test_a_saver_that_nobody_can_replace_is_disputed() -> None:
+    """The copies that are right are on ranks that cannot write."""
+    talk = skewed()
+    talk.frozen(3, 8, **digest("good"))
+    talk.frozen(4, 8, **digest("good"))
+    for rank in (3, 4):
+        talk.incident.ranks.fail(Rank(rank), "disk full")
+    assert talk.saved(2) == "[saved] [commit] Commit:2"
+    (commit,) = talk.orders(m.Commit)
+    assert commit.disputed == ("s0",) and "the copies of rank 2 differ from most others" in commit.reason
+
+
+def test_a_late_copy_that_differs_is_a_dispute_in_plain_words() -> None:
+    talk = skewed(4)
+    talk.frozen(3, 8, **digest("good"))
+    assert talk.saved(2) == "[saved] [commit] Commit:2"
+    assert talk.orders(m.Commit)[0].disputed == ("s0",)
+    talk.committed(2)
+    said = "saved version 8; replicas of s0 differ, and the saved copy may be the wrong one; a restart goes on with"
+    assert talk.orders(m.Release)[0].text.startswith(said)
+
+
+def test_a_late_odd_copy_that_does_not_save_is_named() -> None:
+    talk = skewed(6)
+    for rank, text in ((3, "flipped"), (4, "good"), (5, "flipped")):
+        talk.frozen(rank, 8, **digest(text))
+    assert talk.saved(2) == "[saved] [commit] Commit:2"
+    (commit,) = talk.orders(m.Commit)
+    assert commit.disputed == () and commit.reason.endswith("the copies of rank 4 differ from most others")
+
+
+def test_missing_votes_delay_a_commit_for_a_second_at_most() -> None:
+    talk = skewed()
+    assert talk.saved(2) == "[saved]"
+    assert talk.after(0.9) == ""
+    assert talk.after(0.1) == "[commit] Commit:2"
+
+
+def test_no_vote_is_awaited_of_ranks_at_fault_or_without_digests() -> None:
+    talk = skewed()
+    for rank in (3, 4):
+        talk.accuse(rank, m.FaultKind.OUTSIDE)
+    assert talk.saved(2) == "[saved] [commit] Commit:2"
+    off = Talk(grid(1, 4))
+    off.accuse(0, m.FaultKind.EXITED)
+    off.frozen(1, 7)
+    off.frozen(2, 8)
+    assert off.saved(2) == "[saved] [commit] Commit:2"
+
+
+COPIES = st.lists(st.tuples(st.sampled_from("ab"), st.integers(7, 8)), min_size=2, max_size=6)
+
+
+@given(COPIES)
+def test_whatever_comes_before_the_pieces_is_counted(copies: list[tuple[str, int]]) -> None:
+    talk = Talk(grid(1, len(copies) + 1))
+    talk.accuse(len(copies), m.FaultKind.EXITED)
+    ordered: list[m.Save] = []
+    for rank, (text, version) in enumerate(copies):
+        talk.frozen(rank, version, **digest(text))
+        ordered += talk.orders(m.Save)
+    while ordered:
+        order = ordered.pop(0)
+        talk.saved(order.rank, order.generation)
+        ordered += talk.orders(m.Save)
+    (commit,) = talk.orders(m.Commit)
+    newest = max(version for _, version in copies)
+    votes = Counter(text for text, version in copies if version == newest)
+    right = [text for text, votes_for in votes.items() if votes_for == max(votes.values())]
+    (piece,) = commit.pieces
+    assert commit.version == newest and copies[piece.writer] in [(text, newest) for text in right]
+    assert bool(commit.disputed) == (len(right) > 1)
+
+
+def test_a_finished_version_with_nan_is_named_where_an_older_one_is_saved() -> None:
+    talk = Talk(grid(1, 4))
+    talk.accuse(3, m.FaultKind.EXITED)
+    talk.frozen(1, 8, bad=("w",))
+    talk.frozen(2, 8, bad=("w",))
+    assert "Save:0" in talk.frozen(0, 7)
+    talk.write()
+    text = talk.orders(m.Release)[0].text
+    assert text.startswith("saved version 7; 1 finished step is lost: NaN or Inf on ranks 1-2; a restart goes on with")
