@@ -225,6 +225,7 @@ def test_a_suspect_that_comes_back_saves_the_steps() -> None:
     talk.lost(3)
     for rank in range(3):
         assert "[plan]" not in talk.keeps(rank, *((of, 10) for of in range(4))), "the fourth may still come back"
+    talk.ask()
     talk.back(3, host="h1", incident=talk.id, version=17)
     assert "[plan] Save:0,1,2,3" in talk.keeps(3)
     assert (talk.facts("plan")["version"], talk.facts("plan")["how"]) == (17, {})

@@ -16,25 +16,67 @@ from ttp.testing.scenario import grid
 # --------------------------------------------------------------------------------------------------------- false alarms
 
 
-def test_a_flap_within_the_grace_is_thawed() -> None:
+BACK = "Welcome:0 [reconnected] [retracted] Freeze:0"
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_flap_within_the_grace_is_thawed_before_anything_is_saved(saves: bool) -> None:
+    """A save may take minutes, and nobody needs it."""
     talk = Talk()
     talk.lost(0)
-    assert talk.back(0) == "Welcome:0 [reconnected] [retracted] Freeze:0"
-    talk.now += 0.5
-    assert talk.frozen(0, 7) == "[answer]"
-    talk.frozen_all(7, 1, 2)
-    assert talk.write() == "[committed] Thaw:0,1,2 [thawed]"
+    if saves:
+        assert "Save:1" in frozen_at_7(talk, 1, 2)
+    assert talk.back(0) == f"{BACK} Thaw:0,1,2 [thawed]"
     assert talk.machine.stage == "training"
+    assert talk.saved(1) == "", "it was written before the thaw was known"
+    assert frozen_at_7(talk, 0) == "Thaw:0", "it was frozen only after the thaw"
+
+
+def test_a_flap_is_thawed_after_a_commit_that_may_exist() -> None:
+    talk = all_at_7(lambda talk: talk.lost(0), 1, 2)
+    assert talk.saved(1) == "[saved] [commit] Commit:1"
+    assert talk.back(0) == BACK
+    assert talk.committed(1) == "[committed] Thaw:0,1,2 [thawed]"
+
+
+def test_a_flap_of_one_is_not_thawed_while_another_is_lost() -> None:
+    talk = Talk()
+    talk.lost(0)
+    talk.lost(1)
+    assert talk.back(0) == BACK
+    assert talk.after(1) == ""
+    assert "Save:0" in frozen_at_7(talk, 0, 2)
+
+
+def test_a_flap_during_a_redo_is_thawed_after_it() -> None:
+    """The update goes on behind the gate: a thaw would open the gate in the middle of it."""
+    talk = Talk(grid(2, 2))
+    talk.lost(0)
+    talk.frozen(1, 8)
+    talk.frozen(3, 8)
+    assert "Save:1,2" in talk.frozen(2, 7, has_gradient=True)
+    assert talk.back(0) == BACK
+    assert talk.frozen(2, 8) == "[answer] Thaw:0,1,2,3 [thawed]"
+
+
+def test_a_flap_while_a_checkpoint_is_wanted_is_thawed_after_it() -> None:
+    talk = Talk()
+    talk.lost(0)
+    talk.ask()
+    assert talk.back(0) == BACK
+    frozen_at_7(talk, 0, 1, 2)
+    assert talk.write() == "[committed] Thaw:0,1,2 [thawed] answer: saved"
 
 
 def test_a_flap_that_leaves_no_common_version_is_thawed_too() -> None:
     talk = Talk(grid(2, 1))
     talk.lost(0)
+    talk.ask()
     talk.back(0)
     talk.frozen(0, 8)
     assert talk.frozen(1, 7) == "[answer] [waits]"
     assert talk.after(1.9) == ""  # rank 1 may still come to the gate with the gradient of 8
-    assert talk.after(0.1) == "Thaw:0,1 [thawed]"
+    assert talk.after(0.1) == "Thaw:0,1 [thawed] answer: not saved"
 
 
 def test_a_lost_rank_that_comes_back_too_late_is_fenced() -> None:
@@ -161,9 +203,9 @@ def test_if_all_streams_break_the_ranks_have_longer_to_come_back() -> None:
         talk.lost(rank)
     assert talk.after(5) == ""
     for rank in range(3):
-        assert "Refused" not in talk.back(rank)
-        talk.frozen(rank, 7)
-    assert talk.write() == "[committed] Thaw:0,1,2 [thawed]"
+        said = talk.back(rank)
+        assert "Refused" not in said
+    assert said.endswith("Thaw:0,1,2 [thawed]")
 
 
 def test_the_launcher_ends_the_doubt_about_a_lost_rank() -> None:

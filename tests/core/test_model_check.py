@@ -56,7 +56,7 @@ def worlds(*cases: tuple[str, tuple[int, int, int], Any, Any]) -> pytest.MarkDec
     ("a stream that breaks hurts nobody", (1, 2, 0), {"breaks": 1}, ON),
     ("whether replicated or not", (2, 1, 0), {"breaks": 1}, ON),
     ("who comes back too late is fenced", (1, 2, 0), {"breaks": 1, "late": True}, ON | {(70, 75), (75, 70)}),
-    ("a stream breaks and a rank is killed", (1, 2, 1), {"breaks": 1}, KILLED),
+    ("a stream breaks and a rank is killed", (1, 2, 1), {"breaks": 1, "states_max": 50_000}, KILLED),
     ("controllers die and nothing else", (1, 2, 0), {"takeovers": 2}, ON),
     ("the controller dies and both ranks are killed", (1, 2, 2), {"takeovers": 1}, KILLED | {(LOST, LOST)}),
     ("replicas write parts side by side", (1, 2, 1), {"stripes": 2}, KILLED),

@@ -17,12 +17,14 @@ only on what is known now, and can be entered again when more ranks are lost:
                it was a false alarm, and all ranks are thawed.
 ``RELEASED``   all ranks were told to exit (75 saved, 70 could not save). The incident ends when the streams have ended.
 
+If all evidence is withdrawn before a commit is ordered, all ranks are thawed at once: nobody needs the checkpoint.
+
 When the stream of a rank ends its answer is dropped: its gate may be open when it comes back, so it is asked again. If
 it then turns out to hold a newer version than the planned one, the plan is made again.
 
 The controller holds only soft state. After a takeover each rank's ``Hello`` tells the new controller whether the rank
 is frozen and for which incident. The controller opens that incident again under a higher term and goes through the same
-stages. If every rank comes back and nothing is broken, all are thawed. While ranks are coming back it makes no plan.
+stages. While ranks are coming back it makes no plan.
 
 Cost: constant time per event, O(world size) per stage of an incident. Equal reports of the ranks of a host are one
 event, and the consequences of the answers that came in one message are worked out once (``settle``).

@@ -62,8 +62,7 @@ class Rescue:
         committing = self.committing = Committing(job, outbox)
         self._planner = Planner(job, timeouts)
         self.saving = Saving(job, outbox, mirrors, committing, self._planner.outvoted)
-        self.meanwhile = Meanwhile()
-        self.verdict = JobVerdict()
+        self.meanwhile, self.verdict = Meanwhile(), JobVerdict()
         self._job, self._outbox, self._timeouts, self._new_id = job, outbox, timeouts, new_id
         self._freezing = Freezing(job, outbox, timeouts, self.meanwhile)
         self._retries = Retries(job, outbox)
@@ -233,7 +232,9 @@ class Rescue:
             Stage.SAVED: self._maybe_end,
             Stage.RELEASED: self._maybe_close,
         }
-        if (incident := self.incident) is not None and (newer := self._planner.improved_by(incident)):
+        if (incident := self.incident) is not None and self._was_false(incident):
+            self._thaw(incident, "nothing is broken after all")
+        elif incident is not None and (newer := self._planner.improved_by(incident)):
             self._shadow.leave(incident)
             incident.enter(Stage.FREEZING, f"a newer version has come from {ranks_text(newer)}")
             incident.draft.committer, incident.again_until = None, NEVER
@@ -242,14 +243,15 @@ class Rescue:
             before = self.incident.stage
             steps[before](self.incident, now)
 
+    def _was_false(self, incident: Incident) -> bool:
+        """Return whether nothing is broken after all, so that nobody needs the checkpoint, which may take minutes."""
+        job, wanted = self._job, incident.snapshot or incident.requests or incident.ranks.redoing
+        broken = incident.faulty or job.broken or job.in_doubt or job.gather_until is not None or not job.complete
+        return incident.stage in (Stage.FREEZING, Stage.SAVING) and not (wanted or broken)
+
     def _maybe_plan(self, incident: Incident, now: float) -> None:
-        job = self._job
-        back = incident.recovered and job.complete and not (incident.faulty or job.broken or job.in_doubt)
-        if back and job.gather_until is None:
-            self._thaw(incident, "every rank came back to the new controller and nothing is broken")
-            return
         step = self._planner.should_plan(incident, now)
-        self.committing.take_over(self.meanwhile.made(job) if isinstance(step, Go) else None)
+        self.committing.take_over(self.meanwhile.made(self._job) if isinstance(step, Go) else None)
         match step:
             case Wait(why):
                 if why not in (ANSWERS, incident.waits_for):  # answers are recorded one by one
