@@ -25,11 +25,11 @@ def test_a_flap_within_the_grace_is_thawed_before_anything_is_saved(saves: bool)
     talk = Talk()
     talk.lost(0)
     if saves:
-        assert "Save:1" in frozen_at_7(talk, 1, 2)
+        assert "Save:1" in talk.frozen_all(7, 1, 2)
     assert talk.back(0) == f"{BACK} Thaw:0,1,2 [thawed]"
     assert talk.machine.stage == "training"
     assert talk.saved(1) == "", "it was written before the thaw was known"
-    assert frozen_at_7(talk, 0) == "Thaw:0", "it was frozen only after the thaw"
+    assert talk.frozen_all(7, 0) == "Thaw:0", "it was frozen only after the thaw"
 
 
 def test_a_flap_is_thawed_after_a_commit_that_may_exist() -> None:
@@ -45,7 +45,7 @@ def test_a_flap_of_one_is_not_thawed_while_another_is_lost() -> None:
     talk.lost(1)
     assert talk.back(0) == BACK
     assert talk.after(1) == ""
-    assert "Save:0" in frozen_at_7(talk, 0, 2)
+    assert "Save:0" in talk.frozen_all(7, 0, 2)
 
 
 def test_a_flap_during_a_redo_is_thawed_after_it() -> None:
@@ -64,7 +64,7 @@ def test_a_flap_while_a_checkpoint_is_wanted_is_thawed_after_it() -> None:
     talk.lost(0)
     talk.ask()
     assert talk.back(0) == BACK
-    frozen_at_7(talk, 0, 1, 2)
+    talk.frozen_all(7, 0, 1, 2)
     assert talk.write() == "[committed] Thaw:0,1,2 [thawed] answer: saved"
 
 
