@@ -174,6 +174,11 @@ class Job:
         raise AssertionError(f"version {version} was not reached:\n{self.story()}")
 
 
+MakeJob = Callable[..., Job]
+Unbroken = Callable[[Job], list[dict[str, Any]]]
+"""Returns the results of the same job without ttp and faults; see conftest.py."""
+
+
 def newest_of_survivors(job: Job, life: int, dead: set[int]) -> int:
     """Return the largest version that a rank that was not killed had finished in launch ``life``."""
     versions = [0]

@@ -2,7 +2,8 @@
 
 Environment: ``JOB_DIR`` (outputs), ``JOB_STEPS``, ``JOB_FAULTS`` (JSON list, each fault happens once per directory:
 ``{"id", "rank" or "ranks", "step", "phase", "action"}``; ``"when"``: not before this file exists; ``"launch"``: in this
-launch only, as torchelastic counts them, as a string). ``JOB_AGAIN``: see ``misbehave``.
+launch only, as torchelastic counts them, as a string). ``JOB_AGAIN``: see ``misbehave``. ``JOB_DIES_SAVING``: a rank;
+see ``die_saving``.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ import ttp
 import ttp.session
 from ttp.adapters.torch.restoring import registered, transfer
 from ttp.chaos.job import Losses, Schedule, TwoHalves, Watched
+from ttp.store.digest import HashingFile
 
 JOB_DIR = Path(os.environ["JOB_DIR"])
 STEPS = int(os.environ["JOB_STEPS"])
@@ -110,6 +112,21 @@ def half_a_message() -> None:
     while RANK and not data[0]:
         time.sleep(0)
     os.kill(os.getpid(), signal.SIGKILL) if RANK else work.wait()
+
+
+def die_saving() -> None:
+    """Kill this rank in the middle of the first part of a shard that it writes."""
+    stock, marker = HashingFile.write, JOB_DIR / "died_saving"
+
+    def write(self: HashingFile, data: Any, /) -> int:
+        if "of" in self.path.name and self.path.suffix == ".distcp" and not marker.exists():
+            marker.write_text(self.path.name)
+            stock(self, memoryview(data)[: memoryview(data).nbytes // 2])
+            self.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return stock(self, data)
+
+    HashingFile.write = write  # type: ignore[method-assign]
 
 
 def wait_for_ever() -> None:
@@ -344,6 +361,8 @@ def main() -> None:
     """Run the job on this rank. Without a launcher ranks meet at ``JOB_STORE``."""
     if "JOB_TRANSFER" in os.environ:
         send_all()
+    if os.environ.get("JOB_DIES_SAVING") == str(RANK):
+        die_saving()
     dist.init_process_group("gloo", init_method=os.environ.get("JOB_STORE"), rank=RANK, world_size=WORLD)
     train()
     dist.barrier()

@@ -19,6 +19,7 @@ from tests.e2e.harness import Job
 from tests.halfway import divisions
 from ttp.core.layout import ranks_text
 
+SCRIPT = Path(__file__).with_name("sharded_job.py")
 Bits = list[set[str]]
 """For every rank, what it held at each version, in any of its lives: the version and digests."""
 

@@ -11,13 +11,10 @@ from typing import Any
 import pytest
 
 from tests.e2e.forked import ForkedJob
-from tests.e2e.harness import Job, newest_of_survivors, two_nodes
-from tests.e2e.shards import assert_same_bits
+from tests.e2e.harness import Job, MakeJob, newest_of_survivors, two_nodes
+from tests.e2e.shards import SCRIPT, assert_same_bits
 from ttp.processor.local_state.page_dir import SHARED_MEMORY
 
-MakeJob = Callable[..., Job]
-
-SCRIPT = Path(__file__).with_name("sharded_job.py")
 EVERY = 4
 STEPS = 14
 HURT_AT = 10

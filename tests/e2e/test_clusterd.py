@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from tests.cli.fake_clusterd import FakeClusterD
 from tests.cli.test_clusterd import agent
-from tests.e2e.harness import Job
+from tests.e2e.harness import MakeJob
 from tests.waiting import until
 
 WAIT_S = 150
@@ -17,7 +15,7 @@ WAIT_S = 150
 @pytest.mark.slow
 @pytest.mark.timeout(4 * WAIT_S)
 @pytest.mark.xdist_group("ttp")
-def test_what_clusterd_hears_is_what_is_on_disk(make_job: Callable[..., Job]) -> None:
+def test_what_clusterd_hears_is_what_is_on_disk(make_job: MakeJob) -> None:
     """First ttp detects a killed rank; in the next launch ClusterD reports a broken device."""
     faults = [{"id": "killed", "rank": 1, "step": 3, "phase": "backward", "action": "kill", "when": "seen"}]
     job = make_job(ranks=2, steps=100_000, max_restarts=0, faults=faults).start()

@@ -13,14 +13,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
 
+import numpy as np
 import pytest
 
 from tests.forking import ForkedPython
 from tests.ports import free_port
 from ttp.cli.main import main
+from ttp.store.catalog import newest_whole
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PATIENT = ["--limit-s", "500"]  # a run of four ranks on a busy machine is slow, not stuck
+
+
+def clean() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if not k.startswith(("TTP_", "TORCHELASTIC", "PET_"))}
 
 
 def assert_nothing_lost(output: str, killed: str) -> None:
@@ -70,10 +76,9 @@ def test_the_demo_loses_no_step_and_no_bit(
 @pytest.mark.xdist_group("demo")
 def test_the_demo_as_a_user_starts_it_shows_why_its_job_failed(tmp_path: Path) -> None:
     """Nothing is forked here: its command, that of its launcher, and the ranks are those of a user."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("TTP_", "TORCHELASTIC", "PET_"))}
     arguments = ["--folder", str(tmp_path / "demo"), *PATIENT, "--ranks", "1", "--steps", "2", "--", "--odd"]
     command = [sys.executable, str(EXAMPLES / "demo.py"), *arguments]
-    done = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(command, env=clean(), capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 1 and "$ ttp run --nproc-per-node 1" in done.stdout, done.stdout + done.stderr
     assert "train.py: error: unrecognized arguments: --odd" in done.stderr
 
@@ -84,10 +89,9 @@ def test_the_demo_as_a_user_starts_it_shows_why_its_job_failed(tmp_path: Path) -
 @pytest.mark.parametrize("flags", ["--layout hsdp", "--layout hsdp --precision bf16", "--layout ddp --precision bf16"])
 @pytest.mark.parametrize("rank", ["0", "3"])
 def test_a_gpt_in_every_layout_loses_no_step_and_no_bit(tmp_path: Path, flags: str, rank: str) -> None:
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("TTP_", "TORCHELASTIC", "PET_"))}
     arguments = ["--folder", str(tmp_path / "demo"), *PATIENT, "--example", "gpt", "--steps", "30", "--"]
     command = [sys.executable, str(EXAMPLES / "demo.py"), *arguments, *flags.split()]
-    env = clean | {"RANK": rank, "SEED": "7"}
+    env = clean() | {"RANK": rank, "SEED": "7"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=560, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert_nothing_lost(done.stdout, rank)
@@ -100,10 +104,9 @@ def test_the_gpt_trains_on_a_text_of_the_users_own(tmp_path: Path) -> None:
     sizes = {"steps": 12, "lr": 0.1, "layers": 1, "heads": 2, "width": 16, "context": 8, "batch": 4}
     small = [word for name, size in sizes.items() for word in (f"--{name}", str(size))] + ["--precision", "bf16"]
     place = ["--text", str(tmp_path / "text"), "--save-dir", str(tmp_path / "out")]
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("TTP_", "TORCHELASTIC", "PET_"))}
-    clean |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    env = clean() | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     program, logs = EXAMPLES / "gpt" / "train_gpt.py", [tmp_path / f"{rank}.log" for rank in range(2)]
-    ranks = [ForkedPython(program, small + place, clean | {"RANK": str(rank)}, logs[rank]) for rank in range(2)]
+    ranks = [ForkedPython(program, small + place, env | {"RANK": str(rank)}, logs[rank]) for rank in range(2)]
     try:
         assert [rank.wait(200) for rank in ranks] == [0, 0], [log.read_text() for log in logs]
     finally:
@@ -112,3 +115,33 @@ def test_the_gpt_trains_on_a_text_of_the_users_own(tmp_path: Path) -> None:
     losses = [float(line.split()[-1]) for line in logs[0].read_text().splitlines() if line.startswith("step ")]
     assert len(losses) == 12 and losses[-1] < losses[0] / 2  # there is nothing but four letters in turn
     assert json.loads((tmp_path / "out" / "result.json").read_text()).keys() >= {"weights", "optimizer", "losses"}
+
+
+STEPS = 40
+
+
+def unbroken() -> Any:
+    """Return the final weights, computed here: the formula of ``Sgd.step`` on the sums of both ranks."""
+    weights, moments = np.zeros(1000), np.zeros(1000)
+    for step in range(STEPS):
+        total = sum(np.random.default_rng([step, rank]).integers(-8, 9, size=1000).astype(float) for rank in range(2))
+        moments = moments * 0.5 + total
+        weights = weights - 0.125 * moments
+    return weights
+
+
+@pytest.mark.timeout(180)
+def test_the_adapter_of_the_walk_loses_no_step_and_no_bit(tmp_path: Path) -> None:
+    """That of CONTRIBUTING.md."""
+    flags = ["--nproc-per-node", "2", "--max-restarts", "1"]
+    script = [EXAMPLES / "own_adapter" / "train_numpy.py", "--save-dir", tmp_path, "--steps", STEPS, "--kill", 20]
+    launcher = ForkedPython("ttp", ["run", *flags, *script], clean(), log := tmp_path / "log", cwd=tmp_path)
+    try:
+        assert launcher.wait(170) == 0, log.read_text()
+    finally:
+        launcher.terminate()
+    saved = int(newest_whole(tmp_path)[0].name.rpartition("_")[2])
+    assert saved in (19, 20), "rank 0 may not have begun the update that rank 1 was through"
+    assert f"rank 1 begins with version {saved}" in log.read_text()
+    for rank in range(2):
+        assert (np.load(tmp_path / f"final_{rank}.npy") == unbroken()).all()

@@ -6,12 +6,11 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.e2e.harness import TTP, Job, two_nodes
+from tests.e2e.harness import TTP, Job, MakeJob, two_nodes
 from tests.waiting import until
 from ttp.launch.ring import Ring, read_ring
 
@@ -33,7 +32,7 @@ def kept_by(job: Job, host: str, term: int) -> Ring | None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.xdist_group("ttp")
-def test_the_controller_is_found_where_it_reigns_now(make_job: Callable[..., Job]) -> None:
+def test_the_controller_is_found_where_it_reigns_now(make_job: MakeJob) -> None:
     """The controller is killed and is not restarted on its host, so a standby leads.
 
     Then the last rank of the other host dies; its launcher reports that to the standby and hands over the pages.

@@ -18,23 +18,21 @@ from typing import Any
 import pytest
 
 from tests.e2e.forked import ForkedJob
-from tests.e2e.harness import Job, newest_of_survivors, two_nodes, watch_events
+from tests.e2e.harness import Job, MakeJob, Unbroken, newest_of_survivors, two_nodes, watch_events
 from tests.ports import free_port
 from tests.waiting import until
 from ttp.cli.main import main
+from ttp.store.manifest import Manifest
 
-MakeJob = Callable[..., Job]
 MakeForked = Callable[..., ForkedJob]
-Unbroken = Callable[[Job], list[dict[str, Any]]]
 
-MOSTLY_TTP = [  # one after the other: each job fills a machine
-    pytest.param("ttp", marks=pytest.mark.xdist_group("ttp"), id="ttp"),
-    pytest.param("torchrun", marks=[pytest.mark.xdist_group("torchrun"), pytest.mark.slow], id="torchrun"),
-]
-"""For faults that the launcher has no part in."""
+TTP, TORCHRUN = (pytest.mark.xdist_group(name) for name in ("ttp", "torchrun"))
+"""One after the other: each job fills a machine."""
 
 PHASES = ["data", "forward", "loss", "backward", "allreduced", "in_step", "stepped", "scheduler", "scheduled"]
 TIMEOUT_S = 400
+
+pytestmark = pytest.mark.timeout(TIMEOUT_S)
 
 
 def assert_saved_and_identical(job: Job, unbroken: Unbroken, dead: list[set[int]]) -> None:
@@ -47,15 +45,12 @@ def assert_saved_and_identical(job: Job, unbroken: Unbroken, dead: list[set[int]
     assert job.results() == unbroken(job)
 
 
-@pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.parametrize(
     ("launcher", "ranks", "phases"),
     [
-        pytest.param("ttp", 4, PHASES, marks=[pytest.mark.xdist_group("ttp"), pytest.mark.slow], id="ttp-all"),
-        pytest.param("torchrun", 2, [], marks=pytest.mark.xdist_group("torchrun"), id="torchrun"),
-        pytest.param(
-            "torchrun", 4, PHASES, marks=[pytest.mark.xdist_group("torchrun"), pytest.mark.slow], id="torchrun-all"
-        ),
+        pytest.param("ttp", 4, PHASES, marks=[TTP, pytest.mark.slow], id="ttp-all"),
+        pytest.param("torchrun", 2, [], marks=TORCHRUN, id="torchrun"),
+        pytest.param("torchrun", 4, PHASES, marks=[TORCHRUN, pytest.mark.slow], id="torchrun-all"),
     ],
 )
 def test_sigkill_of_any_rank_in_every_phase(
@@ -80,8 +75,9 @@ def kills(ranks: int, phases: list[str]) -> tuple[list[dict[str, Any]], list[set
     return faults, lost
 
 
-@pytest.mark.timeout(TIMEOUT_S)
-@pytest.mark.parametrize("launcher", MOSTLY_TTP)
+@pytest.mark.parametrize(
+    "launcher", [pytest.param("ttp", marks=TTP), pytest.param("torchrun", marks=[TORCHRUN, pytest.mark.slow])]
+)
 def test_whatever_happens_to_one_job(make_job: MakeJob, unbroken: Unbroken, launcher: str) -> None:
     """Four faults: the controller dies, a rank is killed, a rank raises in the update, the launcher gets a SIGTERM.
 
@@ -128,7 +124,6 @@ WIDE = {"JOB_WIDE": "200000"}
 """About 120 MB of weights and moments: a save that can be met half-way."""
 
 
-@pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.parametrize("whom", ["saver", pytest.param("bystander", marks=pytest.mark.slow)])
 def test_another_rank_dies_while_one_saves(forked_job: MakeForked, unbroken: Unbroken, whom: str) -> None:
     fault = {"id": "first", "rank": 2, "step": 2, "phase": "backward", "action": "kill"}
@@ -146,7 +141,6 @@ def test_another_rank_dies_while_one_saves(forked_job: MakeForked, unbroken: Unb
     assert_saved_and_identical(job, unbroken, [{2, dead}])
 
 
-@pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.parametrize("how", ["leave", pytest.param("interrupt", marks=pytest.mark.slow)])
 def test_a_rank_that_leaves_alone_keeps_its_rank_local_state(
     forked_job: MakeForked, unbroken: Unbroken, how: str
@@ -159,7 +153,6 @@ def test_a_rank_that_leaves_alone_keeps_its_rank_local_state(
     assert_saved_and_identical(job, unbroken, [{1}])
 
 
-@pytest.mark.timeout(TIMEOUT_S)
 def test_a_checkpoint_on_request(forked_job: MakeForked, unbroken: Unbroken) -> None:
     hold = {"id": "hold", "rank": 1, "step": 3, "phase": "data", "action": "hold", "when": "saved"}
     job = forked_job(ranks=2, steps=6, faults=[hold]).begin()
@@ -174,16 +167,9 @@ def test_a_checkpoint_on_request(forked_job: MakeForked, unbroken: Unbroken) -> 
     assert job.results() == unbroken(job)
 
 
-@pytest.mark.timeout(TIMEOUT_S)
-@pytest.mark.parametrize(
-    ("launcher", "rendezvous"),
-    [
-        pytest.param("ttp", "static", marks=[pytest.mark.xdist_group("ttp"), pytest.mark.slow]),
-        pytest.param("ttp", "c10d", marks=[pytest.mark.xdist_group("ttp"), pytest.mark.slow]),
-        pytest.param("torchrun", "static", marks=[pytest.mark.xdist_group("torchrun"), pytest.mark.slow]),
-        pytest.param("torchrun", "c10d", marks=[pytest.mark.xdist_group("torchrun"), pytest.mark.slow]),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("rendezvous", ["static", "c10d"])
+@pytest.mark.parametrize("launcher", [pytest.param("ttp", marks=TTP), pytest.param("torchrun", marks=TORCHRUN)])
 def test_two_nodes_save_and_resume_together(
     make_job: MakeJob, unbroken: Unbroken, launcher: str, rendezvous: str
 ) -> None:
@@ -200,7 +186,6 @@ def test_two_nodes_save_and_resume_together(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.parametrize("launcher", ["ttp", "torchrun"])
 @pytest.mark.parametrize("per_host", [1, 2])
 def test_what_a_host_leaves_that_has_lost_all_its_ranks(
@@ -219,7 +204,6 @@ def test_what_a_host_leaves_that_has_lost_all_its_ranks(
     assert_saved_and_identical(job, unbroken, [set(victims)])
 
 
-@pytest.mark.timeout(TIMEOUT_S)
 def test_without_any_launcher_of_ours(forked_job: MakeForked, unbroken: Unbroken) -> None:
     """Rank 0 starts the controller, which survives rank 0."""
     fault = {"id": "kill0", "rank": 0, "step": 3, "phase": "in_step", "action": "kill"}
@@ -227,3 +211,44 @@ def test_without_any_launcher_of_ours(forked_job: MakeForked, unbroken: Unbroken
     assert job.live(TIMEOUT_S / 3) == [-9, 75], job.story()
     assert job.live(TIMEOUT_S / 3) == [0, 0], job.story()
     assert_saved_and_identical(job, unbroken, [{0}])
+
+
+@pytest.mark.slow
+@TORCHRUN
+def test_the_replica_with_a_flipped_bit_does_not_save(make_job: MakeJob, unbroken: Unbroken) -> None:
+    """The other replicas outvote it, and the restart replaces it."""
+    faults = [
+        {"id": "flip", "rank": 0, "step": 3, "phase": "stepped", "action": "flip"},
+        {"id": "kill", "rank": 3, "step": 4, "phase": "data", "action": "kill"},
+    ]
+    job = make_job(steps=6, max_restarts=1, faults=faults)
+    assert job.run(TIMEOUT_S - 30) == 0, job.story()
+    (events,) = job.incidents()
+    plan = next(e for e in events if e["kind"] == "plan")
+    assert plan["odd"] == [0] and plan["savers"] == {"model": 1}, job.story()
+    assert job.committed() == [4] and job.starts() == [0, 4], job.story()
+    assert job.results() == unbroken(job)
+
+
+@pytest.mark.slow
+def test_a_saver_is_killed_in_the_middle_of_its_part(forked_job: MakeForked, unbroken: Unbroken) -> None:
+    """Rank 1 is killed in training, and rank 3 while it writes a third of the state: only that is written again."""
+    fault = {"id": "kill", "rank": 1, "step": 4, "phase": "forward", "action": "kill"}
+    job = forked_job(steps=9, faults=[fault], hosts=["one", "one", "two", "two"])
+    job.env |= {"TTP_STRIPES": "3", "JOB_DIES_SAVING": "3"}
+    assert job.live(TIMEOUT_S / 3) == [75, -9, 75, -9], job.story()
+    assert job.live(TIMEOUT_S / 3) == [0] * 4, job.story()
+    assert_saved_and_identical(job, unbroken, [{1, 3}])
+    begun = (job.directory / "died_saving").read_text()
+    checkpoint = job.directory / "checkpoints" / f"tft_saved_checkpoints-step_{job.committed()[0]}"
+    pieces = {p.shard: p for p in Manifest.load(checkpoint).pieces if p.kind == "shard"}
+    assert sorted(pieces) == ["model#1/3", "model#2/3", "model#3/3"]
+    assert {p.writer for p in pieces.values()} == {0, 2}
+    (again,) = (p for p in pieces.values() if f"_{p.shard[6]}of3" in begun)  # model#2/3 is in ..._2of3.distcp
+    assert again.file != begun
+    assert not (checkpoint / begun).exists()
+    first = next(e for e in job.incidents()[0] if e["kind"] == "plan")
+    assert {shard: rank for shard, rank in first["savers"].items() if rank == 3} == {again.shard: 3}
+    assert "model#2/3" in job.ttp("inspect", str(checkpoint)).stdout
+    told = " ".join(job.ttp("incidents", str(job.directory / "checkpoints"), "--last").stdout.split())
+    assert "rank 3 writes model#" in told and "savers 3 were lost or failed" in told, told

@@ -11,23 +11,21 @@ from typing import Any
 import pytest
 
 from tests.e2e.forked import ForkedJob
-from tests.e2e.harness import Job
+from tests.e2e.harness import Job, MakeJob, Unbroken
 from ttp.cli.main import main
 
-MakeJob = Callable[..., Job]
 MakeForked = Callable[..., ForkedJob]
-Unbroken = Callable[[Job], list[dict[str, Any]]]
 
 QUICK = {"TTP_HEARTBEAT_S": "0.1", "TTP_HANG_S": "3", "TTP_ANSWER_S": "2", "JOB_STEP_S": "0.05"}
 TIMEOUT_S = 280
+
+pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.xdist_group("hangs")]
 
 
 def evidence(events: list[dict[str, Any]], kind: str) -> dict[str, Any]:
     return next(e for e in events if e["kind"] == "evidence" and e["evidence"] == kind)
 
 
-@pytest.mark.timeout(TIMEOUT_S)
-@pytest.mark.xdist_group("hangs")
 def test_a_rank_that_hangs_is_named_explained_and_done_without(make_job: MakeJob, unbroken: Unbroken) -> None:
     """A deadlocked rank is found; a rank that evaluates in ``ttp.paused`` is not taken for one."""
     faults = [
@@ -46,8 +44,6 @@ STUCK = [
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(TIMEOUT_S)
-@pytest.mark.xdist_group("hangs")
 def test_without_a_launcher_too(forked_job: MakeForked, unbroken: Unbroken) -> None:
     """One rank is stopped, and one holds the interpreter lock. Only the program that started them can end them."""
     job = forked_job(ranks=2, steps=46, faults=STUCK, env=QUICK)
@@ -61,8 +57,6 @@ def test_without_a_launcher_too(forked_job: MakeForked, unbroken: Unbroken) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(TIMEOUT_S)
-@pytest.mark.xdist_group("hangs")
 def test_a_launcher_ends_ranks_that_cannot_end_by_themselves(make_job: MakeJob, unbroken: Unbroken) -> None:
     job = make_job(ranks=2, steps=46, max_restarts=2, faults=STUCK, env=QUICK)
     assert job.run(TIMEOUT_S - 40) == 0, job.story()
@@ -71,8 +65,6 @@ def test_a_launcher_ends_ranks_that_cannot_end_by_themselves(make_job: MakeJob, 
 
 @pytest.mark.slow
 @pytest.mark.supports("LBFGS")
-@pytest.mark.timeout(TIMEOUT_S)
-@pytest.mark.xdist_group("hangs")
 def test_ranks_that_wait_in_a_closure_go_back_to_where_the_step_began(forked_job: MakeForked, tmp_path: Path) -> None:
     """LBFGS has changed the weights when, in the closure's second evaluation, a rank is killed and later one hangs."""
     env = QUICK | {"JOB_OPTIMIZER": "lbfgs"}

@@ -4,27 +4,23 @@ rendezvous.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.e2e.harness import Job
-from tests.e2e.test_keep import again
-from tests.e2e.test_one_step import repeated
+from tests.e2e.harness import Job, MakeJob, Unbroken
+from tests.e2e.test_keep import ANEW, again, repeated
 from tests.e2e.test_stand_by import TCPStore, without_power
 from tests.waiting import until
 from ttp.launch.warm.starter import read_status
 
 WAIT_S = 150
-Unbroken = Callable[[Job], list[dict[str, Any]]]
-ANEW = "ranks do not go on in their processes"
 
 pytestmark = [pytest.mark.timeout(2 * WAIT_S), pytest.mark.xdist_group("ttp")]
 
 
 @pytest.fixture
-def make_hosts(make_job: Callable[..., Job]) -> Callable[..., Job]:
+def make_hosts(make_job: MakeJob) -> MakeJob:
     """Return a function that makes jobs of two hosts. The rendezvous runs outside, or (``static``) on the first one."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
@@ -56,7 +52,7 @@ def kill(rank: int, step: int, phase: str = "backward", **more: Any) -> dict[str
     ],
 )
 def test_ranks_of_all_hosts_keep_their_processes(
-    make_hosts: Callable[..., Job], unbroken: Unbroken, local: int, static: bool, faults: list[dict[str, Any]]
+    make_hosts: MakeJob, unbroken: Unbroken, local: int, static: bool, faults: list[dict[str, Any]]
 ) -> None:
     job = make_hosts(local, static=static, steps=14, max_restarts=4, faults=faults)
     assert job.run(WAIT_S) == 0, job.story()
@@ -76,7 +72,7 @@ def test_ranks_of_all_hosts_keep_their_processes(
     ],
 )
 def test_loops_of_all_hosts_are_not_left(
-    make_hosts: Callable[..., Job], unbroken: Unbroken, local: int, faults: list[dict[str, Any]]
+    make_hosts: MakeJob, unbroken: Unbroken, local: int, faults: list[dict[str, Any]]
 ) -> None:
     job = make_hosts(local, steps=14, max_restarts=4, faults=faults, env={"JOB_ONE_STEP": "1"})
     assert job.run(WAIT_S) == 0, job.story()
@@ -89,7 +85,7 @@ def test_loops_of_all_hosts_are_not_left(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("static", [False, True])
-def test_ranks_of_all_hosts_are_forked(make_hosts: Callable[..., Job], unbroken: Unbroken, static: bool) -> None:
+def test_ranks_of_all_hosts_are_forked(make_hosts: MakeJob, unbroken: Unbroken, static: bool) -> None:
     """Each host has a process of its own from which its ranks are forked (warm restarts)."""
     held = {"id": "held", "rank": 0, "step": 8, "phase": "data", "action": "hold", "when": "run/one/warm.json"}
     faults = [held, kill(3, 8, "allreduced", when="run/two/warm.json")]
@@ -104,7 +100,7 @@ def test_ranks_of_all_hosts_are_forked(make_hosts: Callable[..., Job], unbroken:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", ["one", "two"])
-def test_a_host_that_is_lost_while_it_fills_a_seat_costs_no_step(make_hosts: Callable[..., Job], lost: str) -> None:
+def test_a_host_that_is_lost_while_it_fills_a_seat_costs_no_step(make_hosts: MakeJob, lost: str) -> None:
     """The other host restarts its ranks, waits for a host to replace the lost one, and ends with 75."""
     faults = [kill(3 if lost == "two" else 1, 5)]
     job = make_hosts(2, steps=100_000, max_restarts=3, faults=faults, env={"TTP_RESCHEDULE_S": "3"}).start()
@@ -116,9 +112,7 @@ def test_a_host_that_is_lost_while_it_fills_a_seat_costs_no_step(make_hosts: Cal
 
 @pytest.mark.slow
 @pytest.mark.parametrize("who", [1, 2])
-def test_a_second_fault_on_either_host_costs_no_step(
-    make_hosts: Callable[..., Job], unbroken: Unbroken, who: int
-) -> None:
+def test_a_second_fault_on_either_host_costs_no_step(make_hosts: MakeJob, unbroken: Unbroken, who: int) -> None:
     """The fault comes while ranks are going on, so both hosts restart all of their ranks."""
     faults = [kill(3, 5), kill(who, 5, "data", launch="1")]
     faults[1]["id"] = "second"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.e2e.harness import Job
+from tests.e2e.harness import Job, MakeJob
 from tests.e2e.test_keep import KEEP, again, met
 from tests.waiting import until
 from ttp.processor import import_list
@@ -126,7 +125,7 @@ def newest(job: Job) -> tuple[int, int]:
 @pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.xdist_group("ttp")
 @pytest.mark.parametrize(("times", "every"), [(6, 2), pytest.param(50, 5, marks=pytest.mark.slow)])
-def test_old_connections_are_all_that_stays(make_job: Callable[..., Job], times: int, every: int) -> None:
+def test_old_connections_are_all_that_stays(make_job: MakeJob, times: int, every: int) -> None:
     """Ranks go on ``times`` times; one in ``every`` is after a death, the others are on request."""
     env = {"TTP_CONTINUE_MAX": "1000", "JOB_STEP_S": "0.02", "JOB_COUNT": "1"}
     job = make_job(ranks=2, steps=100_000, max_restarts=1000, flags=KEEP, env=env).start()

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import psutil
 import pytest
 
 from tests.e2e.forked import ForkedJob
-from tests.e2e.harness import Job, newest_of_survivors, two_nodes
+from tests.e2e.harness import Job, MakeJob, newest_of_survivors, two_nodes
 from tests.e2e.shards import assert_same_bits
 from tests.waiting import until
 
@@ -86,7 +85,7 @@ def kill_at_the_plan(job: ForkedJob, rank: int, over: threading.Event) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=str)
-def test_a_relay_in_the_launcher_is_lost_while_training(make_job: Callable[..., Job], how: signal.Signals) -> None:
+def test_a_relay_in_the_launcher_is_lost_while_training(make_job: MakeJob, how: signal.Signals) -> None:
     """Its ranks connect to the controller directly. When one of them is killed later, the other three save."""
     job = make_job(ranks=4, steps=400, max_restarts=0, nodes=two_nodes(), hosts=["one", "two"])
     job.env = {"TTP_RELAY": "on", "TTP_CONTINUITY": "warm", "TTP_LOG": "DEBUG"}

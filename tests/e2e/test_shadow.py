@@ -15,17 +15,17 @@ import pytest
 
 from tests.disks.bad_disk import BadDisk, Rule
 from tests.e2e import shards
-from tests.e2e.harness import Job
+from tests.e2e.harness import Job, MakeJob, Unbroken
 from tests.e2e.test_keep import KEEP, KILL, again
 from tests.waiting import until
 from ttp.store.catalog import find_whole
 from ttp.store.held import Held
 
-MakeJob = Callable[..., Job]
-Unbroken = Callable[[Job], list[dict[str, Any]]]
 TIMEOUT_S = 240
 FULL = Rule(("MKDIR",), "-held", error=errno.ENOSPC)
 """There is no room for what comes from memory. Ranks can save."""
+
+pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.xdist_group("ttp")]
 
 
 @pytest.fixture
@@ -64,8 +64,6 @@ def goes_on(job: Job) -> Job:
     return job
 
 
-@pytest.mark.timeout(TIMEOUT_S)
-@pytest.mark.xdist_group("ttp")
 def test_ranks_go_on_before_it_is_durable(job: Job, bad_disk: BadDisk, unbroken: Unbroken) -> None:
     goes_on(job)
     bad_disk.rules()
@@ -75,8 +73,6 @@ def test_ranks_go_on_before_it_is_durable(job: Job, bad_disk: BadDisk, unbroken:
     assert job.starts() == [0, 5] and job.results() == unbroken(job), job.story()
 
 
-@pytest.mark.timeout(TIMEOUT_S)
-@pytest.mark.xdist_group("ttp")
 def test_the_job_ends_before_it_is_durable(job: Job, bad_disk: BadDisk, unbroken: Unbroken) -> None:
     """The launcher waits until the checkpoint is durable."""
     job.steps = 10
@@ -89,8 +85,6 @@ def test_the_job_ends_before_it_is_durable(job: Job, bad_disk: BadDisk, unbroken
     assert job.results() == unbroken(job)
 
 
-@pytest.mark.timeout(TIMEOUT_S)
-@pytest.mark.xdist_group("ttp")
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rank_dies_before_it_is_durable(job: Job, bad_disk: BadDisk, unbroken: Unbroken, rank: int) -> None:
     """The second incident saves to the storage, because one checkpoint at a time is held. It replaces the held one."""
@@ -101,8 +95,6 @@ def test_a_rank_dies_before_it_is_durable(job: Job, bad_disk: BadDisk, unbroken:
     assert not held(job).unfinished() and job.results() == unbroken(job), job.story()
 
 
-@pytest.mark.timeout(TIMEOUT_S)
-@pytest.mark.xdist_group("ttp")
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1], ids=["survivor", "newcomer"])
 def test_a_rank_dies_before_its_first_update(job: Job, bad_disk: BadDisk, unbroken: Unbroken, rank: int) -> None:
     """All ranks are restarted, and restore the checkpoint in memory."""
@@ -116,8 +108,6 @@ def test_a_rank_dies_before_its_first_update(job: Job, bad_disk: BadDisk, unbrok
     assert job.results() == unbroken(job)
 
 
-@pytest.mark.timeout(TIMEOUT_S)
-@pytest.mark.xdist_group("ttp")
 @pytest.mark.parametrize("who", [pytest.param("launcher", marks=pytest.mark.slow), "launcher and writer"])
 def test_the_launcher_dies_before_it_is_durable(job: Job, bad_disk: BadDisk, unbroken: Unbroken, who: str) -> None:
     """The writer process copies the checkpoint; if it is killed too, the next launch restores the one in memory."""
@@ -139,8 +129,6 @@ def test_the_launcher_dies_before_it_is_durable(job: Job, bad_disk: BadDisk, unb
     assert job.results() == unbroken(job)
 
 
-@pytest.mark.timeout(TIMEOUT_S)
-@pytest.mark.xdist_group("ttp")
 def test_the_controller_and_the_writer_die_before_it_is_durable(
     job: Job, bad_disk: BadDisk, unbroken: Unbroken
 ) -> None:
@@ -158,8 +146,6 @@ def test_the_controller_and_the_writer_die_before_it_is_durable(
     assert job.results() == unbroken(job), job.story()
 
 
-@pytest.mark.timeout(TIMEOUT_S)
-@pytest.mark.xdist_group("ttp")
 def test_nobody_leaves_with_75_before_it_is_durable(job: Job, bad_disk: BadDisk) -> None:
     """No restart is left, so the survivor does not go on."""
     job.max_restarts = 0
@@ -190,11 +176,9 @@ def processes(module: str, argument: object) -> list[psutil.Process]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(TIMEOUT_S)
-@pytest.mark.xdist_group("ttp")
 def test_shards_are_held_too(job: Job, bad_disk: BadDisk, tmp_path: Path) -> None:
     """HSDP: each replica group writes its shard to memory."""
-    job.script, job.ranks, job.steps = Path(shards.__file__).with_name("sharded_job.py"), 4, 12
+    job.script, job.ranks, job.steps = shards.SCRIPT, 4, 12
     job.env["JOB_KIND"] = "hsdp"
     job.faults = [shards.fault("backward", "backward", shards.victims("hsdp", "redo")["one rank"]) | {"step": 5}]
     job.start()
@@ -206,8 +190,6 @@ def test_shards_are_held_too(job: Job, bad_disk: BadDisk, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(TIMEOUT_S)
-@pytest.mark.xdist_group("ttp")
 def test_a_rank_is_killed_again_and_again(job: Job, bad_disk: BadDisk, unbroken: Unbroken) -> None:
     """The storage is slow, and each held checkpoint is copied to it."""
     bad_disk.rules(Rule(("WRITE",), "distcp", delay_s=0.3))

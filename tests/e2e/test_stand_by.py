@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from tests.e2e.harness import Job
+from tests.e2e.harness import Job, MakeJob, Unbroken
 from tests.waiting import until
 from ttp.processor.local_state.pages import Page, page_name, read_page
 
@@ -23,13 +22,12 @@ import torch.distributed
 TCPStore: Any = torch.distributed.TCPStore  # type: ignore[attr-defined,unused-ignore] # not in its stubs
 WAIT_S = 120
 GONE = "keep_alive_interval=1"  # a host counts as gone after 3 s
-Unbroken = Callable[[Job], list[dict[str, Any]]]
 
 pytestmark = [pytest.mark.timeout(3 * WAIT_S), pytest.mark.xdist_group("ttp")]
 
 
 @pytest.fixture
-def make_two(make_job: Callable[..., Job]) -> Callable[..., Job]:
+def make_two(make_job: MakeJob) -> MakeJob:
     """Return a function that makes jobs of two hosts with a rank each, and standby hosts, which start first.
 
     The rendezvous runs on none of the hosts.
@@ -87,7 +85,7 @@ def await_mirrored(job: Job, host: str, rank: int, version: int) -> None:
     until(kept, WAIT_S, job.story)
 
 
-def test_a_host_that_stands_by_takes_the_place_of_a_lost_one(make_two: Callable[..., Job], unbroken: Unbroken) -> None:
+def test_a_host_that_stands_by_takes_the_place_of_a_lost_one(make_two: MakeJob, unbroken: Unbroken) -> None:
     """Of three standby hosts, which start first, one is told to leave, one replaces a lost host, and one is never
     needed.
 
@@ -111,7 +109,7 @@ def test_a_host_that_stands_by_takes_the_place_of_a_lost_one(make_two: Callable[
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", ["one", "two"])
 def test_a_pod_that_is_replaced_takes_the_place_of_the_lost_one(
-    make_two: Callable[..., Job], unbroken: Unbroken, lost: str
+    make_two: MakeJob, unbroken: Unbroken, lost: str
 ) -> None:
     """A scheduler starts the same command again, and the launcher of the other host waits for it."""
     lost_rank = ["one", "two"].index(lost)
@@ -126,7 +124,7 @@ def test_a_pod_that_is_replaced_takes_the_place_of_the_lost_one(
 
 
 @pytest.mark.slow
-def test_the_ranks_of_a_host_that_is_drained_move(make_two: Callable[..., Job], unbroken: Unbroken) -> None:
+def test_the_ranks_of_a_host_that_is_drained_move(make_two: MakeJob, unbroken: Unbroken) -> None:
     hold = {"id": "hold", "rank": 1, "step": 5, "phase": "data", "action": "hold", "when": "drained"}
     job = make_two(1, steps=16, faults=[hold]).start()
     await_version(job, 3)
@@ -140,7 +138,7 @@ def test_the_ranks_of_a_host_that_is_drained_move(make_two: Callable[..., Job], 
     assert job.results() == unbroken(job)
 
 
-def test_without_one_the_job_ends_with_75_within_the_limit(make_two: Callable[..., Job]) -> None:
+def test_without_one_the_job_ends_with_75_within_the_limit(make_two: MakeJob) -> None:
     job = make_two(0, steps=100_000, env={"TTP_RESCHEDULE_S": "2"}).start()
     await_version(job, 3)
     without_power(job, "two")
@@ -150,7 +148,7 @@ def test_without_one_the_job_ends_with_75_within_the_limit(make_two: Callable[..
 
 
 @pytest.mark.slow
-def test_an_elastic_job_goes_on_with_fewer_ranks_and_with_more_again(make_two: Callable[..., Job]) -> None:
+def test_an_elastic_job_goes_on_with_fewer_ranks_and_with_more_again(make_two: MakeJob) -> None:
     job = make_two(0, "--elastic", "--rdzv-conf", f"{GONE},last_call_timeout=1", steps=60).start()
     await_version(job, 3)
     without_power(job, "two")

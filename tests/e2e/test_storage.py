@@ -7,24 +7,21 @@ from __future__ import annotations
 import errno
 import json
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.disks.bad_disk import BadDisk, Rule
 from tests.e2e.conftest import Run, solo_env
 from tests.e2e.forked import Forked
-from tests.e2e.harness import Job, newest_of_survivors, watch_events
+from tests.e2e.harness import MakeJob, Unbroken, newest_of_survivors, watch_events
 from tests.ports import free_port
 from tests.waiting import until
 from ttp.cli.incident_reader import incident_files, read_incident
 from ttp.cli.main import main
 
-MakeJob = Callable[..., Job]
-Unbroken = Callable[[Job], list[dict[str, Any]]]
 PIECE = r"\.distcp$"
 STALL = {"TTP_STALL_S": "2", "TTP_HEARTBEAT_S": "0.2"}
 

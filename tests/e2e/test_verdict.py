@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
-from tests.e2e.harness import Job, two_nodes
+from tests.e2e.harness import Job, MakeJob, two_nodes
 
 WAIT_S = 150
 
@@ -26,7 +24,7 @@ def verdict(job: Job) -> tuple[str, int]:
 @pytest.mark.slow
 @pytest.mark.timeout(4 * WAIT_S)
 @pytest.mark.xdist_group("ttp")
-def test_two_launchers_that_saw_different_things_say_the_same(make_job: Callable[..., Job]) -> None:
+def test_two_launchers_that_saw_different_things_say_the_same(make_job: MakeJob) -> None:
     """The results of their own ranks are 1 (a rank was killed) and 75, then 64 and 75, then 0 and 0."""
     faults = [
         {"id": "killed", "rank": 1, "step": 3, "phase": "backward", "action": "kill"},
@@ -44,7 +42,7 @@ def test_two_launchers_that_saw_different_things_say_the_same(make_job: Callable
 
 @pytest.mark.timeout(3 * WAIT_S)
 @pytest.mark.xdist_group("ttp")
-def test_the_third_launch_that_brings_no_new_version_is_the_last(make_job: Callable[..., Job]) -> None:
+def test_the_third_launch_that_brings_no_new_version_is_the_last(make_job: MakeJob) -> None:
     """Two launches are of one ``ttp run``, the third is of another, which has a restart left and does not use it."""
     faults = [{"id": f"r{n}", "rank": 0, "step": 0, "phase": "data", "action": "raise"} for n in range(5)]
     flags = ["--standalone", "--saved-exit-code", "130"]
