@@ -13,14 +13,14 @@ import pytest
 
 from tests.launch.conftest import Controller
 from tests.making import making
-from tests.processor.sentinel_owner import Owner
+from tests.processor.sentinel_owner import Owner, forged, put
 from tests.waiting import until
 from ttp.config import Config
 from ttp.launch.host import Host
 from ttp.launch.proc_files import start_of
 from ttp.launch.sentinel_watch import SentinelWatch
 from ttp.processor.liveness.futex import DIED
-from ttp.processor.liveness.sentinel import FILE_BYTES, SEATS, pack_header, sentinel_name, word_at
+from ttp.processor.liveness.sentinel import sentinel_name, word_at
 from ttp.processor.liveness.sentinel_reader import REASON
 from ttp.processor.local_state.pages import PageWriter
 
@@ -124,20 +124,12 @@ def test_who_leaves_does_not_die(start: Start, tmp_path: Path) -> None:
     assert watching.told.empty()
 
 
-def put_dead(pages: Path, pid: int, start: int) -> None:
-    content = bytearray(pack_header(0, pid, start, 7, "n").ljust(FILE_BYTES, b"\0"))
-    for seat in range(SEATS):
-        content[word_at(seat) : word_at(seat) + 4] = DIED.to_bytes(4, "little")
-    (pages / sentinel_name(0)).write_bytes(content)
-    (pages / sentinel_name(0)).chmod(0o600)
-
-
 @pytest.mark.parametrize("of", ["another start", "another pid", "this process"])
 def test_what_an_earlier_process_left_is_not_believed(start: Start, pages: Path, tmp_path: Path, of: str) -> None:
     """Not even if the worker has the same pid."""
     owner, other = start(0), start(1)
     began = start_of(owner.pid)
-    put_dead(pages, owner.pid + (of == "another pid"), began - (of == "another start"))
+    put(pages, 0, forged(0, owner.pid + (of == "another pid"), began - (of == "another start"), DIED))
     watching = Watching(tmp_path, owner, other, look_s=0.02)
     if of == "this process":
         assert watching.hear() == (0, owner.pid)
@@ -152,7 +144,7 @@ def test_a_bad_sentinel_is_one_line_in_the_log(
 ) -> None:
     caplog.set_level(logging.DEBUG, "ttp.launch")
     owner = start(0)
-    put_dead(pages, owner.pid, start_of(owner.pid))
+    put(pages, 0, forged(0, owner.pid, start_of(owner.pid), DIED))
     with (pages / sentinel_name(0)).open("r+b") as file:
         file.seek(word_at(1))
         file.write(b"\1\2\3\4")

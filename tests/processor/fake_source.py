@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from ttp.core.layout import Version
+from ttp.config import Config, RankEnv
+from ttp.core.layout import Layout, Version
 from ttp.core.messages import Piece, SaverOrder
+from ttp.processor.processor import Processor
 from ttp.processor.source import StateSource
 
 
@@ -19,6 +21,14 @@ class FakeSource(StateSource):
     ) -> list[Piece]:
         size = (draft / f"piece_{order.rank}_{generation}").write_text(str(version))
         return [Piece(f"piece_{order.rank}_{generation}", size, "", "shard", s, order.rank) for s in order.shards]
+
+
+def alone(source: FakeSource, directory: Path) -> Processor:
+    """Return the processor of a job of one rank, whose machine has an incident."""
+    env = RankEnv(0, 1, 0, "127.0.0.1", "job", 0)
+    made = Processor(Config(port=1, run_dir=str(directory)), env, Layout.data_parallel(1), source, str(directory))
+    made._machine._rescue.incident = "i"
+    return made
 
 
 def no_thread(*_: object) -> None:

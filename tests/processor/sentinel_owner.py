@@ -14,8 +14,9 @@ import sys
 import threading
 from pathlib import Path
 
+from ttp.processor.liveness.futex import WAITERS
 from ttp.processor.liveness.peer_watcher import PeerWatcher
-from ttp.processor.liveness.sentinel import Sentinel
+from ttp.processor.liveness.sentinel import FILE_BYTES, SEATS, Sentinel, pack_header, sentinel_name, word_at
 
 PATIENCE_S = 30.0
 
@@ -117,6 +118,21 @@ class Owner:
         self.process.kill()
         self._listener.join(PATIENCE_S)
         self.process.communicate()
+
+
+def forged(rank: int, pid: int = 1234, start: int = 5, word: int = WAITERS | 1234) -> bytes:
+    """Return the content of the sentinel of a process that there never was."""
+    content = bytearray(pack_header(rank, pid, start, 7, f"forged-{rank}").ljust(FILE_BYTES, b"\0"))
+    for seat in range(SEATS):
+        content[word_at(seat) : word_at(seat) + 4] = word.to_bytes(4, "little")
+    return bytes(content)
+
+
+def put(directory: Path, rank: int, content: bytes, mode: int = 0o600) -> None:
+    """Write the file of a sentinel."""
+    path = directory / sentinel_name(rank)
+    path.write_bytes(content)
+    path.chmod(mode)
 
 
 def without_settings() -> dict[str, str]:

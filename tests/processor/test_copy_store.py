@@ -1,7 +1,8 @@
-"""Second copies in the memory of a host, and their transfer to it."""
+"""Second copies, and pages, in the memory of a host, and their transfer to it: real sockets, and the job's token."""
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Iterator
@@ -16,10 +17,13 @@ from tests.damage import flip
 from tests.processor.copying_rank import ME, OTHER, held, kept, never, piece
 from tests.wire.certificates import Authority
 from ttp.config import Config
-from ttp.core.layout import Version
+from ttp.core.copy_messages import Keep, MirrorTo
+from ttp.core.layout import Rank, Version
 from ttp.errors import CheckpointError
 from ttp.processor.copies.store import INDEX, Copy, CopyStore, NoRoomError, bring
 from ttp.processor.copies.transfer import Receiver, Sender, SendError
+from ttp.processor.local_state.mirror import PAGE_BYTES_MAX
+from ttp.processor.local_state.page_sender import PageSender
 from ttp.processor.source import Cancelled
 from ttp.wire import tls
 from ttp.wire.channel import metadata
@@ -251,3 +255,89 @@ def test_nonsense_is_refused(receiver: Receiver, parts: list[pb.StoreRequest]) -
         receiver._take(iter(parts))
     assert receiver.store is not None
     assert held(receiver.store) == []
+
+
+# ------------------------------------------------------------------------------------------------ pages of another host
+
+WRITER = Rank(3)
+
+
+class Keeper:
+    """The receiver that keeps pages."""
+
+    def __init__(self, token: str = "secret") -> None:
+        self.receiver = Receiver(Config(bind="127.0.0.1", token=token), "job")
+        self.receiver.keep = self.keep
+        self.kept: list[Keep] = []
+        self.objection = ""
+
+    def keep(self, keep: Keep) -> str:
+        self.kept.append(keep)
+        return self.objection
+
+    @property
+    def order(self) -> MirrorTo:
+        return MirrorTo(WRITER, 1, ME, f"127.0.0.1:{self.receiver.port}")
+
+
+@pytest.fixture
+def keeper() -> Iterator[Keeper]:
+    made = Keeper()
+    yield made
+    made.receiver.close()
+
+
+@pytest.fixture
+def pages() -> Iterator[PageSender]:
+    made = PageSender(WRITER, "secret", "job")
+    yield made
+    made.close()
+
+
+def test_a_page_arrives(keeper: Keeper, pages: PageSender) -> None:
+    pages.send(6, True, 2, b"nobody is named yet")
+    pages.named(keeper.order)
+    pages.send(7, False, 2, b"page")
+    pages.send(8, True, 2, bytes(PAGE_BYTES_MAX))
+    assert keeper.kept[0] == Keep(ME, 0, WRITER, keeper.kept[0].version, False, 2, b"page")
+    assert [(k.version, k.final, len(k.data)) for k in keeper.kept] == [(7, False, 4), (8, True, PAGE_BYTES_MAX)]
+
+
+def test_pages_follow_a_keeper_that_is_elsewhere(keeper: Keeper, pages: PageSender) -> None:
+    before = Keeper()
+    pages.named(before.order)
+    before.receiver.close()
+    pages.send(7, True, 2, b"lost")
+    pages.named(keeper.order)
+    pages.send(8, True, 2, b"page")
+    assert [k.version for k in keeper.kept] == [8]
+
+
+def test_what_is_refused_is_said_once(keeper: Keeper, pages: PageSender, caplog: pytest.LogCaptureFixture) -> None:
+    keeper.objection = "there is no room"
+    pages.named(keeper.order)
+    with caplog.at_level(logging.WARNING):
+        pages.send(7, True, 2, b"page")
+        pages.send(8, True, 2, b"page")
+    assert [r.getMessage() for r in caplog.records if "there is no room" in r.getMessage()] == [
+        f"rank 0 at {keeper.order.address} did not store the page of this rank: there is no room"
+    ]
+
+
+def test_strangers_are_refused(keeper: Keeper, caplog: pytest.LogCaptureFixture) -> None:
+    for token, run_id, text in (("wrong", "job", "token"), ("secret", "other", "another job")):
+        stranger = PageSender(WRITER, token, run_id)
+        stranger.named(keeper.order)
+        with caplog.at_level(logging.WARNING):
+            stranger.send(7, True, 2, b"page")
+        stranger.close()
+        assert text in caplog.text
+    assert keeper.kept == []
+
+
+def test_a_sender_that_was_closed_is_silent(keeper: Keeper, pages: PageSender) -> None:
+    pages.named(keeper.order)
+    pages.send(7, True, 2, b"page")
+    pages.close()
+    pages.send(8, True, 2, b"page")
+    assert [k.version for k in keeper.kept] == [7]

@@ -10,16 +10,14 @@ from typing import Any
 
 import pytest
 
-from tests.processor.fake_source import FakeSource
+from tests.processor.fake_source import FakeSource, alone
 from tests.waiting import until
-from ttp.config import Config, RankEnv
 from ttp.core import messages as m
 from ttp.core.decide import How
-from ttp.core.layout import Layout, Rank, Version
+from ttp.core.layout import Rank, Version
 from ttp.core.messages import Piece, Save, SaverOrder
 from ttp.core.rank.events import NotRedone, Quiet
 from ttp.processor import state_inspector
-from ttp.processor.processor import Processor
 from ttp.processor.source import MovedError
 from ttp.processor.state_inspector import Snapshot
 
@@ -60,12 +58,7 @@ class Rig:
     """The processor of a host that has made three updates, frozen for an incident."""
 
     def __init__(self, directory: Path, source: Device) -> None:
-        env = RankEnv(0, 1, 0, "127.0.0.1", "job", 0)
-        self.source = source
-        self.processor = Processor(
-            Config(port=1, run_dir=str(directory)), env, Layout.data_parallel(1), source, str(directory)
-        )
-        self.processor._machine._rescue.incident = "i"
+        self.source, self.processor = source, alone(source, directory)
         self.processor.gate.set_version(Version(3))
         self.looker = self.processor._inspector
 
@@ -77,6 +70,10 @@ class Rig:
                 return event
             if event.quiet.phase is not m.Phase.UPDATING:
                 return event.quiet
+
+    def save(self, version: int) -> None:
+        order = SaverOrder(Rank(0), self.processor.layout.shards_of(Rank(0)), How.AS_IS, (), False)
+        self.processor._saver.save(Save(Rank(0), 1, "i", 1, Version(version), ".draft", order))
 
     def silent(self) -> bool:
         try:
@@ -200,8 +197,7 @@ def test_a_save_that_the_device_has_left_fails_when_it_is_known_where_it_is(
         raise MovedError("the device has finished version 3")
 
     monkeypatch.setattr(it.source, "write_pieces", moved)
-    order = SaverOrder(Rank(0), it.processor.layout.shards_of(Rank(0)), How.AS_IS, (), False)
-    it.processor._saver.save(Save(Rank(0), 1, "i", 1, Version(2), ".draft", order))
+    it.save(2)
     quiet, failed = it.said(), it.said()
     assert quiet.version == 3
     assert isinstance(failed.result, m.SaveFailed) and failed.result.may_pass
@@ -212,8 +208,7 @@ def test_a_save_of_what_the_device_holds_succeeds(rig: Callable[[int], Rig]) -> 
     it = rig(2)
     it.looker.freeze(hurry=True)
     assert it.said().version == 2
-    order = SaverOrder(Rank(0), it.processor.layout.shards_of(Rank(0)), How.AS_IS, (), False)
-    it.processor._saver.save(Save(Rank(0), 1, "i", 1, Version(2), ".draft", order))
+    it.save(2)
     assert isinstance(it.said().result, m.Saved)
 
 

@@ -65,84 +65,50 @@ def test_the_controller_sees_the_death_while_the_child_lives(tmp_path: Path) -> 
 
 
 SOCKETS = """
-import os, socket
-from ttp.processor.liveness import forks
-
-server = socket.create_server(("127.0.0.1", 0))
-port = server.getsockname()[1]
-kept, closed = socket.socket(), socket.create_connection(("127.0.0.1", port))
-if {listen}:
-    forks.close_in_children(port)
-child = os.fork()
-if child == 0:
-    try:
-        os.fstat(closed.fileno())
-    except OSError:
-        os.fstat(kept.fileno())
-        os._exit(7)
-    os._exit(8)
-os.fstat(closed.fileno())
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
-
-
-@pytest.mark.parametrize(("listen", "code"), [(True, "7"), (False, "8")])
-def test_the_child_loses_the_sockets_to_the_controller_and_no_others(listen: bool, code: str) -> None:
-    """Newer gRPC closes its sockets in children by itself; older ones do not."""
-    program = SOCKETS.format(listen=listen)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.strip() == code
-
-
-TWO = """
-import os, socket
+import os, socket, sys
 from ttp.processor.liveness import forks
 
 servers = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
 streams = [socket.create_connection(server.getsockname()) for server in servers]
-for server in servers:
-    forks.close_in_children(server.getsockname()[1])
+kept = socket.socket()
+numbers = [each.fileno() for each in (*streams, kept)]
+
+def is_open(number):
+    try:
+        return os.fstat(number) is not None
+    except OSError:
+        return False
+
+def is_stream(which):
+    forks.close_in_children(servers[which].getsockname()[1])
+
+def is_reused():  # the stream is down, and its number is given to somebody else
+    streams[0].close()
+    os.dup2(os.pipe()[0], numbers[0])
+
+exec(sys.argv[1])
 child = os.fork()
 if child == 0:
-    there = 0
-    for stream in streams:
-        try:
-            os.fstat(stream.fileno())
-            there += 1
-        except OSError:
-            pass
-    os._exit(there)
+    os._exit(sum(is_open(number) << place for place, number in enumerate(numbers)))
+assert all(map(is_open, numbers))
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-def test_the_stream_to_a_stand_in_does_not_make_children_keep_the_first_stream() -> None:
-    done = subprocess.run([sys.executable, "-c", TWO], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.strip() == "0"
-
-
-REUSED = """
-import os, socket
-from ttp.processor.liveness import forks
-
-server = socket.create_server(("127.0.0.1", 0))
-stream = socket.create_connection(server.getsockname())
-forks.close_in_children(server.getsockname()[1])
-number = stream.fileno()
-stream.close()  # the stream is down, and its number is given to somebody else
-read, write = os.pipe()
-os.dup2(read, number)
-child = os.fork()
-if child == 0:
-    os.fstat(number)
-    os._exit(7)
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
-
-
-def test_the_child_keeps_what_has_come_under_the_number_of_an_old_stream() -> None:
-    done = subprocess.run([sys.executable, "-c", REUSED], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.strip() == "7"
+@pytest.mark.parametrize(
+    ("before", "left"),
+    [
+        ("", 0b111),
+        ("is_stream(0)", 0b110),
+        ("is_stream(0); is_stream(1)", 0b100),  # as with a stand-in
+        ("is_stream(0); is_reused()", 0b111),
+    ],
+)
+def test_the_child_loses_the_sockets_to_the_controllers_and_nothing_else(before: str, left: int) -> None:
+    """Newer gRPC closes its sockets in children by itself; older ones do not."""
+    command = [sys.executable, "-c", SOCKETS, before]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert int(done.stdout) == left
 
 
 RETURNS = """

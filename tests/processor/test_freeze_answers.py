@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.processor.fake_source import FakeSource, no_thread
+from tests.processor.fake_source import FakeSource, alone, no_thread
 from tests.waiting import until
-from ttp.config import Config, RankEnv
 from ttp.core import messages as m
 from ttp.core.decide import How
-from ttp.core.layout import Layout, Rank, Version
+from ttp.core.layout import Rank, Version
 from ttp.core.rank import actions as act
 from ttp.core.rank import events as ev
 from ttp.core.rank.events import Quiet
@@ -27,31 +26,32 @@ PATIENCE_S = 60.0
 
 
 class SlowToLook(FakeSource):
-    """A source whose state takes until ``seen`` to read the first time. Its gradient is always ready."""
+    """A source whose first look, or first inspection, takes until ``seen``. Its gradient is always ready."""
 
-    def __init__(self) -> None:
-        self.looking, self.seen = threading.Event(), threading.Event()
+    def __init__(self, what: str = "look") -> None:
+        self.looking, self.seen, self.slow, self.inspections = threading.Event(), threading.Event(), what, 0
 
     def post_step_done(self) -> bool:
-        self.looking.set()
-        assert self.seen.wait(PATIENCE_S)
-        return True
+        return self._read("look")
 
     def gradient_ready(self) -> bool:
+        return True
+
+    def inspect(self, version: Version) -> Seen:
+        self.inspections += 1
+        self._read("inspection")
+        return (), (f"inspection {self.inspections}",)
+
+    def _read(self, what: str) -> bool:
+        if what == self.slow and not self.looking.is_set():
+            self.looking.set()
+            assert self.seen.wait(PATIENCE_S)
         return True
 
 
 @pytest.fixture
 def source() -> SlowToLook:
     return SlowToLook()
-
-
-def alone(source: FakeSource, tmp_path: Path) -> Processor:
-    """Return a processor whose machine has an incident."""
-    env = RankEnv(0, 1, 0, "127.0.0.1", "job", 0)
-    made = Processor(Config(port=1, run_dir=str(tmp_path)), env, Layout.data_parallel(1), source, str(tmp_path))
-    made._machine._rescue.incident = "i"
-    return made
 
 
 @pytest.fixture
@@ -206,31 +206,12 @@ def test_what_cannot_be_done_keeps_nothing_after_it_from_being_done(
     assert isinstance(told, ev.StreamDown) and "new thread" in told.reason
 
 
-class HangsOnce(FakeSource):
-    """A source whose first read never ends, as with a driver that does not answer."""
-
-    def __init__(self) -> None:
-        self.looking, self.ends = threading.Event(), threading.Event()
-
-    def post_step_done(self) -> bool:
-        if not self.looking.is_set():
-            self.looking.set()
-            assert self.ends.wait(PATIENCE_S)
-        return True
-
-
-def test_a_look_that_hangs_is_left_behind_by_the_next_freeze(tmp_path: Path) -> None:
-    source = HangsOnce()
-    processor = alone(source, tmp_path)
-    try:
-        processor._inspector.freeze()
-        assert source.looking.wait(PATIENCE_S)
-        processor._inspector.thaw()
-        processor._inspector.freeze()
-        (quiet,) = answers(processor)
-        assert quiet.post_step_done
-    finally:
-        source.ends.set()
+def test_a_look_that_hangs_is_left_behind_by_the_next_freeze(processor: Processor, source: SlowToLook) -> None:
+    processor._inspector.thaw()
+    processor._inspector.freeze()
+    (quiet,) = answers(processor)
+    assert quiet.post_step_done
+    source.seen.set()
 
 
 def test_in_one_freeze_nothing_is_looked_at_twice_at_once(processor: Processor, source: SlowToLook) -> None:
@@ -301,22 +282,9 @@ def test_a_state_that_was_read_before_the_gate_closed_is_no_answer(tmp_path: Pat
     assert [(quiet.phase, quiet.version) for quiet in answers(processor)] == [(m.Phase.IDLE, 1)]
 
 
-class SlowToInspect(FakeSource):
-    """A source whose first inspection takes until ``seen``."""
-
-    def __init__(self) -> None:
-        self.looking, self.seen, self.count = threading.Event(), threading.Event(), 0
-
-    def inspect(self, version: Version) -> Seen:
-        self.count += 1
-        self.looking.set()
-        assert self.seen.wait(PATIENCE_S)
-        return (), (f"inspection {self.count}",)
-
-
 def test_an_inspection_that_ends_after_a_thaw_is_not_the_answer_to_the_next_freeze(tmp_path: Path) -> None:
     """The state has changed in between, perhaps back to the same version by a repair."""
-    source = SlowToInspect()
+    source = SlowToLook("inspection")
     processor = alone(source, tmp_path)
     processor._try(act.CloseGate())
     assert source.looking.wait(PATIENCE_S)

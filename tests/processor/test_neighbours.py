@@ -13,14 +13,14 @@ import pytest
 
 from tests.making import making
 from tests.processor.fake_source import FakeSource, no_thread
-from tests.processor.sentinel_owner import Owner
+from tests.processor.sentinel_owner import Owner, forged, put
 from tests.waiting import until
 from ttp.config import Config, RankEnv
 from ttp.processor.liveness import peer_watcher as subject
-from ttp.processor.liveness.futex import DIED, WAITERS
+from ttp.processor.liveness.futex import DIED
 from ttp.processor.liveness.host_services import HostServices
 from ttp.processor.liveness.peer_watcher import PeerWatcher
-from ttp.processor.liveness.sentinel import FILE_BYTES, SEATS, Seat, pack_header, sentinel_name, word_at
+from ttp.processor.liveness.sentinel import Seat, sentinel_name, word_at
 from ttp.processor.liveness.sentinel_reader import REASON, SentinelReader, State, look
 
 LONG_S = 20.0
@@ -156,22 +156,14 @@ def test_nothing_is_said_after_close(start: Start, tmp_path: Path) -> None:
     assert ring.told.empty()
 
 
-def put(directory: Path, rank: int, word: int) -> None:
-    content = bytearray(pack_header(rank, 1234, 5, INCARNATION, f"forged-{rank}").ljust(FILE_BYTES, b"\0"))
-    for seat in range(SEATS):
-        content[word_at(seat) : word_at(seat) + 4] = word.to_bytes(4, "little")
-    (directory / sentinel_name(rank)).write_bytes(content)
-    (directory / sentinel_name(rank)).chmod(0o600)
-
-
 def test_bad_files_are_passed_by_and_noted_once(start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "ttp.processor")
     (tmp_path / sentinel_name(2)).write_bytes(b"garbage")
-    put(tmp_path, 3, DIED | 1)
+    put(tmp_path, 3, forged(3, word=DIED | 1))
     last = start(4)
     ring = Watching(tmp_path)
     ring.wait_for(4)
-    put(tmp_path, 2, DIED | 2)
+    put(tmp_path, 2, forged(2, word=DIED | 2))
     until(lambda: len(caplog.records) == 3)
     last.kill()
     assert ring.hear() == word_of(last)
@@ -182,7 +174,7 @@ def test_bad_files_are_passed_by_and_noted_once(start: Start, tmp_path: Path, ca
 
 
 def test_a_file_that_goes_bad_while_it_is_watched(start: Start, tmp_path: Path, watching: Watching) -> None:
-    put(tmp_path, 2, WAITERS | 1234)
+    put(tmp_path, 2, forged(2))
     last = start(3)
     watching.wait_for(2)
     with (tmp_path / sentinel_name(2)).open("r+b") as file:

@@ -31,6 +31,7 @@ def test_ranks_of_a_job_share_one_and_the_last_removes_it(tmp_path: Path) -> Non
     first.close()
     assert second.path.exists()
     second.close()
+    second.close()  # harmless
     assert not second.path.exists()
 
 
@@ -50,8 +51,7 @@ def _opened() -> list[str]:
 
 
 def test_other_jobs_have_others(tmp_path: Path) -> None:
-    other = RankEnv(rank=0, world_size=2, local_rank=0, master_addr="host", run_id="another", launch=0)
-    one, two = PageDirectory(tmp_path / "run", ENV, 1, tmp_path), PageDirectory(tmp_path / "run", other, 1, tmp_path)
+    one, two = (PageDirectory(tmp_path / "run", env, 1, tmp_path) for env in (ENV, replace(ENV, run_id="another")))
     assert one.path != two.path
     one.close()
     two.close()
@@ -153,11 +153,3 @@ def test_a_directory_without_a_lock_is_left_alone(tmp_path: Path) -> None:
     assert remove_abandoned(tmp_path) == [] and being_made.exists()
     (being_made / LOCK_FILE).touch()
     assert remove_abandoned(tmp_path) == [being_made]
-
-
-@pytest.mark.parametrize("times", [1, 2])
-def test_closing_twice_is_harmless(tmp_path: Path, times: int) -> None:
-    pages = PageDirectory(tmp_path / "run", ENV, 1, tmp_path)
-    for _ in range(times):
-        pages.close()
-    assert not pages.path.exists()

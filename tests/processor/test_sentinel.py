@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.making import making
-from tests.processor.sentinel_owner import Owner, without_settings
+from tests.processor.sentinel_owner import Owner, forged, put, without_settings
 from ttp.config import RankEnv
 from ttp.launch.proc_files import start_of
 from ttp.processor.liveness import futex
@@ -248,21 +248,8 @@ def test_nothing_is_left_when_all_are_killed(tmp_path: Path, start: Start) -> No
 # ---------------------------------------------------------------------------------------------------------- bad files
 
 
-def put(directory: Path, content: bytes, mode: int = 0o600) -> None:
-    path = directory / sentinel_name(3)
-    path.write_bytes(content)
-    path.chmod(mode)
-
-
-def good(word: int = WAITERS | 1234) -> bytearray:
-    content = bytearray(pack_header(3, 1234, 5, 7, "n").ljust(FILE_BYTES, b"\0"))
-    for seat in range(SEATS):
-        content[word_at(seat) : word_at(seat) + 4] = word.to_bytes(4, "little")
-    return content
-
-
 def changed(at: int, to: bytes) -> bytes:
-    content = good()
+    content = bytearray(forged(3))
     content[at : at + len(to)] = to
     return bytes(content)
 
@@ -277,8 +264,8 @@ def refused(directory: Path) -> str:
     ("content", "reason"),
     [
         (b"", "0 bytes"),
-        (bytes(good())[:-1], "4095 bytes"),
-        (bytes(good()) + b"\0", "4097 bytes"),
+        (forged(3)[:-1], "4095 bytes"),
+        (forged(3) + b"\0", "4097 bytes"),
         (bytes(FILE_BYTES), "not of this version"),
         (changed(7, b"\x02"), "not of this version"),
         (changed(16, b"\x04"), "digest is wrong"),
@@ -286,12 +273,12 @@ def refused(directory: Path) -> str:
     ],
 )
 def test_a_file_that_is_no_sentinel(tmp_path: Path, content: bytes, reason: str) -> None:
-    put(tmp_path, content)
+    put(tmp_path, 3, content)
     assert reason in refused(tmp_path)
 
 
 def test_files_that_somebody_else_may_have_put_there(tmp_path: Path) -> None:
-    put(tmp_path, bytes(good()), mode=0o666)
+    put(tmp_path, 3, forged(3), mode=0o666)
     assert "others may write" in refused(tmp_path)
     (tmp_path / sentinel_name(3)).rename(tmp_path / "elsewhere")
     (tmp_path / sentinel_name(3)).symlink_to(tmp_path / "elsewhere")
@@ -305,7 +292,7 @@ def test_files_that_somebody_else_may_have_put_there(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("word", [1, WAITERS, DIED | 1234, DIED & ~WAITERS, 0xFFFFFFFF])
 def test_a_word_that_makes_no_sense_is_neither_life_nor_death(tmp_path: Path, word: int) -> None:
-    put(tmp_path, bytes(good(word)))
+    put(tmp_path, 3, forged(3, word=word))
     reader = seen(tmp_path)
     with pytest.raises(BadSentinelError, match="its word is"):
         reader.wait(LONG_S)
@@ -317,7 +304,7 @@ def test_no_flipped_byte_of_the_header_is_believed(
     tmp_path_factory: pytest.TempPathFactory, at: int, flip: int
 ) -> None:
     directory = tmp_path_factory.mktemp("flipped")
-    put(directory, changed(at % 112, bytes([good()[at % 112] ^ flip])))
+    put(directory, 3, changed(at % 112, bytes([forged(3)[at % 112] ^ flip])))
     assert isinstance(look(directory, 3, Seat.NEIGHBOUR), str)
 
 
