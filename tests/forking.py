@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
@@ -169,10 +169,13 @@ def _register_plugins() -> None:
     rendezvous._register_out_of_tree_handlers()
 
 
-def _imports(modules: list[Any]) -> dict[str, Any]:
-    """Return what a rank reports of these modules and its variables; see ``ttp.processor.import_list``."""
-    environ = {name: digest(value) for name, value in os.environ.items()}
-    return {"path": sys.path[1:], "modules": modules, "environ": environ, "bytes": 0}
+def imports(modules: Sequence[tuple[str, str | None]], *path: str, environ: Mapping[str, str] = os.environ) -> str:
+    """Return what a rank reports of these modules, of further directories with modules, and of its variables.
+
+    See ``ttp.processor.import_list``.
+    """
+    variables = {name: digest(value) for name, value in environ.items()}
+    return json.dumps({"path": [*path, *sys.path[1:]], "modules": modules, "environ": variables, "bytes": 0})
 
 
 def _importing(modules: Sequence[str]) -> type[WarmStarter]:
@@ -182,7 +185,7 @@ def _importing(modules: Sequence[str]) -> type[WarmStarter]:
         def _worker(self, *worker: Any) -> Any:
             if self._process is None:
                 files = [(name, importlib.util.find_spec(name).origin) for name in modules]  # type: ignore[union-attr]
-                (self._run_dir / import_list.FILE).write_text(json.dumps(_imports(files)))
+                (self._run_dir / import_list.FILE).write_text(imports(files))
                 super()._worker(*worker)  # it learns what to start
                 self.look()
             return super()._worker(*worker)
@@ -194,7 +197,7 @@ def _forking_this() -> type[WarmStarter]:
     """Return a starter that forks ranks from a fork of this process, which has all of its imports."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with tempfile.NamedTemporaryFile("w", delete=False) as nothing:
-        json.dump(_imports([]), nothing)
+        nothing.write(imports([]))
     launcher = os.getpid()
     pid = os.fork()
     if not pid:

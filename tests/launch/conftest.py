@@ -97,11 +97,19 @@ class Job:
                 os.kill(pid, signal.SIGKILL)
 
 
+Start = Callable[..., Job]
+
+
 def _command(pid: int) -> str:
     try:
         return " ".join(psutil.Process(pid).cmdline())
     except psutil.Error:
         return ""
+
+
+def plan(**changes: Any) -> str:
+    """Return what ``fake_worker.py`` is to do."""
+    return json.dumps(changes)
 
 
 class Controller:
@@ -170,7 +178,7 @@ def launcher(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def start(environ: dict[str, str], out: Path) -> Iterator[Callable[..., Job]]:
+def start(environ: dict[str, str], out: Path) -> Iterator[Start]:
     """Return ``start(launcher, flags, script, *args, name=...)``, which starts a job. The fixture ends the jobs."""
     jobs: list[Job] = []
 

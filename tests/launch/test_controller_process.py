@@ -77,11 +77,6 @@ def test_nobody(unused_port: int) -> None:
     assert not listens("127.0.0.1", unused_port, 1.0)
 
 
-def test_a_stranger_is_named(stranger: int) -> None:
-    assert probe("127.0.0.1", stranger, TOKEN, timeout_s=0.3) == "other"
-    assert port_owner(stranger) == f"pid {os.getpid()} ({psutil.Process().name()})"
-
-
 def test_addresses() -> None:
     assert is_local("127.0.0.1")
     assert is_local("localhost")
@@ -123,16 +118,10 @@ def ensure(
     return subject.ensure_controller(address, Config(port=port, token=TOKEN, bind=bind), run_dir, patience_s=patience_s)
 
 
-def test_starts_one_and_uses_one_that_is_there(run_dir: Path, unused_port: int) -> None:
-    mine = ensure(run_dir, unused_port)
-    assert mine is not None
-    assert ensure(run_dir, unused_port) is None
-    assert started(run_dir) == [mine.pid]
-    subject.stop_controller(mine)
-
-
 def test_a_stranger_on_the_port_is_reported(run_dir: Path, stranger: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subject, "STRANGER_S", 0.1)
+    assert probe("127.0.0.1", stranger, TOKEN, timeout_s=0.3) == "other"
+    assert port_owner(stranger) == f"pid {os.getpid()} ({psutil.Process().name()})"
     with pytest.raises(ConfigError, match=rf"port {stranger} .* \(pid {os.getpid()} .*another TTP_PORT"):
         ensure(run_dir, stranger)
 

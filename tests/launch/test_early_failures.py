@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.launch.conftest import OF_MINDSPORE
+from tests.launch.conftest import OF_MINDSPORE, Start
 from ttp.launch.early_failures import EARLY_S, WAITED_S, EarlyFailures
 from ttp.wire.v1 import controller_pb2 as pb
-
-if TYPE_CHECKING:
-    from tests.launch.conftest import Job
-
-Start = Callable[..., "Job"]
 
 NOBODY = pb.GetStatusResponse(stage="waiting")
 BROKEN = """

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch.distributed
 
+from tests.waiting import until
 from ttp.launch import going_on
 from ttp.launch.going_on import GoingOn
+from ttp.launch.rendezvous import SILENT
 
 dist: Any = torch.distributed
 
@@ -18,7 +27,7 @@ dist: Any = torch.distributed
 class Hosts:
     """Launchers of several hosts, their store and their rendezvous."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, store: Any = None) -> None:
         self.closed, self.waiting = False, 0
         self.state = SimpleNamespace(participants=dict.fromkeys(range(count)))
         rendezvous = SimpleNamespace(
@@ -26,7 +35,7 @@ class Hosts:
             num_nodes_waiting=lambda: self.waiting,
             _inner=SimpleNamespace(_state_holder=SimpleNamespace(state=self.state)),
         )
-        group = SimpleNamespace(store=dist.HashStore(), group_world_size=count, master_port=4711)
+        group = SimpleNamespace(store=store or dist.HashStore(), group_world_size=count, master_port=4711)
         self.launchers = [GoingOn(group, rendezvous, 0) for _ in range(count)]
         self.later = GoingOn(group, rendezvous, 1)
 
@@ -106,3 +115,58 @@ def test_a_host_without_a_living_rank_starts_anew_when_nobody_goes_on(end: str, 
     elif end == "a host is lost":
         then(hosts.state.participants.popitem)
     assert not second.others_go(0 if end == "time is up" else 600)
+
+
+# ------------------------------------------------------------------- a store whose host has lost its power
+
+
+SERVER = """
+import signal
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+signal.pause()
+"""
+
+
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A client of a store whose process is stopped: as if its host had lost its power, it answers nothing."""
+    monkeypatch.setattr(going_on, "ANSWER_S", 0.3)
+    monkeypatch.setattr(going_on, "time", time)
+    with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            port = int(server.stdout.readline())
+            client = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=5))
+            server.send_signal(signal.SIGSTOP)
+            until(lambda: psutil.Process(server.pid).status() == psutil.STATUS_STOPPED)
+            yield client
+        finally:
+            server.kill()
+
+
+def in_time(action: Callable[[], Any]) -> Any:
+    """Return the result of an action, or the exception that it raised. It fails the test if it hangs."""
+    results: list[Any] = []
+
+    def act() -> None:
+        try:
+            results.append(action())
+        except Exception as problem:
+            results.append(problem)
+
+    acting = threading.Thread(target=act, daemon=True)
+    acting.start()
+    acting.join(30.0)
+    assert results, "it waits for a store that does not answer"
+    return results[0]
+
+
+def test_a_store_that_does_not_answer_is_a_reason_not_to_go_on(silent: Any) -> None:
+    (hosts, _) = Hosts(2, silent).launchers
+    assert in_time(hosts.why_not) == SILENT
+    assert in_time(lambda: hosts.others_go(patience_s=60.0)) is False
+    assert in_time(hosts.starts_anew) is None
+    for action in (lambda: hosts.goes(("h", 1)), lambda: hosts.place(lambda: "")):
+        assert isinstance(in_time(action), TimeoutError | RuntimeError)

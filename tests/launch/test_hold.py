@@ -143,12 +143,9 @@ def test_story(name: str) -> None:
         assert hold.look(now, scene(alive, exits, deadlines)) is verdict, now
 
 
-def test_nobody_armed_is_stopped_at_once() -> None:
-    assert Hold(0.0, 100.0).look(0.0, scene({1, 2}, {3: -9}, {}, armed=frozenset())) is STOP
-
-
-def test_only_the_dead_was_armed() -> None:
-    assert Hold(0.0, 100.0).look(0.0, scene({1, 2}, {3: -9}, {}, armed=frozenset({3}))) is STOP
+@pytest.mark.parametrize("armed", [(), (3,)])
+def test_where_nobody_or_only_the_dead_was_armed_all_are_stopped_at_once(armed: tuple[int, ...]) -> None:
+    assert Hold(0.0, 100.0).look(0.0, scene({1, 2}, {3: -9}, {}, armed=frozenset(armed))) is STOP
 
 
 def test_unarmed_helpers_are_not_killed_as_hung() -> None:

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
 
-from tests.launch.conftest import HERE, LAUNCHERS, OF_MINDSPORE
+from tests.launch.conftest import HERE, LAUNCHERS, OF_MINDSPORE, Controller, Start, plan
 
-if TYPE_CHECKING:
-    from tests.launch.conftest import Controller, Job
-
-Start = Callable[..., "Job"]
 THREE = ["--nproc-per-node", "3"]
 EVERY = ["ttp-run", OF_MINDSPORE, pytest.param("torchrun", marks=pytest.mark.slow)]
-
-
-def plan(**changes: Any) -> str:
-    return json.dumps(changes)
 
 
 def exit_code(launcher: str, ttp_run: int) -> int:

@@ -93,15 +93,6 @@ def test_a_rank_that_ends_before_any_has_joined_keeps_others_waiting(
     assert "rank 1 ended with exit code 0 before it had joined the job" in said
 
 
-def test_hold_returns_when_the_savers_have_left(host: Host, workers: StartWorkers, out: Path) -> None:
-    group = workers({"save_s": 0.5}, {}, {"save_s": 0.1})
-    group[1].kill()
-    (out / "rescue").touch()
-    until((out / "saving-0-0").exists)
-    host.stops.hold(group)
-    assert [worker.poll() for worker in group.values()] == [75, -9, 75]
-
-
 def test_armed_ones_without_lease_are_asked_and_waited_for(host: Host, workers: StartWorkers) -> None:
     """The launcher waits longer than the grace period: workers with a lease may take TTP_OT."""
     group = workers({"on_sigterm": "save", "save_s": 2}, {}, {"on_sigterm": "save", "save_s": 2})
@@ -151,12 +142,12 @@ def test_the_rank_of_a_shell_script_saves_before_its_shell_ends(shell: str, host
 @pytest.mark.parametrize("shell", SHELLS)
 def test_the_rank_of_a_shell_script_is_waited_for(shell: str, host: Host, workers: StartWorkers, out: Path) -> None:
     plan: dict[str, object] = {"shell": SHELLS[shell], "save_s": 0.5}
-    group = workers(plan, {})
+    group = workers(plan, {}, {"save_s": 0.1})
     group[1].kill()
     (out / "rescue").touch()
     until((out / "saving-0-0").exists)
     host.stops.hold(group)
-    assert group[0].poll() == 75
+    assert [worker.poll() for worker in group.values()] == [75, -9, 75]
 
 
 @pytest.mark.parametrize("shell", SHELLS)

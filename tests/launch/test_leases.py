@@ -13,8 +13,11 @@ import pytest
 
 from ttp.errors import ConfigError
 from ttp.launch.leases import Leases, worker_of, write_whole
+from ttp.launch.proc_files import start_of
 from ttp.launch.run_dir import prepare_run_dir
 from ttp.launch.token_file import read_token, write_token
+from ttp.launch.worker_stops import _ignores
+from ttp.processor.liveness.stacks import take
 
 
 @pytest.fixture
@@ -147,18 +150,14 @@ def test_token_is_private_and_comes_back(tmp_path: Path) -> None:
     assert stat.S_IMODE((run_dir / "token").stat().st_mode) == 0o600
 
 
-def test_a_run_dir_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run").chmod(0o770)
-    with pytest.raises(ConfigError, match="chmod 700"):
-        prepare_run_dir(tmp_path / "run")
-
-
-def test_a_run_dir_that_others_may_replace_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("mode", "run_dir", "text"), [(0o770, "", "chmod 700"), (0o777, "run", "all users may write")])
+def test_a_run_dir_that_others_may_write_to_or_replace_is_refused(
+    mode: int, run_dir: str, text: str, tmp_path: Path
+) -> None:
     (tmp_path / "open").mkdir()
-    (tmp_path / "open").chmod(0o777)
-    with pytest.raises(ConfigError, match="all users may write"):
-        prepare_run_dir(tmp_path / "open" / "run")
+    (tmp_path / "open").chmod(mode)
+    with pytest.raises(ConfigError, match=text):
+        prepare_run_dir(tmp_path / "open" / run_dir)
 
 
 def test_a_run_dir_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,3 +170,31 @@ def test_a_run_dir_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="TTP_RUN_DIR"):
         prepare_run_dir(tmp_path / "file" / "run")
+
+
+# --------------------------------- a process whose name is no text: the kernel has cut it in the middle of a letter
+
+ROOT = Path(__file__).parents[2]
+
+
+def script(folder: Path, does: str) -> Path:
+    """Return a script with 15 bytes of its name in ``/proc``, the last of which is the first half of a letter."""
+    path = folder / "fourteen-bytesé.sh"
+    path.write_text(f"#!/bin/sh\n{does}\n")
+    path.chmod(0o700)
+    return path
+
+
+def test_a_program_below_it_can_import_ttp(tmp_path: Path) -> None:
+    path = script(tmp_path, f'"{sys.executable}" -c "import ttp"; exit $?')
+    env = {**os.environ, "TTP_PORT": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([path], env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_it_is_seen_like_any_other(tmp_path: Path) -> None:
+    with subprocess.Popen([script(tmp_path, "read line")], stdin=subprocess.PIPE) as process:
+        assert worker_of(process.pid, {os.getpid()}) == os.getpid()
+        assert not _ignores(process.pid, signal.SIGTERM)
+        assert start_of(process.pid) > 0
+        assert "no handler that dumps stacks" in take(process.pid, tmp_path, 1.0)

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import pytest
 
-from tests.launch.conftest import FRESH, OF_MINDSPORE
+from tests.launch.conftest import FRESH, OF_MINDSPORE, Controller, Job, Start, plan
 from ttp.config import Config
 from ttp.errors import ConfigError
 from ttp.launch.mindspore import launch
 from ttp.launch.mindspore.flags import parse
 
-if TYPE_CHECKING:
-    from tests.launch.conftest import Controller, Job
-
-Start = Callable[..., "Job"]
 TWO = ["--nproc-per-node", "2"]
 MINDSPORE_S = 240.0
 """Bounds a wait for two workers and a scheduler that import MindSpore: 10 s where nobody else computes."""
@@ -46,10 +40,6 @@ def without_torch(environ: dict[str, str], tmp_path: Path) -> None:
     site.mkdir()
     (site / "sitecustomize.py").write_text(NO_TORCH)
     environ["PYTHONPATH"] = os.pathsep.join([str(site), environ["PYTHONPATH"]])
-
-
-def plan(**changes: Any) -> str:
-    return json.dumps(changes)
 
 
 def scheduler(job: Job) -> tuple[int, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.launch.test_deaths import Notes
 from ttp.launch import worker_watch
 from ttp.launch.deaths import describe_exit
 from ttp.launch.worker_watch import OomWatch, WorkerWatch
@@ -156,14 +156,6 @@ def test_nothing_at_all(tmp_path: Path) -> None:
     assert OomWatch([PID], tmp_path).explain(99) == ""
 
 
-class Notes:
-    def __init__(self) -> None:
-        self.heard: queue.Queue[str] = queue.Queue()
-
-    def exited(self, rank: int, pid: int, reason: str, code: int = 0) -> None:
-        self.heard.put(reason)
-
-
 def test_the_launcher_says_so(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
     system.unified()
     system.killed("/job", 0)
@@ -172,15 +164,19 @@ def test_the_launcher_says_so(system: System, monkeypatch: pytest.MonkeyPatch) -
     for worker in workers.values():
         system.run("0::/job\n", worker.pid)
     notes, watch = Notes(), WorkerWatch()
+
+    def heard() -> str:
+        return notes.heard.get(timeout=LONG_S)[2]
+
     try:
         watch.watch(workers, notes)
         workers[0].terminate()
         system.killed("/job", 1)
-        assert notes.heard.get(timeout=LONG_S) == "killed by signal 15 (SIGTERM)", "that is nobody's lack of memory"
+        assert heard() == "killed by signal 15 (SIGTERM)", "that is nobody's lack of memory"
         workers[1].kill()
-        assert notes.heard.get(timeout=LONG_S).endswith("(SIGKILL): out of memory (cgroup /job, oom_kill 0 -> 1)")
+        assert heard().endswith("(SIGKILL): out of memory (cgroup /job, oom_kill 0 -> 1)")
         workers[2].kill()
-        assert notes.heard.get(timeout=LONG_S) == "killed by signal 9 (SIGKILL)"
+        assert heard() == "killed by signal 9 (SIGKILL)"
     finally:
         watch.close()
         for worker in workers.values():

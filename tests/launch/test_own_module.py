@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.forking import imports
 from tests.waiting import until
 from ttp.config import Config
 from ttp.launch import own_module as subject
-from ttp.launch.warm.rules import digest
 from ttp.launch.warm.starter import WarmStarter
 
 NAMES = ("queue", "random", "token", "platform", "grpc")
@@ -55,9 +55,7 @@ def test_workers_are_forked(folder: Path) -> None:
     starter = WarmStarter(Config(), folder)
     try:
         assert starter.worker([sys.executable, "-u", "scripts/train.py"], os.environ, None, None) is None
-        variables = {name: digest(text) for name, text in os.environ.items()}
-        said = {"path": sys.path[1:], "modules": [], "environ": variables, "bytes": 0}
-        (folder / "imports.json").write_text(json.dumps(said))
+        (folder / "imports.json").write_text(imports([]))
 
         def settled() -> str:
             starter.look()

@@ -7,18 +7,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.launch.conftest import OF_MINDSPORE
+from tests.launch.conftest import OF_MINDSPORE, Controller, Start, plan
 from ttp.config import RankEnv
 from ttp.errors import ConfigError
 from ttp.launch.mindspore.flags import parse
 from ttp.launch.rank_table import UnfinishedError, await_rank_table, read_rank_table
-
-if TYPE_CHECKING:
-    from tests.launch.conftest import Controller, Job
 
 
 def without_hosts(*devices: int, status: str = "completed") -> str:
@@ -164,17 +160,13 @@ def test_time_is_up(table: Path) -> None:
     assert time.monotonic() - began_s < 30
 
 
-def test_a_restart_follows_the_new_table(
-    start: Callable[..., Job], controller: Controller, table: Path, tmp_path: Path
-) -> None:
+def test_a_restart_follows_the_new_table(start: Start, controller: Controller, table: Path, tmp_path: Path) -> None:
     """When pods were replaced, workers restart on the devices of the new table, and not before it exists."""
     table.write_text(with_hosts(0))
     (table.parent / "version").write_text("1")
     (tmp_path / "restartType").write_text("podReschedule\n")
     flags = [f"--rank-table-file={table}", f"--restart-type-file={tmp_path / 'restartType'}", "--max-restarts=1"]
-    job = start(
-        OF_MINDSPORE, [*flags, "--monitor_interval=0.2"], "fake_worker.py", json.dumps({"attempts": 1, "save_s": 0})
-    )
+    job = start(OF_MINDSPORE, [*flags, "--monitor_interval=0.2"], "fake_worker.py", plan(attempts=1, save_s=0))
     assert job.pids(2) and [job.wait_for(f"device-{rank}-0") for rank in range(2)] == ["0", "1"]
     job.rescue()
     job.wait_for_log("still that of version 1")

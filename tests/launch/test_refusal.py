@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.launch.conftest import Job
+from tests.launch.conftest import Job, Start
 from tests.ports import free_port
 
-Start = Callable[..., Job]
 REFUSED = "TTP_KEEP='many' is not valid"
 
 

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
-from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.launch.conftest import Controller, Job, Start, plan
 from tests.waiting import until
 from ttp.launch.presence import listens
-
-if TYPE_CHECKING:
-    from tests.launch.conftest import Controller, Job
-
-Start = Callable[..., "Job"]
 
 
 def rendezvous(kind: str, port: int) -> list[str]:
@@ -30,47 +23,30 @@ def rendezvous(kind: str, port: int) -> list[str]:
     }[kind]
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [*(pytest.param(kind, marks=pytest.mark.slow) for kind in ("default", "standalone", "static")), "c10d"],
-)
-def test_gloo_works_again_after_each_restart(
-    kind: str, launcher: str, start: Start, controller: Controller, unused_port: int
-) -> None:
-    """Rank 1 is killed in the first two attempts; the third must not find their entries in its store."""
-    flags = [*rendezvous(kind, unused_port), "--nproc-per-node", "3", "--max-restarts", "2"]
-    job = start(launcher, flags, "gloo_worker.py", "2")
-    assert job.finish(timeout_s=150) == 0, job.log
-    sums = {path.name: path.read_text() for path in job.out.glob("sum-*")}
-    assert sums == {f"sum-{rank}-{attempt}": "6" for rank in range(3) for attempt in range(3)}
-
-
 @pytest.mark.parametrize(("launcher", "reply"), [("ttp-run", ""), ("torchrun", '{"message": {"mess')])
 def test_a_report_of_an_error_that_was_never_finished_ends_no_launcher(
     launcher: str, reply: str, start: Start, controller: Controller
 ) -> None:
     """A rank is killed while it writes torch's error file, or the disk is full."""
-    plan = json.dumps({"crash": "at once", "reply": reply})
-    job = start(launcher, ["--nproc-per-node", "1", "--max-restarts", "1"], "fake_worker.py", plan)
+    crash = plan(crash="at once", reply=reply)
+    job = start(launcher, ["--nproc-per-node", "1", "--max-restarts", "1"], "fake_worker.py", crash)
     assert job.finish() == 0, job.log
     assert job.has("trained-0-1")
 
 
-def two_nodes(kind: str, port: int) -> list[list[str]]:
-    common = ["--nnodes", "2", *rendezvous(kind, port)]
-    return [[*common, "--node-rank", str(node)] for node in range(2)]
+def hosts(start: Start, launcher: str, kind: str, port: int, count: int, flags: str, *script: str) -> list[Job]:
+    """Start the launchers of a job."""
+    common = [*rendezvous(kind, port), *flags.split()]
+    several = [["--nnodes", str(count), "--node-rank", str(node)] if count > 1 else [] for node in range(count)]
+    return [start(launcher, [*common, *own], *script, name=f"n{node}") for node, own in enumerate(several)]
 
 
 @pytest.mark.parametrize("kind", [pytest.param("static", marks=pytest.mark.slow), "c10d"])
 def test_every_node_waits_for_its_ranks_and_restarts(
     kind: str, launcher: str, start: Start, controller: Controller, unused_port: int
 ) -> None:
-    jobs = [
-        start(
-            launcher, [*flags, "--nproc-per-node", "2", "--max-restarts", "1"], "fake_worker.py", "{}", name=f"n{node}"
-        )
-        for node, flags in enumerate(two_nodes(kind, unused_port))
-    ]
+    flags = "--nproc-per-node 2 --max-restarts 1"
+    jobs = hosts(start, launcher, kind, unused_port, 2, flags, "fake_worker.py", plan())
     victim = jobs[0].pids(4)[3]
     os.kill(victim, signal.SIGKILL)
     jobs[0].rescue()
@@ -80,19 +56,26 @@ def test_every_node_waits_for_its_ranks_and_restarts(
     assert [fault["pids"] for fault in controller.faults] == [[victim]]
 
 
-@pytest.mark.parametrize("kind", ["static", pytest.param("c10d", marks=pytest.mark.slow)])
-def test_gloo_across_two_nodes_after_a_restart(
-    kind: str, launcher: str, start: Start, controller: Controller, unused_port: int
+@pytest.mark.parametrize(
+    ("kind", "nodes"),
+    [
+        *(pytest.param(kind, 1, marks=pytest.mark.slow) for kind in ("default", "standalone", "static")),
+        ("c10d", 1),
+        ("static", 2),
+        pytest.param("c10d", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_gloo_works_again_after_each_restart(
+    kind: str, nodes: int, launcher: str, start: Start, controller: Controller, unused_port: int
 ) -> None:
-    jobs = [
-        start(
-            launcher, [*flags, "--nproc-per-node", "2", "--max-restarts", "1"], "gloo_worker.py", "1", name=f"n{node}"
-        )
-        for node, flags in enumerate(two_nodes(kind, unused_port))
-    ]
-    assert [job.finish(timeout_s=150) for job in jobs] == [0, 0], "".join(job.log for job in jobs)
-    assert sorted(path.name for path in jobs[0].out.glob("sum-*-1")) == [f"sum-{rank}-1" for rank in range(4)]
-    assert {path.read_text() for path in jobs[0].out.glob("sum-*-1")} == {"10"}
+    """Rank 1 is killed in all attempts but the last, which must not find entries of the others in its store."""
+    restarts, ranks = 3 - nodes, 2 + nodes
+    flags = f"--nproc-per-node {ranks // nodes} --max-restarts {restarts}"
+    jobs = hosts(start, launcher, kind, unused_port, nodes, flags, "gloo_worker.py", str(restarts))
+    assert [job.finish() for job in jobs] == [0] * nodes, "".join(job.log for job in jobs)
+    sums = {path.name: path.read_text() for path in jobs[0].out.glob("sum-*")}
+    total = str(sum(range(ranks + 1)))
+    assert sums == {f"sum-{rank}-{attempt}": total for rank in range(ranks) for attempt in range(restarts + 1)}
 
 
 @pytest.mark.parametrize(("kind", "nodes"), [("static", 1), pytest.param("static", 2, marks=pytest.mark.slow)])
@@ -100,10 +83,9 @@ def test_no_launcher_starts_a_job_again_whose_drained_host_nobody_replaces(
     kind: str, nodes: int, start: Start, controller: Controller, unused_port: int
 ) -> None:
     """Where no host can join later, the other hosts would wait for the drained one in vain."""
-    flags = two_nodes(kind, unused_port) if nodes > 1 else [rendezvous(kind, unused_port)]
     (controller.run_dir / "drained").write_text(socket.gethostname() if nodes == 1 else "another host of the job")
-    more = ["--nproc-per-node", "1", "--max-restarts", "3"]
-    jobs = [start("ttp-run", [*own, *more], "fake_worker.py", "{}", name=f"n{n}") for n, own in enumerate(flags)]
+    flags = "--nproc-per-node 1 --max-restarts 3"
+    jobs = hosts(start, "ttp-run", kind, unused_port, nodes, flags, "fake_worker.py", plan())
     jobs[0].pids(nodes)
     jobs[0].rescue()
     assert [job.finish() for job in jobs] == [75] * nodes, "".join(job.log for job in jobs)
@@ -114,9 +96,9 @@ def test_no_launcher_starts_a_job_again_whose_drained_host_nobody_replaces(
 def test_node_that_lost_its_store_waits_too(start: Start, controller: Controller, unused_port: int) -> None:
     """The launcher with the rendezvous is killed: stock torch would stop the other node's ranks at once."""
     flags = [*rendezvous("c10d", unused_port), "--nnodes", "2", "--nproc-per-node", "1"]
-    first = start("ttp-run", flags, "fake_worker.py", json.dumps({"save_s": 3}), name="n0")
+    first = start("ttp-run", flags, "fake_worker.py", plan(save_s=3), name="n0")
     until(lambda: listens("localhost", unused_port, 1.0))
-    second = start("ttp-run", flags, "fake_worker.py", json.dumps({"save_s": 3}), name="n1")
+    second = start("ttp-run", flags, "fake_worker.py", plan(save_s=3), name="n1")
     first.pids(2)
     first.process.kill()
     second.rescue()

@@ -8,16 +8,15 @@ import signal
 import socket
 import stat
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import pytest
 
-from tests.launch.conftest import FRESH
+from tests.launch.conftest import FRESH, Job, Start
 from tests.ports import free_port
 from tests.waiting import until
 from ttp.cli.connection import find
@@ -26,11 +25,6 @@ from ttp.errors import ConfigError
 from ttp.launch.preparation import settled
 from ttp.launch.presence import listens, probe
 from ttp.launch.run import _parse, _TorchLaunch, run
-
-if TYPE_CHECKING:
-    from tests.launch.conftest import Job
-
-Start = Callable[..., "Job"]
 
 
 @pytest.fixture(autouse=True)

@@ -114,16 +114,6 @@ def test_a_second_one_of_the_same_process_is_found(start: Start, tmp_path: Path)
     assert watching.hear() == (0, owner.pid)
 
 
-def test_who_leaves_does_not_die(start: Start, tmp_path: Path) -> None:
-    leaver, other = start(0), start(1)
-    watching = Watching(tmp_path, leaver, other)
-    assert leaver.ask("leave") == "left"
-    leaver.end()
-    other.kill()
-    assert watching.hear() == (1, other.pid)
-    assert watching.told.empty()
-
-
 @pytest.mark.parametrize("of", ["another start", "another pid", "this process"])
 def test_what_an_earlier_process_left_is_not_believed(start: Start, pages: Path, tmp_path: Path, of: str) -> None:
     """Not even if the worker has the same pid."""

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 import stat
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from tests.launch.conftest import Job
+from tests.launch.conftest import Start
 from ttp.config import Config
 from ttp.errors import ConfigError
 from ttp.launch import shared_token
 from ttp.launch.shared_token import SharedToken
-
-Start = Callable[..., Job]
 
 
 @pytest.fixture

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import subprocess
 import threading
+import time
 from collections import Counter
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from signal import Signals
 from types import SimpleNamespace
 from typing import Any, cast
@@ -31,8 +34,9 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from tests.forking import fork
 from tests.waiting import until
+from ttp.config import Config
 from ttp.errors import ConfigError
-from ttp.launch import rendezvous, stand_by
+from ttp.launch import moved_ranks, rendezvous, stand_by
 from ttp.launch.agent import TtpAgent
 from ttp.launch.run import _parse
 from ttp.launch.stand_by import LATE_S, VACANT_S, Rescheduling, StandBy, vacancies
@@ -344,3 +348,16 @@ def test_a_launcher_says_that_it_waits_for_others(
     agent._rendezvous(SimpleNamespace(spec=SimpleNamespace(rdzv_handler=handler)))
     said = [(record.levelno, record.getMessage().partition(" (")[0]) for record in caplog.records]
     assert said == [(logging.INFO, "waiting for the launchers of other hosts")] * (kind is None)
+
+
+def test_moved_ranks_run_on_while_a_certificate_is_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their launcher cannot offer its host then: the files of the new certificate do not fit each other yet."""
+    for name in ("CERT", "KEY", "CA"):
+        monkeypatch.setenv(f"TTP_TLS_{name}", str(tmp_path / name))
+    monkeypatch.setattr(moved_ranks, "ANSWER_S", 0.0)
+    host: Any = SimpleNamespace(wait_for_a_death=time.sleep)
+    moved = moved_ranks.MovedRanks(SimpleNamespace(), host)
+    job = Config(port=1)
+    worker = subprocess.Popen(["sleep", "1"])
+    moved._look_after({0: worker}, lambda: moved._offer(job, "127.0.0.1"))
+    assert worker.wait() == 0

@@ -13,26 +13,22 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import pytest
 
-from tests.launch.conftest import LAUNCHERS, OF_MINDSPORE, PATIENCE_S
+from tests import forking
+from tests.launch.conftest import LAUNCHERS, OF_MINDSPORE, PATIENCE_S, Job, Start
 from tests.waiting import until
 from ttp.cli.connection import Where
 from ttp.cli.status import describe, restarts_line
 from ttp.config import Config
 from ttp.launch.warm import memory
-from ttp.launch.warm.rules import digest
 from ttp.launch.warm.starter import PR_GET_CHILD_SUBREAPER, PR_SET_CHILD_SUBREAPER, WarmStarter, adopting, read_status
 from ttp.store.durable import replace_file
 from ttp.wire.v1.controller_pb2 import GetStatusResponse
 
-if TYPE_CHECKING:
-    from tests.launch.conftest import Job
-
-Start = Callable[..., "Job"]
 FLAGS = ["--nproc-per-node", "2", "--max-restarts", "1"]
 HERE = Path(__file__).parent
 
@@ -68,20 +64,11 @@ def imports(tmp_path: Path, out: Path, environ: dict[str, str]) -> Callable[...,
         for name, source in sources.items():
             (site / f"{name}.py").write_text(source)
             files[name] = str(site / f"{name}.py")
-        place = Path(environ["TTP_RUN_DIR"]) / "imports.json"
         variables = json.loads((out / "facts-0-0").read_text())["environ"]
-        said = {
-            "bytes": 0,
-            "modules": sorted(files.items()),
-            "environ": {name: digest(text) for name, text in variables.items()},
-        }
-        replace_file(place, json.dumps(said | {"path": [*sys.path[1:], str(site)]}).encode())
+        reported = forking.imports(sorted(files.items()), str(site), environ=variables)
+        replace_file(Path(environ["TTP_RUN_DIR"]) / "imports.json", reported.encode())
 
     return write
-
-
-def restart(job: Job) -> None:
-    (job.out / "go").touch()
 
 
 @pytest.fixture
@@ -149,7 +136,7 @@ def _same_as_cold(job: Job, imports: Any, ready: Any) -> None:
     cold = [said(job, rank, 0) for rank in range(2)]
     imports("asyncio", "decimal", "random", setter="import os\nos.environ['SET_BY_IMPORT'] = '1'\n")
     ready()
-    restart(job)
+    (job.out / "go").touch()
     warm = [said(job, rank, 1) for rank in range(2)]
     assert job.finish() == 0, job.log
     for before, after in zip(cold, warm, strict=True):
@@ -256,8 +243,7 @@ def test_a_scheduler_with_another_environment_does_not_make_the_ranks_cold(tmp_p
     odd.write_text("import os\nseen = dict(os.environ)\n")
     rank = {**os.environ, "OF_RANKS": "4711"}
     starter, command = WarmStarter(Config(), tmp_path), [sys.executable, "-u", str(odd)]
-    variables = {name: digest(text) for name, text in rank.items()}
-    said = {"path": [str(odd.parent), *sys.path[1:]], "modules": [["odd", str(odd)]], "environ": variables, "bytes": 0}
+    reported = forking.imports([("odd", str(odd))], str(odd.parent), environ=rank)
 
     def start(name: str, environ: dict[str, str], is_rank: bool) -> bool:
         with (tmp_path / name).open("wb") as output:
@@ -268,7 +254,7 @@ def test_a_scheduler_with_another_environment_does_not_make_the_ranks_cold(tmp_p
         for _ in range(2):
             scheduler = start("scheduler", {**rank, "OF_RANKS": ""}, is_rank=False)
             forked = start("rank", rank, is_rank=True)
-            (tmp_path / "imports.json").write_text(json.dumps(said))
+            (tmp_path / "imports.json").write_text(reported)
             starter.look()
         assert forked and not scheduler
     finally:
@@ -291,12 +277,7 @@ def test_of_the_moment_of_the_fork(inherited: int, tmp_path: Path, monkeypatch: 
     cores = os.sched_getaffinity(0)
     try:
         assert starter.worker(command, os.environ, None, None) is None
-        variables = {name: digest(text) for name, text in os.environ.items()}
-        (tmp_path / "imports.json").write_text(
-            json.dumps(
-                {"path": sys.path[1:], "modules": [["decimal", decimal.__file__]], "environ": variables, "bytes": 0}
-            )
-        )
+        (tmp_path / "imports.json").write_text(forking.imports([("decimal", decimal.__file__)]))
         starter.look()
         os.sched_setaffinity(0, [min(cores)])
         with Path("said").open("wb") as output:
@@ -318,11 +299,9 @@ def test_it_leaves_three_quarters_of_a_core_to_the_ranks(tmp_path: Path) -> None
         file = tmp_path / f"busy{number}.py"
         file.write_text("import time\nuntil = time.process_time() + 0.1\nwhile time.process_time() < until: pass\n")
         modules.append((file.stem, str(file)))
-    variables = {name: digest(text) for name, text in os.environ.items()}
-    said = {"path": [str(tmp_path), *sys.path[1:]], "modules": modules, "environ": variables, "bytes": 0}
     try:
         assert starter.worker([sys.executable, "-u", __file__], os.environ, None, None) is None
-        (tmp_path / "imports.json").write_text(json.dumps(said))
+        (tmp_path / "imports.json").write_text(forking.imports(modules, str(tmp_path)))
 
         def ready() -> bool:
             starter.look()
@@ -360,7 +339,7 @@ def test_forked_ranks_draw_other_numbers(start: Start, imports: Any, environ: di
     imports("torch")
     while not (Path(environ["TTP_RUN_DIR"]) / "warm.json").exists():
         time.sleep(0.01)
-    restart(job)  # which waits for the rest, imported at full speed
+    (job.out / "go").touch()  # the restart waits for the rest, imported at full speed
     assert all(said(job, rank, 1)["warm"] for rank in range(2))
     assert job.finish() == 0, job.log
     first, second = (json.loads((job.out / f"drawn-{rank}").read_text()) for rank in range(2))
@@ -391,6 +370,6 @@ def test_off_is_off(start: Start, imports: Any) -> None:
     said(job, 0, 0), said(job, 1, 0)
     imports("decimal")
     assert len(psutil.Process(job.process.pid).children()) == 3, "two ranks and a controller"
-    restart(job)
+    (job.out / "go").touch()
     assert not said(job, 0, 1)["warm"]
     assert job.finish() == 0, job.log
