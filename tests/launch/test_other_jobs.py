@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,27 +21,25 @@ from ttp.store.names import INCIDENTS
 CONFIG = Config(port=1, token="ours")
 
 
-@pytest.fixture
-def launch(tmp_path: Path) -> Callable[..., None]:
-    """Return a function that adds a launch with a controller at ``port``, and further lines, to the launch history."""
-
-    def add(port: int, *further: str, run_id: str = "theirs") -> None:
-        (tmp_path / INCIDENTS).mkdir(exist_ok=True)
-        lines: list[dict[str, Any]] = [{"kind": "incarnation", "run_id": run_id, "controller": f"far:{port}"}]
-        lines += [{"kind": kind, "exit_code": 75, "controller": "far:99"} for kind in further]
-        with (tmp_path / INCIDENTS / "launches.log").open("a") as log:
-            log.writelines(json.dumps(line) + "\n" for line in lines)
-
-    return add
-
-
 @dataclasses.dataclass
-class Controllers:
-    """The reachable controllers, by port. Each gives its answers in turn and then repeats the last one."""
+class Jobs:
+    """The jobs that have saved to a directory, and their controllers that can be reached, by port.
 
+    Each controller gives its answers in turn, and then repeats the last one.
+    """
+
+    save_dir: Path
     answers: dict[int, list[Any]] = dataclasses.field(default_factory=dict)
     asked: list[tuple[int, str]] = dataclasses.field(default_factory=list)
     secret: str = "ours"
+
+    def launch(self, port: int, *further: str, run_id: str = "theirs") -> None:
+        """Add a launch with a controller at ``port``, and further lines, to the launch history."""
+        (self.save_dir / INCIDENTS).mkdir(exist_ok=True)
+        lines: list[dict[str, Any]] = [{"kind": "incarnation", "run_id": run_id, "controller": f"far:{port}"}]
+        lines += [{"kind": kind, "exit_code": 75, "controller": "far:99"} for kind in further]
+        with (self.save_dir / INCIDENTS / "launches.log").open("a") as log:
+            log.writelines(json.dumps(line) + "\n" for line in lines)
 
     def ask(self, address: str, port: int, token: str, *, brief: bool) -> Any:
         assert address == "far" and not brief
@@ -52,15 +50,18 @@ class Controllers:
             raise answer
         return answer if token == self.secret else None
 
+    def refuse_shared(self, run_id: str = "ours", config: Config = CONFIG) -> None:
+        other_jobs.refuse_shared(self.save_dir, config, run_id)
+
 
 @pytest.fixture
-def controllers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Controllers]:
-    found = Controllers()
+def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Jobs:
+    found = Jobs(tmp_path)
     monkeypatch.setattr(other_jobs, "ask_status", found.ask)
     monkeypatch.setattr(other_jobs, "listens", lambda _address, port, _timeout_s: port in found.answers)
     monkeypatch.setattr(other_jobs, "is_local", lambda _host: False)
     monkeypatch.setattr(other_jobs, "_POLL_S", 0)
-    yield found
+    return found
 
 
 def status(save_dir: Path, stage: str = "training", state: str = "live", run_id: str = "theirs") -> Any:
@@ -69,30 +70,28 @@ def status(save_dir: Path, stage: str = "training", state: str = "live", run_id:
     return SimpleNamespace(run_id=run_id, save_dir=str(save_dir), stage=stage, ranks=[*others, first])
 
 
-def test_a_job_that_trains_is_named(tmp_path: Path, launch: Callable[..., None], controllers: Controllers) -> None:
-    launch(5)
-    controllers.answers[5] = [status(tmp_path)]
+def test_a_job_that_trains_is_named(tmp_path: Path, jobs: Jobs) -> None:
+    jobs.launch(5)
+    jobs.answers[5] = [status(tmp_path)]
     with pytest.raises(DirectoryInUseError, match=r"run theirs, stage training, rank 0 is pid 7 on far, .* far:5"):
-        other_jobs.refuse_shared(tmp_path, CONFIG, "ours")
+        jobs.refuse_shared()
 
 
 @pytest.mark.parametrize(("run_id", "refused"), [("theirs", False), ("none", True)])
 def test_a_process_that_joins_the_running_job_is_no_other_job(
-    tmp_path: Path, launch: Callable[..., None], controllers: Controllers, run_id: str, refused: bool
+    tmp_path: Path, jobs: Jobs, run_id: str, refused: bool
 ) -> None:
-    launch(5, run_id=run_id)
-    controllers.answers[5] = [status(tmp_path, run_id=run_id)]
+    jobs.launch(5, run_id=run_id)
+    jobs.answers[5] = [status(tmp_path, run_id=run_id)]
     with pytest.raises(DirectoryInUseError) if refused else contextlib.nullcontext():
-        other_jobs.refuse_shared(tmp_path, CONFIG, run_id)
+        jobs.refuse_shared(run_id)
 
 
 @pytest.mark.parametrize("link", [False, True])
-def test_a_directory_has_several_paths(
-    tmp_path: Path, launch: Callable[..., None], controllers: Controllers, link: bool
-) -> None:
+def test_a_directory_has_several_paths(tmp_path: Path, jobs: Jobs, link: bool) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
-    launch(5)
-    controllers.answers[5] = [status(tmp_path / "link" if link else tmp_path)]
+    jobs.launch(5)
+    jobs.answers[5] = [status(tmp_path / "link" if link else tmp_path)]
     with pytest.raises(DirectoryInUseError):
         other_jobs.refuse_shared(tmp_path if link else tmp_path / "link", CONFIG, "ours")
 
@@ -110,82 +109,70 @@ def test_a_directory_has_several_paths(
         lambda _here: SimpleNamespace(),
     ],
 )
-def test_what_is_no_running_job_in_this_directory(
-    answer: Callable[[Path], Any], tmp_path: Path, launch: Callable[..., None], controllers: Controllers
-) -> None:
-    launch(5)
-    controllers.answers[5] = [answer(tmp_path)]
-    other_jobs.refuse_shared(tmp_path, CONFIG, "ours")
-    assert controllers.asked
+def test_what_is_no_running_job_in_this_directory(answer: Callable[[Path], Any], tmp_path: Path, jobs: Jobs) -> None:
+    jobs.launch(5)
+    jobs.answers[5] = [answer(tmp_path)]
+    jobs.refuse_shared()
+    assert jobs.asked
 
 
 @pytest.mark.parametrize("line", ["finished", "released", "wrong"])
-def test_a_launch_that_has_ended_is_not_asked(
-    line: str, tmp_path: Path, launch: Callable[..., None], controllers: Controllers
-) -> None:
-    launch(5, line)
-    controllers.answers[5] = [status(tmp_path)]
-    other_jobs.refuse_shared(tmp_path, CONFIG, "ours")
-    assert not controllers.asked
+def test_a_launch_that_has_ended_is_not_asked(line: str, tmp_path: Path, jobs: Jobs) -> None:
+    jobs.launch(5, line)
+    jobs.answers[5] = [status(tmp_path)]
+    jobs.refuse_shared()
+    assert not jobs.asked
 
 
-def test_the_last_launches_are_asked_the_newest_first(
-    tmp_path: Path, launch: Callable[..., None], controllers: Controllers
-) -> None:
+def test_the_last_launches_are_asked_the_newest_first(tmp_path: Path, jobs: Jobs) -> None:
     for port in (1, 2, 3, 4):
-        launch(port)
-        controllers.answers[port] = [status(tmp_path, state="lost")]
-    launch(6)  # cut off with its controller: nothing listens there
-    other_jobs.refuse_shared(tmp_path, CONFIG, "ours")
-    assert list(dict.fromkeys(port for port, _ in controllers.asked)) == [4, 3]
+        jobs.launch(port)
+        jobs.answers[port] = [status(tmp_path, state="lost")]
+    jobs.launch(6)  # cut off with its controller: nothing listens there
+    jobs.refuse_shared()
+    assert list(dict.fromkeys(port for port, _ in jobs.asked)) == [4, 3]
 
 
-def test_a_controller_that_took_over_is_asked(
-    tmp_path: Path, launch: Callable[..., None], controllers: Controllers
-) -> None:
-    launch(5, "leads")
-    controllers.answers = {5: [status(tmp_path, state="lost")], 99: [status(tmp_path)]}
+def test_a_controller_that_took_over_is_asked(tmp_path: Path, jobs: Jobs) -> None:
+    jobs.launch(5, "leads")
+    jobs.answers = {5: [status(tmp_path, state="lost")], 99: [status(tmp_path)]}
     with pytest.raises(DirectoryInUseError, match="far:99"):
-        other_jobs.refuse_shared(tmp_path, CONFIG, "ours")
+        jobs.refuse_shared()
 
 
-def test_a_job_that_is_ending_is_waited_for(
-    tmp_path: Path, launch: Callable[..., None], controllers: Controllers, caplog: pytest.LogCaptureFixture
-) -> None:
-    launch(5)
-    controllers.answers[5] = [*[status(tmp_path, "saving", "frozen")] * 3, status(tmp_path, "released", "released")]
-    other_jobs.refuse_shared(tmp_path, CONFIG, "ours")
-    assert len(controllers.asked) == 4
+def test_a_job_that_is_ending_is_waited_for(tmp_path: Path, jobs: Jobs, caplog: pytest.LogCaptureFixture) -> None:
+    jobs.launch(5)
+    jobs.answers[5] = [*[status(tmp_path, "saving", "frozen")] * 3, status(tmp_path, "released", "released")]
+    jobs.refuse_shared()
+    assert len(jobs.asked) == 4
     assert [record.message.partition(":")[2] for record in caplog.records] == [
         f" the job that saves to {tmp_path} now is ending"
     ]
 
 
 def test_a_job_that_does_not_end_is_refused_at_last(
-    tmp_path: Path, launch: Callable[..., None], controllers: Controllers, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(other_jobs, "ENDING_S", 0)
-    launch(5)
-    controllers.answers[5] = [status(tmp_path, "saving", "frozen")]
+    jobs.launch(5)
+    jobs.answers[5] = [status(tmp_path, "saving", "frozen")]
     with pytest.raises(DirectoryInUseError, match="stage saving"):
-        other_jobs.refuse_shared(tmp_path, CONFIG, "ours")
+        jobs.refuse_shared()
 
 
-def test_the_secret_of_another_job_of_this_user_is_found_on_its_host(
-    tmp_path: Path, launch: Callable[..., None], controllers: Controllers
-) -> None:
-    launch(5)
-    controllers.secret, controllers.answers[5] = "theirs", [status(tmp_path)]
-    other_jobs.refuse_shared(tmp_path, CONFIG, "ours")
+def test_the_secret_of_another_job_of_this_user_is_found_on_its_host(tmp_path: Path, jobs: Jobs) -> None:
+    jobs.launch(5)
+    jobs.secret, jobs.answers[5] = "theirs", [status(tmp_path)]
+    jobs.refuse_shared()
     config = dataclasses.replace(CONFIG, run_dir=str(tmp_path))
     write_token(tmp_path, "theirs")
     with pytest.raises(DirectoryInUseError):
-        other_jobs.refuse_shared(tmp_path, config, "ours")
+        jobs.refuse_shared(config=config)
 
 
 @pytest.mark.parametrize("answer", ["refused", "controller", ""])
 def test_a_job_whose_secret_is_not_known_may_run(
-    answer: str, tmp_path: Path, launch: Callable[..., None], controllers: Controllers,
+    answer: str, tmp_path: Path, jobs: Jobs,
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     """It was started with a TTP_RUN_DIR of its own, for example. Another job may have got the port meanwhile.
@@ -198,16 +185,15 @@ def test_a_job_whose_secret_is_not_known_may_run(
         probed.append(asked)
         return answer
 
-    launch(5)
-    controllers.answers |= {5: [None]} if answer else {}
+    jobs.launch(5)
+    jobs.answers |= {5: [None]} if answer else {}
     monkeypatch.setattr(other_jobs, "probe", probe)
-    other_jobs.refuse_shared(tmp_path, CONFIG, "ours")
+    jobs.refuse_shared()
     assert bool(probed) == bool(answer)
     assert ["far:5, where that of run theirs was" in text for text in caplog.messages] == [True] * (answer == "refused")
 
 
-def test_a_history_that_cannot_be_read_keeps_no_job_from_starting(tmp_path: Path) -> None:
-    (tmp_path / INCIDENTS).mkdir()
-    (tmp_path / INCIDENTS / "launches.log").mkdir()
-    other_jobs.refuse_shared(tmp_path, CONFIG, "ours")
+def test_a_history_that_cannot_be_read_keeps_no_job_from_starting(tmp_path: Path, jobs: Jobs) -> None:
+    (tmp_path / INCIDENTS / "launches.log").mkdir(parents=True)
+    jobs.refuse_shared()
     other_jobs.refuse_shared(tmp_path / "none", CONFIG, "ours")

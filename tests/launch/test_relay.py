@@ -61,13 +61,19 @@ def rank_through(controller: Controller, relay: RelayServer, number: int, **chan
     return rank
 
 
+def joined(controller: Controller, relay: RelayServer, count: int = 2, **changes: Any) -> list[FakeRank]:
+    """Return ranks behind the relay that the controller has welcomed."""
+    ranks = [rank_through(controller, relay, number, **changes) for number in range(count)]
+    assert [rank.expect(m.Welcome).rank for rank in ranks] == [*range(count)]
+    return ranks
+
+
 def states(controller: Controller) -> list[str]:
     return [rank.state for rank in controller.status().ranks]
 
 
 def test_a_lost_rank_is_saved_by_one_behind_the_same_relay(controller: Controller, relay: RelayServer) -> None:
-    zero, one = rank_through(controller, relay, 0), rank_through(controller, relay, 1)
-    zero.expect(m.Welcome), one.expect(m.Welcome)
+    zero, one = joined(controller, relay)
     until(lambda: controller.status().stage == "training")
     one.drop()
     freeze = zero.expect(m.Freeze)
@@ -79,8 +85,7 @@ def test_a_lost_rank_is_saved_by_one_behind_the_same_relay(controller: Controlle
 def test_all_lines_end_with_the_relay_and_their_ranks_come_back_without_it(
     controller: Controller, relay: RelayServer
 ) -> None:
-    ranks = [rank_through(controller, relay, 0), rank_through(controller, relay, 1)]
-    assert {rank.expect(m.Welcome).rank for rank in ranks} == {0, 1}
+    joined(controller, relay)
     until(lambda: controller.status().stage == "training")
     relay.close()
     until(lambda: states(controller) == ["lost", "lost"])
@@ -90,10 +95,8 @@ def test_all_lines_end_with_the_relay_and_their_ranks_come_back_without_it(
 
 
 def test_a_freeze_reaches_each_rank_and_the_last_answer_decides(controller: Controller, relay: RelayServer) -> None:
-    ranks = [rank_through(controller, relay, number, world_size=4) for number in range(3)]
-    outside = controller.rank(3, world_size=4)
-    for rank in (*ranks, outside):
-        rank.expect(m.Welcome)
+    ranks, outside = joined(controller, relay, 3, world_size=4), controller.rank(3, world_size=4)
+    outside.expect(m.Welcome)
     outside.drop()
     for number, rank in enumerate(ranks):
         freeze = rank.expect(m.Freeze)
@@ -120,16 +123,13 @@ def any_of(ranks: list[FakeRank], kind: type) -> Any:
 
 
 def test_a_beat_is_vouched_for(controller: Controller, relay: RelayServer) -> None:
-    ranks = [rank_through(controller, relay, number) for number in range(2)]
-    for rank in ranks:
-        rank.expect(m.Welcome)
+    for rank in joined(controller, relay):
         rank.say(m.Heartbeat(Rank(rank.number), Version(3), m.Phase.IDLE))
     until(lambda: [rank.version for rank in controller.status().ranks] == [3, 3])
 
 
 def test_a_rank_that_is_refused_hears_why_and_the_others_stay(controller: Controller, relay: RelayServer) -> None:
-    zero = rank_through(controller, relay, 0)
-    zero.expect(m.Welcome)
+    joined(controller, relay, 1)
     stranger = rank_through(controller, relay, 1, run_id="another job")
     assert stranger.expect(m.Refused).code is m.RefusalCode.OTHER_JOB
     assert stranger.ended()
@@ -138,8 +138,7 @@ def test_a_rank_that_is_refused_hears_why_and_the_others_stay(controller: Contro
 
 
 def test_nonsense_of_one_rank_is_its_own_affair(controller: Controller, relay: RelayServer) -> None:
-    zero, one = rank_through(controller, relay, 0), rank_through(controller, relay, 1)
-    zero.expect(m.Welcome), one.expect(m.Welcome)
+    zero, one = joined(controller, relay)
     one.say_raw(pb.RankReport())
     until(lambda: states(controller)[1] == "lost")
     assert zero.expect(m.Freeze)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -188,13 +189,13 @@ class TestKeptParts:
         assert not writer.problem
 
 
+def becomes_a_fifo(page: Path) -> None:
+    """No reader may hang there."""
+    page.unlink()
+    os.mkfifo(page, 0o600)
+
+
 class TestWhoseItIs:
-    def test_no_page(self, directory: Path) -> None:
-        assert "there is no page" in str(read(directory, 1))
-
-    def test_no_directory(self, tmp_path: Path) -> None:
-        assert "there is no page" in str(read(tmp_path / "nowhere", 1))
-
     def test_another_incarnation(self, directory: Path, writer: PageWriter) -> None:
         writer.write(1, True, [b"x"])
         assert "of incarnation 5, not 6" in str(read_page(directory, RANK, 1, 6))
@@ -214,25 +215,23 @@ class TestWhoseItIs:
         (directory / page_name(RANK)).rename(directory / page_name(RANK + 1))
         assert "belongs to rank 2" in str(read_page(directory, RANK + 1, 1, INCARNATION))
 
-    def test_a_link_is_not_followed(self, directory: Path, writer: PageWriter, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        ("spoil", "why"),
+        [
+            (lambda page: page.unlink(), "there is no page"),
+            (lambda page: shutil.rmtree(page.parent), "there is no page"),
+            (lambda page: page.symlink_to(page.rename(page.with_name("elsewhere"))), "cannot be used"),
+            (lambda page: page.parent.symlink_to(page.parent.rename(page.parent.with_name("moved"))), "cannot be used"),
+            (becomes_a_fifo, "not a plain file"),
+            (lambda page: page.chmod(0o622), "others may write"),
+        ],
+    )
+    def test_a_file_that_is_not_to_be_trusted(
+        self, directory: Path, writer: PageWriter, spoil: Callable[[Path], object], why: str
+    ) -> None:
         writer.write(1, True, [b"x"])
-        (directory / page_name(RANK)).rename(tmp_path / "elsewhere")
-        (directory / page_name(RANK)).symlink_to(tmp_path / "elsewhere")
-        assert "cannot be used" in str(read(directory, 1))
-
-    def test_a_linked_directory_is_not_followed(self, directory: Path, writer: PageWriter, tmp_path: Path) -> None:
-        writer.write(1, True, [b"x"])
-        (tmp_path / "link").symlink_to(directory)
-        assert "cannot be used" in str(read(tmp_path / "link", 1))
-
-    def test_a_fifo_does_not_hang_the_reader(self, directory: Path) -> None:
-        os.mkfifo(directory / page_name(RANK), 0o600)
-        assert "not a plain file" in str(read(directory, 1))
-
-    def test_a_file_that_others_may_write_to(self, directory: Path, writer: PageWriter) -> None:
-        writer.write(1, True, [b"x"])
-        (directory / page_name(RANK)).chmod(0o622)
-        assert "others may write" in str(read(directory, 1))
+        spoil(writer.path)
+        assert why in str(read(directory, 1))
 
     def test_a_directory_that_others_may_write_to(
         self, directory: Path, writer: PageWriter, caplog: pytest.LogCaptureFixture
