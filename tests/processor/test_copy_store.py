@@ -20,11 +20,12 @@ from ttp.config import Config
 from ttp.core.copy_messages import Keep, MirrorTo
 from ttp.core.layout import Rank, Version
 from ttp.errors import CheckpointError
-from ttp.processor.copies.store import INDEX, Copy, CopyStore, NoRoomError, bring
+from ttp.processor.copies.store import INDEX, Copy, CopyStore, NoRoomError
 from ttp.processor.copies.transfer import Receiver, Sender, SendError
 from ttp.processor.local_state.mirror import PAGE_BYTES_MAX
 from ttp.processor.local_state.page_sender import PageSender
 from ttp.processor.source import Cancelled
+from ttp.store.piece_file import copy_piece
 from ttp.wire import tls
 from ttp.wire.channel import metadata
 from ttp.wire.v1 import buddy_pb2 as pb
@@ -82,12 +83,12 @@ def test_copies_of_an_older_launch_go(tmp_path: Path) -> None:
 def test_a_piece_is_verified_when_it_is_brought(store: CopyStore, tmp_path: Path) -> None:
     copy = kept(store)
     counted: list[int] = []
-    bring(copy, copy.pieces[0], tmp_path / "out", never, counted.append)
+    copy_piece(copy.pieces[0], copy.path / "a.bin", tmp_path / "out", counted.append)
     assert (tmp_path / "out").read_bytes() == (copy.path / "a.bin").read_bytes()
     assert sum(counted) >= copy.pieces[0].size
     flip(copy.path / "a.bin")
     with pytest.raises(CheckpointError, match="damaged"):
-        bring(copy, copy.pieces[0], tmp_path / "out", never, counted.append)
+        copy_piece(copy.pieces[0], copy.path / "a.bin", tmp_path / "out", counted.append)
     assert not (tmp_path / "out").exists()
 
 

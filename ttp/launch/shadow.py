@@ -33,8 +33,7 @@ from ttp.store.durable import make_directory
 from ttp.store.held import PREFIX, Held, Order, State
 from ttp.store.manifest import Manifest
 from ttp.store.mounts import Mounts
-from ttp.store.piece_file import piece_file
-from ttp.store.plain_file import chunks
+from ttp.store.piece_file import copy_piece
 from ttp.store.verify import verify_checkpoint
 
 log = logging.getLogger("ttp.launch")
@@ -157,11 +156,7 @@ class Bringer:
         target = draft / piece.file
         if target.parent != draft:
             Disk().make_directory(target.parent)
-        with piece_file(target, self._wrote) as out:
-            for chunk in chunks(held / piece.file):
-                out.write(chunk)
-            if (found := out.sync_and_close()) != (piece.size, piece.digest):
-                raise CheckpointError(f"{held / piece.file} is damaged in memory: {found}")
+        copy_piece(piece, held / piece.file, target, self._wrote)
 
     def _set_aside(self, path: Path, manifest: Manifest) -> None:
         """Rename a checkpoint that was damaged on the storage, so that it can be written again under its name."""

@@ -159,6 +159,5 @@ class Holding:
                 raise OSError(state.problem)
             wrote(max(0, state.written - written))
             written = state.written
-            if not self._held.is_served():
-                shadow.serve(self._held)
+            self.serve()
             time.sleep(LOOK_S)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ttp.core.layout import Rank
 from ttp.core.messages import Piece
+from ttp.errors import CheckpointError
 from ttp.store.digest import HashingFile, Progress, digest_bytes
 from ttp.store.durable import write_durably
+from ttp.store.plain_file import chunks
 
 
 @contextmanager
@@ -32,6 +34,30 @@ def piece_file(path: Path, progress: Progress | None = None) -> Iterator[Hashing
         with suppress(OSError):  # the first error says more
             path.unlink(missing_ok=True)
         raise
+
+
+def copy_piece(
+    piece: Piece, source: Path, target: Path, progress: Progress, check: Callable[[], None] = lambda: None
+) -> None:
+    """Copy a piece from memory to the storage, durably, and compare its digest with the recorded one.
+
+    Args:
+        piece: size and digest of the piece.
+        source: the file in memory.
+        target: the new file; its directory exists.
+        progress: see ``HashingFile``.
+        check: called between the chunks; raises to give up.
+
+    Raises:
+        CheckpointError: the bytes are not those that were recorded.
+        OSError: the disk refused.
+    """
+    with piece_file(target, progress) as out:
+        for chunk in chunks(source):
+            check()
+            out.write(chunk)
+        if (found := out.sync_and_close()) != (piece.size, piece.digest):
+            raise CheckpointError(f"{source} is damaged in memory: {found}")
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from ttp.core.rank import actions as act
 from ttp.core.rank import events as ev
 from ttp.core.replication import NOBODY, Generations, keepers
 from ttp.errors import CheckpointError
-from ttp.processor.copies.store import Copy, CopyStore, NoRoomError, bring
+from ttp.processor.copies.store import Copy, CopyStore, NoRoomError
 from ttp.processor.copies.transfer import Receiver, Sender
 from ttp.processor.local_state.mirror import read_page_or_kept
 from ttp.processor.local_state.pages import Page
@@ -36,6 +36,7 @@ from ttp.processor.rank_job import RankJob
 from ttp.processor.serial_worker import SerialWorker
 from ttp.processor.source import Cancelled
 from ttp.store.durable import sync_directory
+from ttp.store.piece_file import copy_piece
 
 log = logging.getLogger("ttp.processor")
 
@@ -328,7 +329,7 @@ class Copying:
         for rank, kind, shard in wanted:
             copy, piece = self._find(rank, save.version, kind, shard)
             name = f"{Path(piece.file).stem}-k{save.generation}{Path(piece.file).suffix}"
-            bring(copy, piece, draft / name, check, wrote)
+            copy_piece(piece, copy.path / piece.file, draft / name, wrote, check)
             pieces.append(replace(piece, file=name, writer=self._rank))
         sync_directory(draft)
         return pieces

@@ -13,17 +13,15 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from ttp.core.layout import Rank, Version
 from ttp.core.messages import KeptCopy, Piece
 from ttp.errors import GARBLED, CheckpointError, ToldAs
-from ttp.store.digest import Progress
 from ttp.store.encoding import EncodingError, decode, encode
-from ttp.store.piece_file import piece_file
-from ttp.store.plain_file import chunks, read_plain
+from ttp.store.plain_file import read_plain
 
 INDEX = "index"
 RESERVE = 0.1
@@ -154,28 +152,6 @@ class CopyStore:
                 "for other programs. Make it larger (mount -o remount,size=..., docker --shm-size, an emptyDir of "
                 "medium Memory): a host needs four times the state of its ranks. Or do without buddy=True"
             )
-
-
-def bring(copy: Copy, piece: Piece, target: Path, cancelled: Callable[[], None], progress: Progress) -> None:
-    """Copy a piece from memory to the storage, durably, and compare its digest with the recorded one.
-
-    Args:
-        copy: the copy that holds the piece.
-        piece: one of its pieces.
-        target: the new file.
-        cancelled: called between the chunks; raises to give up.
-        progress: see ``HashingFile``.
-
-    Raises:
-        CheckpointError: the bytes are not those that were kept.
-        OSError: the disk refused.
-    """
-    with piece_file(target, progress) as writer:
-        for chunk in chunks(copy.path / piece.file):
-            cancelled()
-            writer.write(chunk)
-        if (found := writer.sync_and_close()) != (piece.size, piece.digest):
-            raise CheckpointError(f"the kept copy {copy.path / piece.file} is damaged: {found}")
 
 
 def plain_name(name: str) -> bool:
