@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from torch.distributed.elastic.rendezvous import RendezvousParameters, dynamic_rendezvous
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 
 from tests.launch.conftest import Job, Start
 from tests.ports import free_port
+from ttp.launch import refusal
 
 REFUSED = "TTP_KEEP='many' is not valid"
 
@@ -53,3 +59,26 @@ def test_a_job_that_has_formed_is_left_alone(start: Start, environ: dict[str, st
     assert refused.finish() == 64 and REFUSED in refused.log
     (jobs[0].out / "go").touch()
     assert [job.finish() for job in jobs] == [0, 0], jobs[0].log + jobs[1].log
+
+
+def test_the_beats_of_hosts_that_wait_do_not_keep_a_host_from_telling_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each beat rewrites the state of the rendezvous; here one comes whenever torch records what it is about to do."""
+    endpoint = f"127.0.0.1:{free_port()}"
+    parameters = RendezvousParameters("c10d", endpoint, "job", 2, 2, is_host="1")
+    waiting: Any = dynamic_rendezvous.create_handler(*reversed(create_backend(parameters)), parameters)
+    holder = waiting._state_holder
+
+    def beat(*_: object, **__: object) -> None:
+        while True:
+            holder.state.last_heartbeats[waiting._this_node] = datetime.now(UTC)
+            holder.mark_dirty()
+            if holder.sync():
+                return
+
+    beat()
+    monkeypatch.setattr(dynamic_rendezvous._DistributedRendezvousOpExecutor, "_record", beat)
+    flags = SimpleNamespace(rdzv_backend="c10d", rdzv_endpoint=endpoint, rdzv_id="job", local_addr=None)
+    flags.rdzv_conf = "is_host=0,close_timeout=1"
+    refusal.tell(flags, 1, "refused")
+    beat()
+    assert holder.state.closed and refusal.heard(waiting) == "refused"

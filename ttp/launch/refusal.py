@@ -50,18 +50,27 @@ def _tell(flags: Any, hosts: int, text: str, ends: float) -> None:
     )
     backend, store = create_backend(parameters)
     meeting: Any = create_handler(store, backend, parameters)
-    meeting._state_holder.sync()
-    state = meeting._state_holder.state
-    if state.complete or state.round:
+    held = meeting._state_holder
+    held.sync()
+    if _has_formed(held.state):
         return
     common = meeting._get_store()
-    if not state.closed:
+    if not held.state.closed:
         common.set(REASON_KEY, text)
-        meeting.set_closed()
+    while not held.state.closed and time.monotonic() < ends:  # set_closed() is too slow on a busy host: a beat of
+        held.state.closed = True  # another host, which rewrites the state, comes each time before it has written
+        held.mark_dirty()
+        held.sync()
+        if _has_formed(held.state):
+            return
     heard = common.add(HEARD_KEY, 1)
     while heard < hosts and time.monotonic() < ends:
         time.sleep(LOOK_S)
         heard = common.add(HEARD_KEY, 0)
+
+
+def _has_formed(state: Any) -> bool:
+    return bool(state.complete or state.round)
 
 
 def heard(rendezvous: Any) -> str:
