@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable
+from typing import Any
 
 import psutil
 import pytest
@@ -36,9 +37,15 @@ def ranks(cluster: Cluster, host: int) -> list[psutil.Process]:
     return running(cluster, host, "train.py", "RANK")
 
 
-def test_a_rank_that_is_killed_costs_no_requeue(cluster: Cluster, unbroken: Digests) -> None:
-    job = BatchJob(cluster)
+def training(cluster: Cluster, *options: str, **changes: Any) -> BatchJob:
+    """Submit a job. Returns once it trains."""
+    job = BatchJob(cluster, *options, **changes)
     job.wait_for("step 10/")
+    return job
+
+
+def test_a_rank_that_is_killed_costs_no_requeue(cluster: Cluster, unbroken: Digests) -> None:
+    job = training(cluster)
     for rank in ranks(cluster, 2):
         rank.kill()
     facts = job.wait_for_state("COMPLETED", "FAILED")
@@ -49,15 +56,13 @@ def test_a_rank_that_is_killed_costs_no_requeue(cluster: Cluster, unbroken: Dige
 
 def test_what_an_operator_requeues_is_saved_first(cluster: Cluster, unbroken: Digests) -> None:
     """``scontrol requeue`` sends SIGTERM to the steps, and SIGKILL after KillWait."""
-    job = BatchJob(cluster)
-    job.wait_for("step 10/")
+    job = training(cluster)
     cluster.command("scontrol", "requeue", job.id)
     assert_resumed(job, unbroken)
 
 
 def test_what_an_operator_holds_goes_on_when_it_is_released(cluster: Cluster, unbroken: Digests) -> None:
-    job = BatchJob(cluster)
-    job.wait_for("step 10/")
+    job = training(cluster)
     cluster.command("scontrol", "requeuehold", job.id)
     facts = job.wait_for_state("PENDING")
     assert facts["Reason"] == "job_requeued_in_held_state", facts
@@ -66,8 +71,7 @@ def test_what_an_operator_holds_goes_on_when_it_is_released(cluster: Cluster, un
 
 
 def test_what_is_cancelled_is_saved_and_not_started_again(cluster: Cluster) -> None:
-    job = BatchJob(cluster)
-    job.wait_for("step 10/")
+    job = training(cluster)
     cluster.command("scancel", job.id)
     facts = job.wait_for_state("CANCELLED", "COMPLETED", "FAILED")
     assert (facts["JobState"], facts["Restarts"]) == ("CANCELLED", "0")
@@ -75,8 +79,7 @@ def test_what_is_cancelled_is_saved_and_not_started_again(cluster: Cluster) -> N
 
 
 def test_what_is_preempted_is_saved_and_goes_on_when_the_nodes_are_free(cluster: Cluster, unbroken: Digests) -> None:
-    job = BatchJob(cluster)
-    job.wait_for("step 10/")
+    job = training(cluster)
     cluster.command("sbatch", "--parsable", "--partition=high", "--nodes=4", "--exclusive", "--wrap=sleep 5")
     job.wait_for("\nsaved\n")
     assert_resumed(job, unbroken)
@@ -85,8 +88,7 @@ def test_what_is_preempted_is_saved_and_goes_on_when_the_nodes_are_free(cluster:
 @pytest.mark.parametrize("host", [2, 1])
 def test_a_node_that_dies_takes_no_other_with_it(cluster: Cluster, unbroken: Digests, host: int) -> None:
     """Node 1 has the batch script, the rendezvous and the controller."""
-    job = BatchJob(cluster)
-    job.wait_for("step 10/")
+    job = training(cluster)
     cluster.hosts.power_off(host)
     facts = assert_resumed(job, unbroken)
     assert cluster.nodes[host - 1] not in facts["NodeList"]
@@ -96,8 +98,7 @@ def test_a_node_that_dies_takes_no_other_with_it(cluster: Cluster, unbroken: Dig
 def test_with_no_kill_the_script_itself_requeues_after_the_loss_of_another_node(
     cluster: Cluster, unbroken: Digests
 ) -> None:
-    job = BatchJob(cluster, "--no-kill")
-    job.wait_for("step 10/")
+    job = training(cluster, "--no-kill")
     cluster.hosts.power_off(2)
     assert_resumed(job, unbroken)
     assert "\nsaved\n" in job.text()
@@ -107,8 +108,7 @@ def test_with_no_kill_the_loss_of_the_first_node_leaves_a_job_without_a_script(
     cluster: Cluster, unbroken: Digests
 ) -> None:
     """The job is saved and has to be requeued by hand: so ``slurm.sbatch`` does not use ``--no-kill``."""
-    job = BatchJob(cluster, "--no-kill")
-    job.wait_for("step 10/")
+    job = training(cluster, "--no-kill")
     cluster.hosts.power_off(1)
     until(lambda: verdict(job) == ("saved", 75), every_s=0.2)
     until(lambda: "down" in cluster.states()[0], 90, every_s=0.2)
@@ -158,8 +158,7 @@ def test_where_the_cluster_decides_by_exit_codes(make_cluster: Callable[..., Clu
     """``RequeueExit=75`` starts the job again, ``RequeueExitHold=64`` holds a job that an operator has to check."""
     cluster = make_cluster(by_exit=True)
     env = {"REQUEUE_BY_EXIT": "1", "MAX_RESTARTS": "0"}
-    job = BatchJob(cluster, env=env)
-    job.wait_for("step 10/")
+    job = training(cluster, env=env)
     for rank in ranks(cluster, 2):
         rank.kill()
     assert_resumed(job, unbroken)
