@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,12 +65,13 @@ def test_the_beats_of_hosts_that_wait_do_not_keep_a_host_from_telling_them(monke
     """Each beat rewrites the state of the rendezvous; here one comes whenever torch records what it is about to do."""
     endpoint = f"127.0.0.1:{free_port()}"
     parameters = RendezvousParameters("c10d", endpoint, "job", 2, 2, is_host="1")
-    waiting: Any = dynamic_rendezvous.create_handler(*reversed(create_backend(parameters)), parameters)
+    backend, store = create_backend(parameters)
+    waiting: Any = dynamic_rendezvous.create_handler(store, backend, parameters)
     holder = waiting._state_holder
 
     def beat(*_: object, **__: object) -> None:
         while True:
-            holder.state.last_heartbeats[waiting._this_node] = datetime.now(UTC)
+            holder.state.last_heartbeats[waiting._this_node] = datetime.now(timezone.utc)
             holder.mark_dirty()
             if holder.sync():
                 return
