@@ -225,7 +225,8 @@ def test_a_launcher_that_announces_nothing_is_not_awaited_for_ever(survivor: Con
 
 
 def test_it_is_on_its_way_until_an_update_has_passed_the_gate(survivor: Continuing, tmp_path: Path) -> None:
-    """A training thread may reach the old gate only after the release."""
+    """A training thread may reach the old gate only after the release. This program has no process groups."""
+    survivor._groups = None
     old, new = of_launch(survivor), of_launch(survivor)
     old.gate.close()
     release(survivor, old)
@@ -236,6 +237,7 @@ def test_it_is_on_its_way_until_an_update_has_passed_the_gate(survivor: Continui
     survivor.releasing = False  # it is out of train()
     Processor.begin_update(new)
     assert not survivor.clock.runs and not Again(tmp_path).marks() and new.gate.updating
+    survivor.update_begins()  # of the next update: no clock runs
 
 
 def test_a_second_release_before_the_first_update_stops_the_clock_of_the_first(survivor: Continuing) -> None:
