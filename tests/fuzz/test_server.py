@@ -95,6 +95,7 @@ def test_bytes_that_are_not_grpc(controller: Controller, what: str) -> None:
             peer.sendall(RAW[what])
             while peer.recv(1 << 16):
                 pass
+        assert controller.status().stage == "training"
 
 
 def test_many_connections_that_say_nothing(controller: Controller) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -193,7 +194,13 @@ def test_a_job_whose_secret_is_not_known_may_run(
     assert ["far:5, where that of run theirs was" in text for text in caplog.messages] == [True] * (answer == "refused")
 
 
-def test_a_history_that_cannot_be_read_keeps_no_job_from_starting(tmp_path: Path, jobs: Jobs) -> None:
+def test_a_history_that_cannot_be_read_keeps_no_job_from_starting(
+    tmp_path: Path, jobs: Jobs, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, other_jobs.log.name)
     (tmp_path / INCIDENTS / "launches.log").mkdir(parents=True)
     jobs.refuse_shared()
     other_jobs.refuse_shared(tmp_path / "none", CONFIG, "ours")
+    (told,) = [(record.levelno, record.getMessage()) for record in caplog.records]
+    assert told[0] == logging.DEBUG and told[1].startswith(f"cannot look for other jobs in {tmp_path}: ")
+    assert not jobs.asked

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from pathlib import Path
@@ -18,7 +19,6 @@ from ttp.core.rank import events as ev
 from ttp.core.rank.events import Quiet
 from ttp.launch.leases import Leases
 from ttp.processor import state_inspector
-from ttp.processor.import_list import AFTER_UPDATES
 from ttp.processor.processor import Processor
 from ttp.processor.state_inspector import Seen
 
@@ -239,16 +239,20 @@ def test_without_a_thread_to_save_in_it_is_said_that_nothing_was_saved(
     assert isinstance(processor._inbox.get(timeout=PATIENCE_S), ev.Worked), "it is tried again"
 
 
-def test_where_no_thread_can_be_started_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = alone(FakeSource(), tmp_path)
+def test_where_no_thread_can_be_started_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(threading.Thread, "start", no_thread)
-    for _ in range(AFTER_UPDATES + 1):
-        made.say()
-        made.begin_update()
-        made.end_update()
+    made = alone(FakeSource(), tmp_path)
     made.begin_update()
     made.gate.close()
     made.end_update()  # which a controller waits for: it will do without this rank
+    (told,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert "cannot tell the controller" in told.getMessage()
+    made._inspector.thaw()
+    made.begin_update()
+    made.end_update()
+    assert (made.gate.version, made.gate.state().phase) == (2, m.Phase.IDLE)
     made.close()
 
 

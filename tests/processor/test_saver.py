@@ -17,6 +17,7 @@ from ttp.core.decide import How
 from ttp.core.layout import Layout, Rank, Shard, Version
 from ttp.core.messages import Save, Saved, SaveFailed, SaverOrder
 from ttp.core.rank.events import Event, Worked
+from ttp.processor import saver as saver_module
 from ttp.processor.holding import Holding
 from ttp.processor.rank_job import RankJob
 from ttp.processor.saver import Saver
@@ -119,6 +120,13 @@ def test_a_save_that_hangs_does_not_keep_the_next_one_which_was_ordered_before_i
 def test_a_restore_does_not_fail_because_no_thread_can_remove_old_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    tidied = list[tuple[object, ...]]()
+    monkeypatch.setattr(saver_module, "tidy", lambda *asked, **_: tidied.append(asked))
     saver = saver_of(FakeSource(), tmp_path)
-    monkeypatch.setattr(threading.Thread, "start", no_thread)
-    saver.tidy(tmp_path, 1, "newest", verified=True)
+    with monkeypatch.context() as crowded:
+        crowded.setattr(threading.Thread, "start", no_thread)
+        saver.tidy(tmp_path, 1, "newest", verified=True)
+    saver.tidy(tmp_path, 1, "newer", verified=True)
+    assert saver._tidying.wait_done(PATIENCE_S)
+    assert tidied == [(tmp_path, 1, "newer")], "not on the caller's thread, and the next time again"
+    saver.close()

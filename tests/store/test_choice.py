@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import time
@@ -156,11 +157,14 @@ def test_a_save_dir_in_a_directory_of_this_launch_is_told_at_the_first_start(
     assert [f"changed its working directory from {tmp_path} to" in text for text in caplog.messages] == [True] * warns
 
 
-def test_a_working_directory_that_was_removed_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_working_directory_that_was_removed_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     (gone := tmp_path / "gone").mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
-    warn_of_new_beginning(tmp_path, RankEnv(0, 2, 0, "localhost", "run", 0), str(tmp_path), time.time())
+    warn_of_new_beginning(gone / "ckpt", RankEnv(0, 2, 0, "localhost", "run", 0), str(tmp_path), time.time())
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_no_manifest_is_parsed_twice(world: World, other: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -208,5 +208,8 @@ def test_each_file_is_opened_once_for_all_tensors(tmp_path: Path, monkeypatch: p
     assert [file.closed for file in opened] == [True] * 2
 
 
-def test_nothing_wanted_reads_nothing(saved: Any, tmp_path: Path) -> None:
-    load_chunks(tmp_path / "nowhere", saved, [(("model", "w"), [])])
+def test_nothing_wanted_reads_nothing(saved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = list[Path]()
+    monkeypatch.setattr(reader, "open_plain", opened.append)
+    load_chunks(tmp_path, saved, [(("model", "w"), [])])
+    assert not opened
