@@ -137,6 +137,23 @@ def test_frozen_and_never_released() -> None:
     assert rank.after(1) == "Exit(70)"
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_never_released_as_the_storage_refused_says_so(again: bool) -> None:
+    """The release of the controller, which names the reason too, comes at the same moment, and may come too late."""
+    rank = Rank1(rescue_s=360, heartbeat_s=1e9)
+    rank.freeze()
+    rank.quiet(7)
+    rank.save()
+    rank.event(ev.Worked(m.SaveFailed(ME, "a", 0, "disk full")))
+    if again:
+        rank.save(generation=1)
+        rank.event(written(generation=1))
+    assert rank.after(360) == "Exit(70)"
+    (leaves,) = (action for action in rank.did if isinstance(action, act.Exit))
+    why = "" if again else "; it could not write: disk full"
+    assert leaves.text == f"frozen for 360 s (TTP_OT) without being released{why}"
+
+
 def test_a_frozen_rank_that_is_broken_and_alone_does_not_spin() -> None:
     rank = Rank1(alone_s=20, retry_min_s=1e6, retry_max_s=1e6)
     rank.freeze()

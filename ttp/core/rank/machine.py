@@ -178,7 +178,8 @@ class ProcessorMachine:
             self._aside.say(beat)
         self._aside.on_time(now)
         if self._rescue.expire(now):
-            self._exit(EXIT_NOT_SAVED, f"frozen for {self.timeouts.rescue_s:g} s (TTP_OT) without being released")
+            why = f"; it could not write: {failure}" if (failure := self._rescue.failure) else ""
+            self._exit(EXIT_NOT_SAVED, f"frozen for {self.timeouts.rescue_s:g} s (TTP_OT) without being released{why}")
         alone = self._down_since is not None and now >= self._down_since + self.timeouts.alone_s
         if alone and not self.incident and self._waits:
             self._outbox.do(act.LetGo(rescued=False))

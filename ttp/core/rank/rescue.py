@@ -70,6 +70,8 @@ class RankRescue:
         self._waits = False  # the order is a save that waits for that result
         self._results: dict[tuple[type[m.Save | m.Commit], int], m.Report] = {}
         self._results_of = ""  # the incident that the results belong to
+        self.failure = ""
+        """Why the last save or commit of this rank in the incident failed; empty: it did not."""
         self._preimage = False
         self._redo_until: float | None = None
         self._redoing: Version | None = None  # the version that a redo makes, until that update is over
@@ -116,7 +118,7 @@ class RankRescue:
         if order.incident != self.incident:
             self._cancel()
             if order.incident != self._results_of:  # a thawed incident may freeze again: its results stay
-                self._results, self._results_of, self._generation = {}, order.incident, 0
+                self._results, self._results_of, self._generation, self.failure = {}, order.incident, 0, ""
             self._frozen_since = now
         elif self._snapshot and not order.snapshot:
             self._frozen_since = now  # a fault has turned the snapshot into a rescue
@@ -264,6 +266,7 @@ class RankRescue:
 
     def _finish(self, order: m.Save | m.Commit, result: m.Report) -> None:
         self._order, self._results[type(order), order.generation] = None, result
+        self.failure = result.text if isinstance(result, (m.SaveFailed, m.CommitFailed)) else ""
         self._outbox.answer(result)
 
 
