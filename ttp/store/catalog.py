@@ -19,7 +19,7 @@ from ttp.errors import CheckpointError
 from ttp.store import names, verify
 from ttp.store.digest import Progress
 from ttp.store.disk import Disk
-from ttp.store.manifest import ForeignCheckpointError, Manifest, load_with_digest
+from ttp.store.manifest import MANIFEST, ForeignCheckpointError, Manifest, load_with_digest
 from ttp.store.room import Room
 from ttp.store.share import WHOLE, Share
 from ttp.store.walk import ATTEMPTS, NotTriedError, walk_back
@@ -198,12 +198,15 @@ def _warn_of_no_room(checkpoint: Path) -> None:
 
 
 def newest_name(save_dir: Path) -> Version:
-    """Return the version of the newest checkpoint by the names in ``save_dir`` alone; 0 if none is there.
+    """Return the version of the newest checkpoint in ``save_dir``, even a damaged one; 0 if none is there.
+
+    Reads no manifest. A directory that has the name of a checkpoint but no manifest is another program's.
 
     Raises:
         OSError: ``save_dir`` cannot be listed.
     """
-    return Version(max((names.parse_checkpoint_name(path.name) or 0 for path in save_dir.iterdir()), default=0))
+    named = ((names.parse_checkpoint_name(path.name) or Version(0), path) for path in save_dir.iterdir())
+    return next((version for version, path in sorted(named, reverse=True) if (path / MANIFEST).exists()), Version(0))
 
 
 def prune(

@@ -134,7 +134,10 @@ def test_the_adapter_is_told_that_training_begins(training: Training, monkeypatc
 
 
 def test_older_than_what_is_there_is_said(training: Training, caplog: pytest.LogCaptureFixture) -> None:
-    (training.directory / "checkpoints" / "tft_saved_checkpoints-step_1215").mkdir()
+    for step, kept in (1215, "manifest.json"), (1300, "theirs"):
+        directory = training.directory / "checkpoints" / f"tft_saved_checkpoints-step_{step}"
+        directory.mkdir()
+        (directory / kept).touch()
     with caplog.at_level(logging.WARNING, "ttp"):
         training.train(register(), epochs=1)
     assert "holds step 1215, and this training begins with step 0: what it saves counts as older" in caplog.text

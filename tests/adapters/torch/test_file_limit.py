@@ -13,6 +13,7 @@ import pytest
 from tests.adapters.torch.stub_processor import StubProcessor
 from tests.adapters.torch.test_trial import Job
 from ttp.core.layout import Layout, Rank, Shard, Version
+from ttp.store.manifest import MANIFEST
 from ttp.store.names import checkpoint_name
 from ttp.store.room import Room
 
@@ -72,8 +73,9 @@ def test_how_fast_the_storage_has_to_be_for_a_large_state(
 def test_a_checkpoint_that_was_not_restored_is_told_before_the_first_update(
     rank: int, restored: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for version in (9, 61):
+    for version in (9, 61, 70):
         (tmp_path / checkpoint_name(Version(version))).mkdir()
+        (tmp_path / checkpoint_name(Version(version)) / ("theirs" if version == 70 else MANIFEST)).touch()
     job = Job(tmp_path)
     job.processor = StubProcessor(tmp_path, rank=rank, layout=Layout.data_parallel(2))
     job.wrap()

@@ -127,7 +127,9 @@ def test_a_cut_goes_through_one_tensor_and_copies_nothing() -> None:
 def test_chunks_of_larger_tensors_are_cut_once_more() -> None:
     whole = torch.arange(600.0).view(30, 20)
     state = {"model": {"w": (Chunk(whole[:10], (60, 20), (5, 0)), Chunk(whole[10:], (60, 20), (30, 0)))}}
-    counts = covered(state, shares(state, 4))["('model', 'w')"]
+    parts = shares(state, 5)
+    counts = covered(state, parts)["('model', 'w')"]
+    assert [sum(c.tensor.nbytes for e in entries for c in chunks_of(e[2]) or ()) for entries in parts] == [480] * 5
     assert counts.sum(1).tolist() == [0] * 5 + [20] * 10 + [0] * 15 + [20] * 20 + [0] * 10
 
 
