@@ -20,6 +20,7 @@ from tests.adapters.torch.checkpoints import Net, digest
 from tests.adapters.torch.fake_runtime import FakeRuntime
 from tests.adapters.torch.stub_processor import Loop
 from tests.adapters.torch.test_restore import OPTIMIZERS
+from ttp.adapters.torch.loop.unwrap_optimizer import combined
 from ttp.adapters.torch.saving.piece_index import items_of
 from ttp.adapters.torch.saving.preimage import PreImage
 from ttp.core.decide import How
@@ -265,3 +266,18 @@ def test_copies_of_one_kind_are_made_in_one_call(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch, "_foreach_copy_", count)
     PreImage(torch.optim.SGD([nn.Parameter(torch.zeros(n)) for n in (1, 2, 3)], lr=1.0)).take(0)
     assert calls == [3]
+
+
+def test_the_first_copy_of_a_version_is_kept_whoever_steps_next() -> None:
+    """A frozen parameter of one optimizer is copied before the step of another, after which the loop may move it."""
+    first, second, frozen = (nn.Parameter(torch.zeros(2), requires_grad=number < 2) for number in range(3))
+    critic, generator = SGD([first], lr=1.0), SGD([second, frozen], lr=1.0)
+    kept = PreImage(combined([critic, generator]), followers=[frozen])
+    for version in (3, 4):
+        live = frozen.clone()
+        kept.take(version, [critic])
+        with torch.no_grad():
+            frozen.add_(1)
+        kept.take(version, [generator])
+        kept.take(version, [critic])
+        assert kept.whole and torch.equal(kept.image(version).of(frozen), live)
