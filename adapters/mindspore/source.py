@@ -149,9 +149,7 @@ class MindSporeSource(PagedSource):
         pieces = []
         for shard in order.shards:
             pieces.append(self._write_rank(draft, shard, order.rank, version, local, undo, cancelled))
-            replicas = encode_group_info(
-                self.processor.layout.groups[shard]
-            )  # who may load the file, as MindSpore says it
+            replicas = encode_group_info(self.processor.layout.groups[shard])  # says to MindSpore who may load the file
             pieces.append(write_piece(draft, f"rank_{order.rank}/{NAME}", replicas, GROUP_KIND, order.rank))
         if order.pages:
             file = f"rank_local_{order.rank}_{generation}.msgpack"
