@@ -19,12 +19,20 @@ def digest(text: str) -> dict[str, Any]:
     return {"digests": (m.ShardDigest(Shard("s0"), text),)}
 
 
-def skewed(ranks: int = 5, **first: Any) -> Talk:
-    """Return a job whose rank 2 saves version 8 at once, because rank 1 is at 7, so that no version can be newer."""
-    talk = Talk(grid(1, ranks))
+def skewed(ranks: int = 5, *, hosts: bool = False, **first: Any) -> Talk:
+    """Return a job whose rank 2 saves version 8 at once, because rank 1 is at 7, so that no version can be newer.
+
+    ``hosts``: each rank has a host of its own.
+    """
+    talk = Talk(grid(1, ranks), joined=0)
+    for rank in range(ranks):
+        talk.hello(rank, host=f"h{rank}" if hosts else "h")
     talk.accuse(0, m.FaultKind.EXITED)
     talk.frozen(1, 7, **digest("older"))
-    assert "Save:2" in talk.frozen(2, 8, **{**digest("flipped"), **first})
+    saves = "Save:1,2" if hosts else "Save:2"
+    assert saves in talk.frozen(2, 8, **{**digest("flipped"), **first})
+    if hosts:
+        talk.saved(1)  # the pages of its host
     return talk
 
 
@@ -82,6 +90,33 @@ def test_missing_votes_delay_a_commit_for_a_second_at_most() -> None:
     assert talk.saved(2) == "[saved]"
     assert talk.after(0.9) == ""
     assert talk.after(0.1) == "[commit] Commit:2"
+
+
+def test_pages_and_votes_are_awaited_at_the_same_time() -> None:
+    talk = skewed(hosts=True)
+    assert talk.saved(2) == "[saved]"
+    assert talk.after(0.9) == ""
+    assert talk.after(0.1) == "[commit] Commit:1"
+
+
+def test_the_pages_of_ranks_that_answer_one_by_one_are_ordered_together() -> None:
+    """To look for such pages takes time for each rank of the job, so it is not done for each answer."""
+    talk = skewed(hosts=True)
+    talk.saved(2)
+    assert talk.frozen(3, 8, **digest("flipped")) == "[answer]"
+    assert talk.frozen(4, 8, **digest("flipped")) == "[answer] Save:3,4"
+
+
+@pytest.mark.parametrize("kind", [m.FaultKind.COLLECTIVE, m.FaultKind.PREEMPTED])
+def test_votes_are_awaited_of_ranks_that_only_see_the_fault_of_another(kind: m.FaultKind) -> None:
+    """All peers of a dead rank report a failed collective, and SIGTERM goes to all ranks."""
+    talk = skewed()
+    for rank in (3, 4):
+        talk.fault(rank, kind)
+    assert talk.saved(2) == "[saved]"
+    for rank in (3, 4):
+        said = talk.frozen(rank, 8, **digest("good"))
+    assert said.endswith("[outvoted] [plan] Save:3")
 
 
 def test_no_vote_is_awaited_of_ranks_at_fault_or_without_digests() -> None:

@@ -11,10 +11,7 @@ from ttp.core.controller.mirrors import Mirrors
 from ttp.core.layout import Rank, ranks_text
 
 PAGES_S = 1.0
-"""Seconds that a commit waits for hosts of which no rank has answered, because only they have their pages.
-
-After the commit those that have come back are waited for once more, as long.
-"""
+"""Seconds for which ranks that have come back after the commit are waited for, because only they have their pages."""
 AGAIN_MIN_S = 5.0
 """Least seconds that a checkpoint which lacks pages may take to be made once more."""
 STRAGGLERS_MAX = 64

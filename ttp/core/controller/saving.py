@@ -19,7 +19,7 @@ from ttp.core.controller.incident import NEVER, Incident, Stage
 from ttp.core.controller.membership import Membership
 from ttp.core.controller.mirrors import Mirrors
 from ttp.core.controller.outbox import Outbox
-from ttp.core.controller.page_collectors import PAGES_S, PageCollectors
+from ttp.core.controller.page_collectors import PageCollectors
 from ttp.core.controller.planning import rest_s
 from ttp.core.decide import How, Plan, odd_story
 from ttp.core.layout import Rank, Shard
@@ -27,8 +27,8 @@ from ttp.core.layout import Rank, Shard
 GENERATIONS_PER_TERM = 1 << 16
 """Generations that belong to one term, so that two controllers that reopen one incident never use the same number."""
 
-VOTES_S = 1.0
-"""Seconds for which a commit waits for the digests of ranks that have not answered the freeze yet."""
+LATE, LATE_S = "late answers", 1.0
+"""Name and seconds of the wait of a commit for the digests and the pages of ranks that have not answered yet."""
 
 LOSSES_MAX = 8
 REPLAN_S, REPLAN_MAX_S = 0.02, 1.0
@@ -131,7 +131,7 @@ class Saving:
             draft.expect(m.SaverOrder(rank, (), How.AS_IS, wanted, False))
             draft.wrote(rank, -1, now)
             self._send_save(incident, rank)
-        return bool(pages) or (self.pages.lack_a_host(incident) and incident.waits("pages", PAGES_S, now))
+        return bool(pages) or (self.pages.lack_a_host(incident) and incident.waits(LATE, LATE_S, now))
 
     def _send_save(self, incident: Incident, rank: Rank) -> None:
         draft, plan = incident.draft, incident.draft.plan
@@ -254,7 +254,7 @@ class Saving:
             draft.next_plan_at = draft.planned_at + pause_s
             draft.dropped = []
         elif draft.awaiting or not (
-            draft.pending or self._collects_late(incident, now) or self._awaits_votes(incident, now)
+            draft.pending or self._awaits_votes(incident, now) or self._collects_late(incident, now)
         ):
             odd = frozenset() if draft.awaiting else self._outvoted(incident)
             if odd:
@@ -268,12 +268,13 @@ class Saving:
     def _awaits_votes(self, incident: Incident, now: float) -> bool:
         """Return whether copies that may outvote a saver's are still to be reported.
 
-        The plan need not wait for them if ranks are at different versions. Ranks that are known to be at fault may
-        never answer.
+        The plan need not wait for them if ranks are at different versions. Ranks at fault may never answer; those that
+        report a failed collective or SIGTERM do.
         """
-        ranks = incident.ranks
+        ranks, book = incident.ranks, incident.evidence
         compared = any(answer.digests for answer in ranks.answers.values())
-        return compared and bool(ranks.waiting - incident.evidence.subjects) and incident.waits("votes", VOTES_S, now)
+        at_fault = book.subjects.difference(book.against(m.FaultKind.COLLECTIVE), book.against(m.FaultKind.PREEMPTED))
+        return compared and bool(ranks.waiting - at_fault) and incident.waits(LATE, LATE_S, now)
 
 
 def _task_of(incident: Incident, report: m.Saved | m.SaveFailed) -> Task | None:
