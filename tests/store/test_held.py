@@ -154,6 +154,23 @@ def test_what_was_given_up_leaves_nothing(held: Held, save_dir: Path) -> None:
     assert not list(held.memory.iterdir())
 
 
+def test_what_is_never_written_is_not_looked_for_all_the_time(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The alarm was false, so ranks train on and have saved nothing; each look also reads the slow storage."""
+    now, pauses = [0.0], list[float]()
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        now[0] += seconds
+
+    monkeypatch.setattr(shadow, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    order = held.order()
+    assert order is not None
+    World(held.memory).write_draft(12)
+    assert Bringer(held, replace(order, patience_s=360.0)).run()
+    assert len(pauses) < 1000 and max(pauses[:10]) < 0.05
+    assert not list(held.memory.iterdir())
+
+
 def test_what_others_have_left_is_removed(held: Held, save_dir: Path) -> None:
     World(held.memory).write_draft(10, "older")
     hold(held, 12)

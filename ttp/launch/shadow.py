@@ -38,8 +38,11 @@ from ttp.store.verify import verify_checkpoint
 
 log = logging.getLogger("ttp.launch")
 
-LOOK_S = 0.02
-"""Seconds between two looks at the files in memory."""
+LOOK_S, LOOK_MAX_S, LOOK_PART = 0.02, 1.0, 0.05
+"""Least and most seconds between two looks at the files in memory, and the part of the time waited so far in between.
+
+Ranks may never write the checkpoint, as the alarm was false, and each look reads the slow storage, too.
+"""
 RETRY_MIN_S, RETRY_MAX_S = 0.1, 5.0
 """Shortest and longest pause in seconds after a copy has failed; the pause is doubled each time."""
 START_S = 10.0
@@ -73,7 +76,8 @@ class Bringer:
         Returns:
             False if a checkpoint is still in memory only.
         """
-        until, pause_s, tries = time.monotonic() + self._order.patience_s, RETRY_MIN_S, 0
+        began, pause_s, tries = time.monotonic(), RETRY_MIN_S, 0
+        until = began + self._order.patience_s
         if not self._held.unfinished():
             self._held.drop(but=self._order.draft)
         while time.monotonic() < until and self._held.usable:
@@ -81,7 +85,7 @@ class Bringer:
             if found is None:
                 if self._is_late():
                     break
-                time.sleep(LOOK_S)
+                time.sleep(min(LOOK_MAX_S, max(LOOK_S, LOOK_PART * (time.monotonic() - began))))
                 continue
             if self._state.incident != found[1].incident:
                 self._state = State(found[1].incident)
