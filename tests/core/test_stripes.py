@@ -242,7 +242,7 @@ def test_parts_cover_every_shard_exactly_once(job: tuple[Layout, list[Answer], d
 @pytest.fixture(autouse=True)
 def no_launcher_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each host has one rank. A commit would wait for the pages of those that are lost."""
-    monkeypatch.setattr(saving, "PAGES_S", 0.0)
+    monkeypatch.setattr(saving, "LATE_S", 0.0)
 
 
 def cut_job(replicas: int = 4, parts: int = 4) -> Talk:
