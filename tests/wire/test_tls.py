@@ -271,9 +271,13 @@ def test_a_controller_refuses_a_certificate_that_was_revoked(
 
 
 def test_a_controller_with_a_certificate_that_was_revoked_is_not_spoken_to(
-    listed: dict[str, dict[str, str]], stolen: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture, status: Any,
-) -> None:  # fmt: skip
+    listed: dict[str, dict[str, str]],
+    stolen: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    status: Any,
+) -> None:
     controller = Controller(tmp_path, **stolen)  # type: ignore[arg-type]  # settings, and none else
     try:
         assert status(controller.port, stolen)[0] == 0
