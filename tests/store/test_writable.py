@@ -256,6 +256,7 @@ def test_what_counts_as_a_restart_of_a_job_that_was_started_anew(tmp_path: Path,
     assert was_launched(tmp_path)
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     assert was_launched(tmp_path / "loop"), "storage that does not answer may hold a launch"
+    assert was_launched(Path("a\0b")), "the check of the name comes later, and says what to do"
 
 
 def test_a_fallback_that_cannot_be_used_is_said_at_the_first_start(

@@ -138,12 +138,12 @@ class WrongWord:
 
 
 def was_launched(save_dir: Path) -> bool:
-    """Return whether a job has been launched with this directory; also True if it cannot be looked at now."""
+    """Return whether a job has been launched with this directory; also True if it cannot be looked at."""
     try:
         (save_dir / INCIDENTS / FILE).stat()
     except (FileNotFoundError, NotADirectoryError):
         return False
-    except OSError:
+    except (OSError, ValueError):  # ValueError: a name that no directory can have
         pass
     return True
 

@@ -99,7 +99,7 @@ def test_own_master_weights() -> Program:
         model.zero_grad()
         loss.backward()
         for master, parameter in zip(masters, model.parameters(), strict=True):
-            master.grad = parameter.grad.float()  # type: ignore[union-attr]
+            master.grad = parameter.grad.float()  # type: ignore[union-attr] # backward() has made it
         optimizer.step()
         with torch.no_grad():
             for master, parameter in zip(masters, model.parameters(), strict=True):
