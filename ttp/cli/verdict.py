@@ -8,7 +8,7 @@ import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -29,6 +29,7 @@ from ttp.errors import (
     UsageError,
 )
 from ttp.launch.token_file import read_token
+from ttp.polling import poll
 from ttp.store.history import Launch, WrongWord, fruitless, read_launches, read_word
 from ttp.store.names import INCIDENTS
 
@@ -48,6 +49,8 @@ MOVED = (
     ". It saves to {0}, where the record of this launch is missing: was that directory moved, removed or unmounted? "
     "Move or mount it back; `ttp save` shows whether a checkpoint can be written"
 )
+RECORD_S = 10.0
+"""Seconds to wait for the end of a launch that its controller has yet to record, because the storage is slow."""
 INCIDENTS_READ = 50
 """Maximum number of incidents that are read to find the last one with a fault."""
 
@@ -95,13 +98,16 @@ def verdict(
     """
     directory = save_dir_of(directory)
     try:
-        found, launches = _found(directory, run_id, since, launcher_code)
+        asked = (directory, run_id, since, launcher_code)
+        result = poll(lambda: _found(*asked, patient=True), RECORD_S, 0.5) or _found(*asked, patient=False)
     except (CheckpointError, OSError, UsageError) as problem:  # a script must not take this for a job that runs
         running = _running(directory, [], run_id)
         if running is None and isinstance(problem, UsageError):
             raise
         text = f"what the job left cannot be read: {problem}"
-        found, launches = running or Verdict(EXIT_NOT_SAVED, text), []
+        result = running or Verdict(EXIT_NOT_SAVED, text), []
+    assert result
+    found, launches = result
     assert found.code is not None
     code, text = found.code, found.text
     if code in (EXIT_NOT_SAVED, EXIT_BAD_CONFIG):
@@ -118,9 +124,11 @@ def verdict(
 
 
 def _found(
-    directory: Path, run_id: str | None, since: float | None, launcher_code: int | None
-) -> tuple[Verdict, list[Launch]]:
+    directory: Path, run_id: str | None, since: float | None, launcher_code: int | None, *, patient: bool
+) -> tuple[Verdict, list[Launch]] | Literal[False]:
     """Return the verdict on the last launch, and all launches of the job that are known.
+
+    False: the job is over, and its controller, which still answers, has yet to record its end; only if ``patient``.
 
     Raises:
         UsageError: the directory is not that of a job.
@@ -135,6 +143,10 @@ def _found(
         of_whom = f" of job {run_id!r}" if run_id is not None else ""
         raise UsageError(f"{place} holds nothing{of_whom} that ttp wrote: give the save_dir of the job")
     running = _running(directory, recent, run_id) if recent or not launches else None
+    if running is not None and running.code is None:
+        if patient:
+            return False
+        running = None
     return running or _judge(recent, incident, word, launcher_code), launches
 
 
@@ -180,7 +192,7 @@ def _storage(place: Path) -> str:
 
 
 def _running(place: Path, launches: list[Launch], run_id: str | None) -> Verdict | None:
-    """Ask the controllers about a launch that has recorded no end. None: none answers, or no rank lives.
+    """Ask the controllers about a launch that has recorded no end. None: none answers. No code: no rank lives.
 
     Without a launch, ask about any job that saves to ``place``, as its records may have been moved away.
     """
@@ -203,6 +215,8 @@ def _running(place: Path, launches: list[Launch], run_id: str | None) -> Verdict
             text = f"the job runs: {len(alive)} of {now.world_size} ranks live, the newest version is {max(alive)}"
             moved = "" if here and launches else MOVED.format(now.save_dir)
             return Verdict(EXIT_RUNNING, text + moved)
+        if launches and here:
+            return Verdict(None, "")
     if launches and refuses_to_say(launches[-1], config):
         return Verdict(EXIT_RUNNING, NOT_ASKED.format(launches[-1].controller))
     return None
