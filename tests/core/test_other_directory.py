@@ -12,11 +12,11 @@ from ttp.core import messages as m
 from ttp.testing.scenario import grid
 
 
-def saving(fallback_dir: str = "", **patience: Any) -> Wide:
-    """Return a job that saves after a fault."""
+def saving(fallback_dir: str = "", *, from_rank: int = 0, **patience: Any) -> Wide:
+    """Return a job that saves after a fault. Ranks below ``from_rank`` were started without a fallback directory."""
     talk = Wide(**patience)
-    for member in talk.machine.job.members.values():
-        member.hello = replace(member.hello, fallback_dir=fallback_dir)
+    for rank, member in talk.machine.job.members.items():
+        member.hello = replace(member.hello, fallback_dir=fallback_dir if rank >= from_rank else "")
     talk.fault(5)
     talk.frozen_all()
     return talk
@@ -35,8 +35,9 @@ def nobody_can_write(talk: Wide) -> tuple[list[m.Save], str]:
     raise AssertionError("six ranks have failed, and it goes on")
 
 
-def test_when_nobody_can_write_everything_goes_to_the_fallback() -> None:
-    talk = saving("/spare")
+@pytest.mark.parametrize("from_rank", [0, 1])
+def test_when_nobody_can_write_everything_goes_to_the_fallback(from_rank: int) -> None:
+    talk = saving("/spare", from_rank=from_rank)
     before, said = nobody_can_write(talk)
     assert before
     assert {order.directory for order in before} == {""}

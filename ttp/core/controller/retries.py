@@ -33,7 +33,7 @@ class Retries:
 
         Also False if only the saved version is being saved once more: the checkpoint that exists will do.
         """
-        fallback = next((mb.hello.fallback_dir for mb in self._job.members.values()), "")
+        fallback = next(filter(None, (mb.hello.fallback_dir for mb in self._job.members.values())), "")
         failures = incident.ranks.failures
         if not (fallback and failures) or incident.draft.directory or incident.again_until < NEVER:
             return False
