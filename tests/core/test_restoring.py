@@ -10,7 +10,7 @@ import pytest
 from tests.core.talk import Talk
 from ttp.core import messages as m
 from ttp.core.layout import Rank, Version
-from ttp.core.restore_choice import LOOK_AGAIN_S, none_whole_note
+from ttp.core.restore_choice import LOOK_AGAIN_S, fallback_note, none_whole_note
 from ttp.core.restore_messages import Candidate, Reading, Restored, RestoreDecision, RestoreView
 from ttp.testing.scenario import grid
 
@@ -228,6 +228,51 @@ def test_a_restart_under_a_new_controller_looks_again_too() -> None:
     for rank in range(2):
         talk.hello(rank, launch=rank)
     assert both_find(talk, [(7, "a")]) == "[waits] RestoreDecision:0,1"
+
+
+def under_a_new_controller(*views: RestoreView, launch: int = 1) -> RestoreDecision:
+    """Return the decision for ranks whose controller knows nothing of the launch before."""
+    talk = Talk(grid(1, len(views)), launch=launch)
+    for told in views:
+        talk.report(told.rank, told)
+    decision: RestoreDecision = talk.orders(RestoreDecision)[0]
+    return decision
+
+
+def shared(rank: int, *versions: int, skipped: Sequence[str] = (), disk: str = "nfs") -> RestoreView:
+    """Return the view of a rank that found checkpoints of these versions on ``disk``."""
+    found = view(rank, *((version, f"d{version}") for version in versions))
+    readings = tuple(Reading(f"{disk}.{version}", 0, 1) for version in versions)
+    return replace(found, skipped=tuple(skipped), readings=readings)
+
+
+def test_a_restart_waits_for_a_newer_checkpoint_that_a_host_does_not_list_yet() -> None:
+    """The listing of an NFS client may be seconds old. No controller that knew of the commit is left."""
+    decision = under_a_new_controller(shared(0, 12, 10), shared(1, 12, 10), shared(2, 10))
+    assert decision.unread and not decision.version
+    assert decision.error == "step 12 was committed as step_12, and rank 2 cannot see it. Is save_dir mounted?"
+
+
+def test_a_damaged_one_does_not_hide_another_that_a_host_does_not_list_yet() -> None:
+    lagging = shared(1, 10, skipped=["step_123: piece x is damaged"])
+    assert under_a_new_controller(shared(0, 123, 12, 10), lagging).unread
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "launch"),
+    [
+        (shared(0, 12, 10), shared(1, 10, skipped=["step_12: piece x is damaged: its digest is b"]), 1),
+        (shared(0, 12, 10), shared(1, 10, skipped=["step_12: not made by ttp"]), 1),
+        (shared(0, 12, 10, disk="one"), shared(1, 10, disk="two"), 1),
+        (view(0, (12, "d12"), (10, "d10")), view(1, (10, "d10")), 1),
+        (shared(0, 12, 10, skipped=[fallback_note("/mine", [Candidate(Version(12), "", "")])]), shared(1, 10), 1),
+        (shared(0, 12, 10), shared(1, 10), 0),
+    ],
+    ids=["damaged", "of others", "own disks", "unknown disks", "own fallback", "first start"],
+)
+def test_it_does_not_wait_for_what_another_look_cannot_show(one: RestoreView, two: RestoreView, launch: int) -> None:
+    decision = under_a_new_controller(one, two, launch=launch)
+    assert (decision.version, decision.unread, decision.error) == (10, False, "")
 
 
 def test_a_first_start_does_not_wait_for_storage() -> None:

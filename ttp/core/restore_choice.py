@@ -69,6 +69,27 @@ def agree(views: Iterable[RestoreView]) -> Candidate | str:
     return f"the ranks do not see one common checkpoint: {seen}. {_advice(listed)}"
 
 
+def beside(chosen: Candidate, views: Iterable[RestoreView]) -> dict[Version, str]:
+    """Return version and name of newer checkpoints that ranks found in the directory in which all found ``chosen``.
+
+    On a host the listing of a shared directory may be seconds old, so another look there may show them. Left out are
+    those in the fallback directory, which need not be shared; there are none if ranks read different copies of
+    ``chosen``, as with a disk in each host.
+    """
+    listed = list(views)
+    found = [(c, view) for view in listed for c in view.candidates if c.version > chosen.version]
+    copies = {_reading(view, chosen).copy for view in listed} if found else set()
+    if len(copies) != 1 or "" in copies:
+        return {}
+    return {c.version: c.name for c, view in found if str(c.version) not in _in_fallback(view)}
+
+
+def is_skipped(path: str, views: Iterable[RestoreView]) -> bool:
+    """Return whether a rank has told why it skipped the checkpoint with this path or name."""
+    reason = f"{path.rpartition('/')[2]}: "
+    return any(reason in text for view in views for text in view.skipped)
+
+
 def is_unread(chosen: Candidate, views: Iterable[RestoreView]) -> bool:
     """Return whether a part of ``chosen`` was read by no rank, although some rank relies on others to have read it.
 
@@ -89,6 +110,12 @@ def _reading(view: RestoreView, chosen: Candidate) -> Reading:
 def is_fallback_note(text: str) -> bool:
     """Return whether ``text`` was made by ``fallback_note``, and so tells of a found checkpoint, not a skipped one."""
     return text.startswith(_IN_FALLBACK)
+
+
+def _in_fallback(view: RestoreView) -> set[str]:
+    """Return the versions, as text, that the view's note says are in the fallback directory."""
+    notes = (text.rpartition(": step ")[2] for text in view.skipped if is_fallback_note(text))
+    return {version for note in notes for version in note.split(", ")}
 
 
 def _seen(view: RestoreView) -> str:

@@ -9,7 +9,7 @@ from ttp.core import messages as m
 from ttp.core.controller.membership import Membership
 from ttp.core.controller.outbox import Outbox
 from ttp.core.layout import Rank, Version, ranks_text
-from ttp.core.restore_choice import LOOK_AGAIN_S, agree, is_unread, none_whole
+from ttp.core.restore_choice import LOOK_AGAIN_S, agree, beside, is_skipped, is_unread, none_whole
 from ttp.core.restore_messages import Candidate, Restored, RestoreDecision, RestoreView
 
 
@@ -100,13 +100,13 @@ class Restoring:
         return self._restarted or any(member.hello.launch for member in self._job.members.values())
 
     def _not_everywhere(self, chosen: Candidate) -> str:
-        """Return in words that some ranks do not see the committed checkpoint, which no rank found damaged."""
-        if self._committed is None or chosen.version >= self._committed[0]:
-            return ""
-        version, path = self._committed
+        """Return in words that some ranks do not see a newer checkpoint, which no rank found damaged."""
         views = sorted(self._views.values(), key=lambda view: view.rank)
-        if any(path.rpartition("/")[2] in text for view in views for text in view.skipped):
+        expected = {**beside(chosen, views), **dict([self._committed] if self._committed else [])}
+        newer = [v for v, path in expected.items() if v > chosen.version and not is_skipped(path, views)]
+        if not newer:
             return ""
+        version, path = max(newer), expected[max(newer)]
         without = [view.rank for view in views if all(c.version < version for c in view.candidates)]
         seen = f"{ranks_text(without)} cannot see it" if without else "the ranks see different copies of it"
         return f"step {version} was committed as {path}, and {seen}. Is save_dir mounted?"
@@ -134,10 +134,8 @@ def vanished(committed: tuple[Version, str], views: Iterable[RestoreView]) -> bo
         views: the views of all ranks.
     """
     version, path = committed
-    name = path.rpartition("/")[2]
     seen = (c.version >= version for view in views for c in view.candidates)
-    damaged = (name in text for view in views for text in view.skipped)
-    return not (any(seen) or any(damaged))
+    return not (any(seen) or is_skipped(path, views))
 
 
 def _gone(version: Version, path: str, found: Version) -> str:
