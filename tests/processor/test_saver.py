@@ -130,3 +130,28 @@ def test_a_restore_does_not_fail_because_no_thread_can_remove_old_checkpoints(
     assert saver._tidying.wait_done(PATIENCE_S)
     assert tidied == [(tmp_path, 1, "newer")], "not on the caller's thread, and the next time again"
     saver.close()
+
+
+def test_what_failed_saves_left_is_removed_when_no_save_can_last_so_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the restart it may still be written; the next save may need its room."""
+    draft = tmp_path / ".draft-step_12-failed"
+    draft.mkdir()
+    timers = list[tuple[float, Callable[..., None], list[Callable[[], None]]]]()
+
+    class Planned(threading.Thread):
+        def __init__(self, *planned: Any) -> None:
+            timers.append(planned)  # type: ignore[arg-type]  # what a Timer takes
+            super().__init__()
+
+    monkeypatch.setattr(threading, "Timer", Planned)
+    saver = saver_of(FakeSource(), tmp_path)
+    for verified in (False, True):
+        saver.tidy(tmp_path, 1, "newest", verified=verified)
+    assert saver._tidying.wait_done(PATIENCE_S) and draft.exists()
+    ((wait_s, call, (job,)),) = timers
+    assert wait_s > saver._job.config.rescue_patience_s
+    call(job)
+    assert saver._tidying.wait_done(PATIENCE_S) and not draft.exists()
+    saver.close()

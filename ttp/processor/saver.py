@@ -18,7 +18,7 @@ from ttp.processor.local_state.local_piece import lent, not_kept
 from ttp.processor.rank_job import RankJob
 from ttp.processor.serial_worker import SerialWorker
 from ttp.processor.source import Cancelled, MovedError
-from ttp.store.catalog import tidy
+from ttp.store.catalog import drafts_left, remove_unchanged, tidy
 from ttp.store.commit import NewCheckpoint
 from ttp.store.digest import Progress
 from ttp.store.disk import Disk
@@ -29,6 +29,8 @@ log = logging.getLogger("ttp.processor")
 
 KEEP_S = 1.0
 """Seconds that a save waits for pages of other hosts that have just arrived and are being stored."""
+CACHES_S = 60.0
+"""Seconds for which a host may show old sizes and times of files that another host writes (NFS)."""
 
 
 class Saver:
@@ -84,10 +86,20 @@ class Saver:
         self._work(lambda: self._commit_and_tidy(order))
 
     def tidy(self, directory: Path, keep: int, newest: str, *, verified: bool) -> None:
-        """Remove old checkpoints when there is time for it; see ``ttp.store.catalog.tidy``."""
+        """Remove old checkpoints when there is time for it; see ``ttp.store.catalog.tidy``.
+
+        At a restart (``verified``) also remove drafts newer than ``newest`` that do not change for longer than a save
+        may take: they are left from saves that failed, and the next save may need their room.
+        """
 
         def remove() -> None:
             tidy(directory, keep, newest, verified=verified)
+            with contextlib.suppress(OSError, RuntimeError):  # the next restart tries again
+                if verified and (left := drafts_left(directory)):
+                    wait_s = self._job.config.rescue_patience_s + CACHES_S
+                    later = threading.Timer(wait_s, self._tidying.submit, [lambda: remove_unchanged(directory, left)])
+                    later.daemon = True
+                    later.start()
 
         with contextlib.suppress(RuntimeError):  # no thread can be started: the next commit removes them
             self._tidying.submit(remove)

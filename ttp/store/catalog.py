@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,9 @@ _log = logging.getLogger("ttp.store")
 
 SKIPPED_MAX = 50
 """Most reasons that are listed: a save_dir may hold many thousand directories that are no checkpoints."""
+
+Contents = dict[tuple[Version, str], list[tuple[Path, int, int]]]
+"""Of each draft, by version and incident: each path with its size in bytes and its time of change in ns."""
 
 Kind = Literal["checkpoint", "draft", "superseded", "foreign"]
 
@@ -195,6 +199,44 @@ def _warn_of_no_room(checkpoint: Path) -> None:
     """Warn if the disk has no room for the next checkpoint, which is about as large as this one."""
     with contextlib.suppress(OSError, CheckpointError):
         Room.of(checkpoint.parent).check(Manifest.load(checkpoint).size)
+
+
+def drafts_left(save_dir: Path) -> Contents:
+    """Return what the drafts in ``save_dir`` contain, by version and incident.
+
+    If a draft has a manifest, only its name is missing: those of its incident are left out, as it may be the last copy.
+
+    Raises:
+        OSError: ``save_dir`` or a draft cannot be read.
+    """
+    found: Contents = {}
+    whole, disk = set(), Disk()
+    for name in disk.names(save_dir):
+        draft, path = names.parse_draft_name(name), save_dir / name
+        if draft is not None and not path.is_symlink():
+            directories, files = disk.tree(path)
+            states = ((inside, inside.lstat()) for inside in sorted([*directories, *files]))
+            found.setdefault(draft, []).extend((inside, s.st_size, s.st_mtime_ns) for inside, s in states)
+            whole |= {draft} if path / MANIFEST in files else set()
+    return {draft: contents for draft, contents in found.items() if contents and draft not in whole}
+
+
+def remove_unchanged(save_dir: Path, before: Contents) -> None:
+    """Remove the drafts that contain the same as ``before``, which ``drafts_left`` returned. Never raises.
+
+    Call it when that is longer ago than a save may take (``TTP_OT``). No clock is read: those of hosts and storage may
+    differ. Each is renamed first, so that a commit from it, however late, fails as a whole.
+    """
+    try:
+        left = [draft for draft, contents in drafts_left(save_dir).items() if before.get(draft) == contents]
+        for path in [inside for draft in left for inside, *_ in before[draft] if inside.parent == save_dir]:
+            aside = save_dir / names.removed_name(_version(look(path)), time.time_ns())
+            path.rename(aside)
+            Disk().remove_tree(aside)
+    except OSError as problem:
+        _log.warning("drafts in %s could not be removed: %s", save_dir, problem)
+    else:
+        _log.log(logging.INFO if left else logging.DEBUG, "removed what %d saves that failed had left", len(left))
 
 
 def newest_name(save_dir: Path) -> Version:
