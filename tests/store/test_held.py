@@ -22,6 +22,7 @@ from ttp.store.choice import look_back
 from ttp.store.held import Held, Order
 from ttp.store.manifest import manifest_digest
 from ttp.store.names import draft_name
+from ttp.store.verify import verify_checkpoint
 
 
 @pytest.fixture
@@ -94,12 +95,32 @@ def test_a_newer_checkpoint_takes_its_place(held: Held, save_dir: Path) -> None:
 
 
 def test_a_newer_one_that_is_damaged_does_not(held: Held, save_dir: Path) -> None:
-    hold(held)
+    """The ranks could not restore it either."""
+    path = hold(held)
     newer = World(save_dir).make(13, "second")
     flip(newer / "__0_1.distcp")
-    held.give(replace(order_for(save_dir), patience_s=0.1))
-    assert not bring(held) and held.unfinished() == 12
-    assert "differs from what was written" in held.state().problem
+    assert bring(held)
+    assert held.state().path == str(save_dir / path.name) and versions(save_dir) == [12] and newer.exists()
+
+
+def test_what_is_damaged_in_its_own_place_is_written_again(held: Held, save_dir: Path) -> None:
+    hold(held)
+    flip(World(save_dir).make(12) / "__0_1.distcp")
+    assert bring(held)
+    assert versions(save_dir) == [12] and not verify_checkpoint(save_dir / held.state().path)
+
+
+def test_ranks_write_to_memory_although_a_newer_one_is_damaged(held: Held, save_dir: Path) -> None:
+    """It is read once, while the ranks have not written theirs."""
+    newer = World(save_dir).make(13, "second")
+    flip(newer / "__0_1.distcp")
+    order = replace(order_for(save_dir), patience_s=3600.0)
+    bringer = Bringer(held, order)
+    assert not bringer._is_late()
+    (newer / "__0_1.distcp").unlink()
+    assert not bringer._is_late()
+    World(save_dir).make(14, "third")
+    assert bringer._is_late()
 
 
 def test_what_the_storage_has_changed_is_written_once_more(

@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ttp.core import messages as m
-from ttp.core.layout import Rank
+from ttp.core.layout import Rank, Version
 from ttp.errors import CheckpointError
 from ttp.launch.own_module import own_module
 from ttp.polling import poll
@@ -67,6 +67,7 @@ class Bringer:
         self._places = [Path(place) for place in (order.save_dir, order.fallback_dir) if place]
         self._mounts = Mounts(*self._places)
         self._state = held.state()
+        self._damaged = set[tuple[Path, str]]()
         self._said_s = 0.0
         self._lock = threading.Lock()
 
@@ -109,17 +110,34 @@ class Bringer:
         """Return whether the storage already has a whole checkpoint of the ordered version or a newer one."""
         draft = names.parse_draft_name(self._order.draft)
         with contextlib.suppress(CheckpointError, OSError):
-            for place in self._places if draft is not None else ():
-                whole, _ = catalog.find_whole(place, deep=False, enough=1)
-                if draft is not None and whole and whole[0].version >= draft[0]:
-                    return True
+            return draft is not None and any(self._sound(place, draft[0]) for place in self._places)
         return False
 
+    def _sound(self, place: Path, version: Version) -> Path | None:
+        """Return the newest checkpoint in ``place`` that is of ``version`` or newer and not damaged; None: none is.
+
+        No damaged one is read twice.
+
+        Raises:
+            CheckpointError: ``place`` cannot be listed.
+        """
+        for entry in catalog.restorable(catalog.scan(place)):
+            if (entry.version or 0) < version or (entry.path, entry.manifest_digest) in self._damaged:
+                continue
+            try:
+                catalog.sound(entry, fresh=True)
+            except CheckpointError as problem:
+                self._damaged.add((entry.path, entry.manifest_digest))
+                log.warning("a checkpoint is held in memory until it is durable: it does not count that %s", problem)
+            else:
+                return entry.path
+        return None
+
     def _bring(self, held: Path, manifest: Manifest, place: Path) -> tuple[Path, int]:
-        """Copy a checkpoint to ``place``, unless a checkpoint there is as new.
+        """Copy a checkpoint to ``place``, unless a checkpoint there is as new and not damaged.
 
         Returns:
-            Path and size in bytes of the newest checkpoint there, which was verified.
+            Path and size in bytes of the checkpoint there, which was verified.
 
         Raises:
             CheckpointError: the checkpoint was damaged in memory or on the storage.
@@ -127,16 +145,13 @@ class Bringer:
         """
         self._mounts.check(place)
         make_directory(place)
-        newest, _ = catalog.find_whole(place, deep=False, enough=1)
-        if not newest or newest[0].version < manifest.version:
+        path = self._sound(place, manifest.version)
+        if path is None:
             self._write(held, manifest, place)
-            newest, _ = catalog.find_whole(place, deep=False, enough=1)
-        if not newest or newest[0].version < manifest.version:
-            raise CheckpointError(f"the checkpoint is not in {place}, although it was committed there")
-        path = place / newest[0].name
-        if wrong := verify_checkpoint(path, fresh=True):
-            self._set_aside(path, manifest)
-            raise CheckpointError(f"{path} differs from what was written: {'; '.join(wrong[:3])}")
+            path = place / names.checkpoint_name(manifest.version)
+            if wrong := verify_checkpoint(path, fresh=True):
+                self._set_aside(path, manifest)
+                raise CheckpointError(f"{path} differs from what was written: {'; '.join(wrong[:3])}")
         return path, Manifest.load(path).size
 
     def _write(self, held: Path, manifest: Manifest, place: Path) -> None:
@@ -164,9 +179,8 @@ class Bringer:
 
     def _set_aside(self, path: Path, manifest: Manifest) -> None:
         """Rename a checkpoint that was damaged on the storage, so that it can be written again under its name."""
-        if path.name == names.checkpoint_name(manifest.version):
-            with contextlib.suppress(OSError):
-                path.rename(path.with_name(names.removed_name(manifest.version, time.time_ns())))
+        with contextlib.suppress(OSError):
+            path.rename(path.with_name(names.removed_name(manifest.version, time.time_ns())))
 
     def _wrote(self, count: int) -> None:
         with self._lock:
