@@ -36,7 +36,8 @@ FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 class RecordLog:
     """Logs the records of the controller at level INFO: of each kind the first ``ALIKE_MAX``, the others at DEBUG.
 
-    Answers to a freeze are logged at DEBUG. The incident's file and watchers get every record.
+    Answers to a freeze are logged at DEBUG, and two machines with one name at WARNING. The incident's file and watchers
+    get every record.
     """
 
     def __init__(self) -> None:
@@ -57,7 +58,8 @@ class RecordLog:
         alike = f"{kind} {facts.get('evidence') or facts.get('code') or ''}".rstrip()
         self._counts[alike] += 1
         where, more = f"[{incident}] " if incident else "", self._counts[alike] - ALIKE_MAX
-        level = logging.DEBUG if kind == "answer" or more > 0 else logging.INFO
+        normal = logging.WARNING if kind == "one_name" else logging.INFO
+        level = logging.DEBUG if kind == "answer" or more > 0 else normal
         if log.isEnabledFor(level):
             shown = {"event": kind, "incident": incident, **facts}
             log.log(level, "%s%s %s", where, kind, text[:TEXT_MAX], extra={FACTS: shown})

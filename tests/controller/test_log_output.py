@@ -112,3 +112,10 @@ def test_a_line_for_each_of_a_thousand_ranks_is_not_logged() -> None:
     assert sum(line.startswith("joined {") for line in lines) == 2 * ALIKE_MAX
     assert lines.count("joined: more of these are logged at level DEBUG only") == 2
     assert len(lines) == 2 * (1 + (ALIKE_MAX + 1) + (ALIKE_MAX + 1) + 1)
+
+
+def test_two_machines_with_one_name_are_a_warning() -> None:
+    stream = io.StringIO()
+    with controller_logs_to(stream):
+        RecordLog().take("one_name", "", {}, '{"host": "node"}')
+    assert 'WARNING ttp.controller one_name {"host": "node"}' in stream.getvalue()

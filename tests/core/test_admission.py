@@ -212,3 +212,63 @@ def test_a_hello_that_comes_late_on_an_old_stream_changes_nothing() -> None:
     assert talk.event(Received(ConnectionId(2), late)) == ""
     assert talk.event(StreamEnded(ConnectionId(2))) == ""
     assert talk.machine.job.live == {0, 1, 2}
+
+
+def named(*ranks: tuple[str, str], local_ranks: int = 1, **more: Any) -> list[str]:
+    """Let ranks with these hosts and addresses join, ``local_ranks`` on each machine; return the records of names."""
+    talk = Talk(grid(1, len(ranks)), joined=0)
+    lines = [
+        talk.hello(rank, host=host, address=address, local_rank=rank % local_ranks, **more)
+        for rank, (host, address) in enumerate(ranks)
+    ]
+    return [line for line in lines if "[one_name]" in line]
+
+
+@pytest.mark.parametrize(("one", "two"), [("10.0.0.1", "10.0.0.2"), ("fd00::1", "fd00::2"), ("fe80::1%a", "fe80::1%b")])
+def test_two_machines_with_one_name_are_told_once(one: str, two: str) -> None:
+    """Cloned images, containers with one name: only one rank of them would collect pages, for all."""
+    talk = Talk(grid(1, 8), joined=0)
+    lines = [talk.hello(rank, host="node", address=(one, two)[rank // 2 % 2], local_rank=rank % 2) for rank in range(8)]
+    assert [rank for rank, line in enumerate(lines) if "[one_name]" in line] == [2]
+
+
+def test_it_says_what_to_set() -> None:
+    talk = Talk(grid(1, 2), joined=0)
+    talk.hello(0, host="node", address="10.0.0.1", local_rank=0)
+    talk.hello(1, host="node", address="10.0.0.2", local_rank=0)
+    facts = talk.facts("one_name")
+    assert facts["host"] == "node" and "set TTP_HOST to another name on each" in facts["text"]
+    assert "ranks 0 and 1 " in facts["text"] and "10.0.0.1 and 10.0.0.2" in facts["text"]
+
+
+@pytest.mark.parametrize(
+    "addresses",
+    [
+        ("10.0.0.1", "10.0.0.1"),
+        ("10.0.0.1", "fd00::1"),
+        ("127.0.0.1", "127.0.0.2"),
+        ("::1", "fd00::1"),
+        ("127.0.1.1", "10.0.0.1"),
+        ("node0", "10.0.0.1"),
+        ("node0", "node0.example"),
+        ("", "10.0.0.1"),
+    ],
+)
+def test_one_machine_may_have_several_addresses(addresses: tuple[str, str]) -> None:
+    assert not named(*(("node", address) for address in addresses))
+
+
+def test_ranks_of_one_launcher_may_have_several_addresses() -> None:
+    """A name of the first node with several addresses leads over several ways."""
+    assert not named(*(("node", f"10.0.{rank}.1") for rank in range(4)), local_ranks=4)
+
+
+def test_names_are_not_compared_with_ranks_that_were_led_elsewhere_or_are_gone() -> None:
+    assert not named(("node", "10.0.0.1"), ("node", "10.0.0.2"), resume=True, incarnation=3, term_seen=2)
+    talk = Talk(grid(1, 3), joined=0)
+    talk.hello(0, host="node", address="10.0.0.1", local_rank=0)
+    talk.hello(2, host="other", address="10.0.0.3", local_rank=0)
+    talk.lost(0)
+    assert "[one_name]" not in talk.hello(1, host="node", address="10.0.0.2", local_rank=0), "a pod that was replaced"
+    talk.streams[0] += 10
+    assert "[one_name]" in talk.hello(0, host="node", address="10.0.0.1", local_rank=0, nonce="back", launch=1)

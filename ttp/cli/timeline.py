@@ -257,6 +257,7 @@ _WORDS: dict[str, str | Callable[[Facts], str]] = {
         f"the storage refused the write ({_cut(str(f.get('reason')))}): next attempt in {f.get('after_s')} s"
     ),
     "standby": "a standby controller runs on {host} ({address})",
+    "one_name": "{text}",
     "no_standby": "{host} could not start a standby controller",
     "abdicated": "another controller leads this job: this one gives it up and forgets its state",
     "buddies": "every rank stores second copies in the memory of another host",

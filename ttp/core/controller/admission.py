@@ -74,10 +74,31 @@ class Admission:
         self._parts.joined(hello.rank, now)
         kind = "reconnected" if hello.resume else "joined"
         self._outbox.record(kind, rank=hello.rank, host=hello.host, pid=hello.pid, version=hello.version)
+        if hello.local_rank == 0 and not hello.resume:
+            self._compare_name(hello)
         self.gathering.joined(hello, new=known is None, now=now)
         if self._job.complete and known is None:
             self._outbox.record("formed", world_size=hello.world_size, incarnation=self._job.incarnation)
         self._joined(hello, now)
+
+    def _compare_name(self, hello: m.Hello) -> None:
+        """Record, once for each name, that two machines have it: their ranks are taken for neighbours."""
+        job = self._job
+        first = job.first_on.setdefault(hello.host, hello.rank)
+        if first is None:
+            return
+        other = job.members.get(first)
+        if other is None or first not in job.live or other.hello.host != hello.host:
+            job.first_on[hello.host] = hello.rank
+        elif rules.namesakes(other.hello, hello):
+            job.first_on[hello.host] = None
+            text = (
+                f"ranks {first} and {hello.rank} both name their host {hello.host!r}, but have the addresses "
+                f"{other.hello.address} and {hello.address}: if these are two machines, or containers that do not "
+                "share /dev/shm, set TTP_HOST to another name on each. Otherwise rank-local state (random streams, "
+                "extra_state) of living ranks is missing in checkpoints, and no mirrors or standbys are kept there"
+            )
+            self._outbox.record("one_name", host=hello.host, text=text)
 
     def _replaces(self, known: Member, hello: m.Hello) -> None:
         """Let another process, or the same one on another stream, take the place of a member."""

@@ -167,6 +167,22 @@ def apart(job: Membership, hello: m.Hello) -> Refusal | None:
     return None
 
 
+def namesakes(one: m.Hello, other: m.Hello) -> bool:
+    """Return whether the first ranks of two launchers, which name their hosts alike, seem to run on two machines.
+
+    A machine may have several addresses, but one in each family leads to the controller.
+    """
+    family, both = _family(one.address), _family(other.address)
+    return bool(family) and family == both and one.address != other.address
+
+
+def _family(address: str) -> str:
+    """Return the family of an address; empty for a name, for loopback, and if it is not known."""
+    if ":" in address:
+        return "" if address == "::1" else "IPv6"
+    return "IPv4" if address.replace(".", "").isdigit() and not address.startswith("127.") else ""
+
+
 def elsewhere(job: Membership, hello: m.Hello) -> Refusal | None:
     """Send a rank of a running job to a standby, if this controller has no job and the rank knows standbys."""
     if job.layout is None and hello.resume and hello.standbys and not hello.takeover:

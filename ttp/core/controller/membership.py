@@ -73,6 +73,8 @@ class Ranks:
     by_connection: dict[ConnectionId, set[Rank]] = field(default_factory=dict)
     gone: dict[Rank, int] = field(default_factory=dict)
     """Ranks that have left a job that is not formed yet, and the launch number of each."""
+    first_on: dict[str, Rank | None] = field(default_factory=dict)
+    """The first rank of a launcher on each host, by name; None: it is known that two machines have this name."""
     seats: set[Rank] = field(default_factory=set)
     """Dead ranks that new processes may replace in this incarnation, while the other ranks go on."""
     moving: set[Rank] = field(default_factory=set)
