@@ -272,3 +272,15 @@ def test_names_are_not_compared_with_ranks_that_were_led_elsewhere_or_are_gone()
     assert "[one_name]" not in talk.hello(1, host="node", address="10.0.0.2", local_rank=0), "a pod that was replaced"
     talk.streams[0] += 10
     assert "[one_name]" in talk.hello(0, host="node", address="10.0.0.1", local_rank=0, nonce="back", launch=1)
+
+
+def test_a_new_process_may_take_the_place_of_a_lost_rank_on_the_host_of_another_one() -> None:
+    talk = Talk(grid(1, 2), joined=0)
+    for rank, host in enumerate(("node", "other")):
+        talk.hello(rank, host=host, address=f"10.0.0.{rank}", local_rank=0)
+    for rank in range(2):
+        talk.machine.job.detach(Rank(rank))
+    talk.machine.job.seats |= {Rank(0), Rank(1)}
+    talk.streams[1] += 10
+    line = talk.hello(1, host="node", address="10.0.0.3", local_rank=0, nonce="new")
+    assert "Welcome:1" in line and "[one_name]" not in line
