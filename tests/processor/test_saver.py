@@ -142,7 +142,7 @@ def test_what_failed_saves_left_is_removed_when_no_save_can_last_so_long(
 
     class Planned(threading.Thread):
         def __init__(self, *planned: Any) -> None:
-            timers.append(planned)  # type: ignore[arg-type]  # what a Timer takes
+            timers.append(planned)
             super().__init__()
 
     monkeypatch.setattr(threading, "Timer", Planned)

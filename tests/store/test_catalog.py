@@ -14,9 +14,8 @@ import pytest
 from tests.damage import flip
 from tests.disks.plug import Loss, Moment, PluggedDisk, PowerCut
 from ttp.core.restore_messages import Candidate
-from ttp.errors import CheckpointError
 from ttp.store import digest
-from ttp.store.catalog import drafts_left, find_whole, prune, remove_unchanged, scan
+from ttp.store.catalog import find_whole, prune, scan
 from ttp.store.disk import Disk
 from ttp.store.manifest import MANIFEST, Manifest, manifest_digest
 from ttp.store.verify import unlisted_files, verify_checkpoint
@@ -295,64 +294,6 @@ def test_a_draft_that_cannot_be_deleted_does_not_keep_the_others(world: World, f
     with pytest.raises(PermissionError):
         prune(world.save_dir, 2, disk=Refusing())
     assert set(world.save_dir.iterdir()) == {stubborn, four[6], four[8]}
-
-
-def test_what_failed_saves_left_goes_if_nothing_changes_in_it(world: World, four: dict[int, Path]) -> None:
-    """Each is newer than the checkpoint that the job was restored from, so no other rule removes it."""
-    left = [world.write_draft(version, incident) for version, incident in ((9, "a"), (12, "b"))]
-    other = world.write_draft(12, "still written")
-    before = drafts_left(world.save_dir)
-    (other / "__0_2.distcp").write_bytes(b"")
-    left.append(world.write_draft(13, "begun since"))
-    remove_unchanged(world.save_dir, before)
-    assert {path for path in world.save_dir.iterdir() if path not in four.values()} == {other, left[2]}
-
-
-@pytest.mark.parametrize("change", ["grows", "is written again", "goes", "has a claim that changes"])
-def test_what_changes_stays(world: World, change: str) -> None:
-    draft = world.write_draft(12)
-    piece = draft / "rank_2" / "local_1.msgpack"
-    claim = draft.with_name(f"{draft.name}@g1-r1")
-    shutil.copytree(draft, claim)
-    before = drafts_left(world.save_dir)
-    if change == "grows":
-        piece.write_bytes(piece.read_bytes() + b"more")
-        os.utime(piece, (0, 0))
-    elif change == "is written again":
-        os.utime(piece)
-    elif change == "goes":
-        piece.unlink()
-    else:
-        (claim / ".metadata").write_bytes(b"")
-    remove_unchanged(world.save_dir, before)
-    assert draft.exists() and claim.exists()
-
-
-def test_a_draft_that_lacks_only_its_name_stays(world: World, four: dict[int, Path]) -> None:
-    """Its committer died before the rename: it may be the last copy of its version."""
-    claim = four[8].rename(world.save_dir / ".draft-step_8-first@g1-r1")
-    draft = world.write_draft(8)
-    (world.save_dir / ".draft-step_9-link").symlink_to(four[6])
-    (world.save_dir / ".draft-step_9-file").write_bytes(b"")
-    assert drafts_left(world.save_dir) == {}
-    remove_unchanged(world.save_dir, drafts_left(world.save_dir))
-    assert claim.exists() and draft.exists() and four[6].exists()
-
-
-def test_a_commit_that_comes_after_its_draft_was_removed_fails_as_a_whole(world: World, four: dict[int, Path]) -> None:
-    world.write_draft(12)
-    remove_unchanged(world.save_dir, drafts_left(world.save_dir))
-    with pytest.raises(CheckpointError, match="version 12 cannot be committed"):
-        world.commit(world.order(12))
-    assert versions(find_whole(world.save_dir)[0]) == [8, 6, 4, 2]
-
-
-def test_drafts_that_cannot_be_removed_end_nothing(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    world.write_draft(12)
-    before = drafts_left(world.save_dir)
-    shutil.rmtree(world.save_dir)
-    remove_unchanged(world.save_dir, before)
-    assert [record.levelname for record in caplog.records if "could not be removed" in record.message] == ["WARNING"]
 
 
 def test_drafts_stay_when_there_is_nothing_else(world: World) -> None:

@@ -229,10 +229,10 @@ def remove_unchanged(save_dir: Path, before: Contents) -> None:
     """
     try:
         left = [draft for draft, contents in drafts_left(save_dir).items() if before.get(draft) == contents]
-        for path in [inside for draft in left for inside, *_ in before[draft] if inside.parent == save_dir]:
-            aside = save_dir / names.removed_name(_version(look(path)), time.time_ns())
-            path.rename(aside)
-            Disk().remove_tree(aside)
+        for draft in left:
+            for path in [inside for inside, *_ in before[draft] if inside.parent == save_dir]:
+                aside = path.rename(save_dir / names.removed_name(draft[0], time.time_ns()))
+                Disk().remove_tree(aside)
     except OSError as problem:
         _log.warning("drafts in %s could not be removed: %s", save_dir, problem)
     else:
