@@ -62,7 +62,9 @@ def test_a_draft_that_lacks_only_its_name_stays(world: World, whole: Path) -> No
 
 
 def test_links_of_the_user_and_files_are_no_drafts(world: World, tmp_path: Path) -> None:
-    (elsewhere := tmp_path / "elsewhere").mkdir()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    world.save_dir.mkdir()
     (world.save_dir / ".draft-step_9-link").symlink_to(elsewhere)
     (world.save_dir / ".draft-step_9-file").write_bytes(b"")
     assert drafts_left(world.save_dir) == {}
