@@ -20,8 +20,8 @@ from ttp.adapters.torch.local_state.extra_state import ExtraState
 from ttp.adapters.torch.loop.barrier import UpdateBarrier, needs_barrier
 from ttp.adapters.torch.loop.between import BetweenSteps
 from ttp.adapters.torch.loop.communication import told_of_waiting
-from ttp.adapters.torch.loop.followers import Followers, called, untrained
-from ttp.adapters.torch.loop.hook import Hook
+from ttp.adapters.torch.loop.followers import Followers, untrained
+from ttp.adapters.torch.loop.forward_hooks import ForwardHooks
 from ttp.adapters.torch.loop.hooks import Attachment, gathering
 from ttp.adapters.torch.loop.misuse import capturing, refuse_lazy, tell_not_restored
 from ttp.adapters.torch.loop.post_step_state import PostStepState
@@ -118,6 +118,7 @@ class TorchAdapter(Restoring):
         self._attachment: Attachment | None = None
         self._hooks = contextlib.ExitStack()  # removes all hooks
         self._processor: Processor | None = None
+        self._forwards = ForwardHooks(model)
         self._followers: Followers | None = None
         self._following: dict[str, Tensor] = {}  # parameters that no optimizer trains and pre-images copy
         self.source.may_follow = lambda: self._followers is not None and not self._followers.all_small
@@ -184,6 +185,7 @@ class TorchAdapter(Restoring):
             for note in (*self._extra.notes(), *told_of_waiting(self._given, self._undo)):
                 log.warning("%s", note)
         ddps = ddps_of(self._model)
+        self._forwards = ForwardHooks(self._model, ddps)
         buckets = source.buckets = LayoutWatch(ddps, self._names)
         post_step = self._post_step = source.post_step = PostStepState(
             members_of(self._optimizer),
@@ -212,13 +214,12 @@ class TorchAdapter(Restoring):
             fence=source.finished,
             version=partial(attrgetter("version"), gate),  # without a call of Python, as it runs several times a step
             ddps=ddps,
+            forwards=self._forwards,
             calls=with_marks(calls, source, gate) if source.on_device else calls,
         )
         self._hooks.callback(self._attachment)
         if self._names.extra_states:
-            hook = Hook(self._forward_begins)  # first of all: another hook (of FSDP) may wait for a rank that is dead
-            for each in called(self._model):
-                self._hooks.callback(each.register_forward_pre_hook(hook, prepend=True).remove)
+            self._hooks.callback(self._forwards.register(self._forward_begins))
         source.connect(processor, self._attachment, sharding)
         scaler, layout = self._scaler, processor.layout
         self.repeating = Repeating(self._model, self._given, scaler, self.capture, self._extra, layout, ddps)
@@ -237,6 +238,7 @@ class TorchAdapter(Restoring):
         """Compare, from now on, parameters that no optimizer trains."""
         self._followers = Followers(
             self._model,
+            self._forwards,
             {} if gathering(self._model) else untrained(self._names.parameters, [self._optimizer, *self._given]),
             on_host=self.source.on_host,
             found=self._followed,
@@ -266,7 +268,7 @@ class TorchAdapter(Restoring):
 
     def _make_trial(self, processor: Processor, sharding: Sharding, buckets: LayoutWatch) -> Trial:
         trial = Trial(members_of(self._optimizer), self._model, self._names, self.source.everything)
-        trial.problems = lambda: buckets.look_again(self._model, resumed=self._resumed)
+        trial.problems = partial(self._look_again, buckets)
         trial.scheduled = bool(self._schedulers or self._extra.objects)
         trial.fresh = lambda: processor.gate.version == 0
         if not processor.env.rank:
@@ -279,6 +281,12 @@ class TorchAdapter(Restoring):
         if not is_sharded(self._optimizer):  # a sharding optimizer assigns new parameters to ranks itself
             trial.saved = lambda: {name for shard in mine for name in sharding.parameters_of(shard)}
         return trial
+
+    def _look_again(self, buckets: LayoutWatch) -> list[str]:
+        """Find what was wrapped around the model since ``attach``. Returns why saves are impossible, in sentences."""
+        problems = buckets.look_again(self._model, resumed=self._resumed)
+        self._forwards.wrapped(buckets.ddps)
+        return problems
 
     def _make_around(
         self, processor: Processor, turns: Turns, takers: Sequence[Sequence[Optimizer]], buckets: LayoutWatch

@@ -19,14 +19,14 @@ iteration has written them it cannot know.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ttp.adapters.torch.loop.hook import Hook
+from ttp.adapters.torch.loop.forward_hooks import ForwardHooks
 from ttp.adapters.torch.loop.misuse import capturing
 from ttp.adapters.torch.sharding.dtensor_chunks import is_distributed
 from ttp.adapters.torch.sharding.names import first_of, parameters_of
@@ -67,6 +67,7 @@ class Followers:
 
     Args:
         model: the registered model; its next forward pass ends the post-step of an update.
+        forwards: registers hooks on the forward passes of ``model``.
         parameters: the parameters that no optimizer trains, by name.
         on_host: returns whether a tensor is on the host: only there can its values be compared without waiting for a
             device.
@@ -80,6 +81,7 @@ class Followers:
     def __init__(
         self,
         model: nn.Module,
+        forwards: ForwardHooks,
         parameters: Mapping[str, Tensor],
         on_host: Callable[[Tensor], bool],
         found: Callable[[list[str], bool], None],
@@ -102,11 +104,10 @@ class Followers:
         self._over = False  # nothing may follow the last update any more, and this rank tells if something does
         self._beside_mark: dict[str, _State] | None = None  # what is beside the model, at the last forward pass
         self._written: dict[str, _State] | None = None  # the buffers at the end of an update, until a forward pass
-        forward, uses = Hook(self._forward), Hook(self._uses_buffers)
-        compares = bool(self._named or beside())
-        self._handles = [each.register_forward_pre_hook(forward) for each in called(model) if compares]
         # Before hooks of the program, which may change buffers as a part of the forward pass.
-        self._handles += [each.register_forward_pre_hook(uses, prepend=True) for each in called(model)]
+        self._removers = [forwards.register(self._uses_buffers)]
+        if self._named or beside():
+            self._removers.append(forwards.register(self._forward, prepend=False))
 
     @property
     def all_small(self) -> bool:
@@ -134,7 +135,7 @@ class Followers:
 
     def captured(self) -> None:
         """Note that the buffers of a version are captured now."""
-        if self._handles and self._updates and not capturing():
+        if self._removers and self._updates and not capturing():
             self._written = self._look_at_buffers()
 
     def at_gate(self) -> None:
@@ -165,9 +166,9 @@ class Followers:
 
     def close(self) -> None:
         """Stop comparing, and remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._mark, self._written, self._beside_mark = [], None, None, None
+        for remove in self._removers:
+            remove()
+        self._removers, self._mark, self._written, self._beside_mark = [], None, None, None
         self._named, self.small = {}, []
 
     def _uses_buffers(self, module: nn.Module, _args: Any) -> None:
@@ -246,12 +247,3 @@ def _changed(before: Mapping[str, _State], now: Mapping[str, _State]) -> list[st
 def _differ(before: Tensor | None, now: Tensor | None) -> bool:
     """Return whether two samples differ, or one is missing. May wait for their device."""
     return before is None or now is None or before.device != now.device or not torch.equal(before, now)
-
-
-def called(model: nn.Module) -> Iterator[nn.Module]:
-    """Return the modules that the loop calls: ``model``, or its parts if it is a container without a forward pass."""
-    if type(model).forward is not nn.Module.forward:
-        yield model
-        return
-    for child in model.children():
-        yield from called(child)

@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 
 from ttp.adapters.torch.device.accelerator import Fence
 from ttp.adapters.torch.loop.bracket import ABANDONED, EVALUATING, HAD_AN_ERROR, LEFT, Bracket, Calls, Capture
-from ttp.adapters.torch.loop.followers import called
+from ttp.adapters.torch.loop.forward_hooks import ForwardHooks
 from ttp.adapters.torch.loop.hook import Hook
 from ttp.adapters.torch.loop.misuse import Strangers, capturing, graph_task, refuse_in_backward
 from ttp.adapters.torch.loop.no_sync import NoSync
@@ -66,13 +66,14 @@ class Attachment(Bracket):
             backward pass in between.
         untouched: detects a loop that changes weights outside of any step; None: no such check.
         ddps: the DistributedDataParallel modules that reduce the gradients of ``model``; None: find them.
+        forwards: registers hooks on the modules that the loop calls; None: on ``model`` and ``ddps``.
         calls: further functions to call around an update; None: none.
 
     Raises:
         UsageError: parameters are updated in the backward pass.
     """
 
-    __slots__ = ("_backward_begins", "_handles", "_strangers", "_task")
+    __slots__ = ("_backward_begins", "_entered", "_forwards", "_handles", "_remove", "_strangers", "_task")
 
     def __init__(
         self,
@@ -87,6 +88,7 @@ class Attachment(Bracket):
         turns: Turns | None = None,
         untouched: Untouched | None = None,
         ddps: Sequence[Ddp] | None = None,
+        forwards: ForwardHooks | None = None,
         calls: Calls | None = None,
     ) -> None:
         refuse_in_backward(model)
@@ -112,14 +114,16 @@ class Attachment(Bracket):
             parameter.requires_grad_(trained)
         for module in gathering(model):
             self._handles.append(module.register_forward_hook(Hook(self._on_output)))
-        for module in called(model):
-            self._handles.append(module.register_forward_pre_hook(Hook(self._on_forward)))
+        self._entered = -1  # number of versions that had ended when the loop last called the model
+        self._forwards = forwards or ForwardHooks(model, ddps)
+        self._remove = self._forwards.register(self._on_forward, outside=self._on_wrapper)
 
     def __call__(self) -> None:
         """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._remove()
         self._strangers.remove()
 
     # -------------------------------------------------------------------------------------------------------- hooks
@@ -135,6 +139,8 @@ class Attachment(Bracket):
         learning = _learns()
         if learning:
             self._handled = id(sys.exc_info()[1])
+            if not self._forwards.outside:
+                self._entered = self._ended
             self._pass()
             if module.training:
                 self._calls.before_forward()
@@ -147,6 +153,11 @@ class Attachment(Bracket):
             self._post_step.forward_entered(module.training and learning)
         except Exception:
             self._say_once(HAD_AN_ERROR, exc_info=True)
+
+    def _on_wrapper(self, module: nn.Module, args: Any) -> None:
+        if not _is_compiling():
+            self._entered = self._ended
+            self._on_forward(module, args)
 
     def _on_output(self, _module: nn.Module, _args: Any, output: Any) -> None:
         """Hook the output tensors: a backward pass reaches them before gradients inside of the module are reduced."""
@@ -171,6 +182,8 @@ class Attachment(Bracket):
         if self._stage is LEFT:
             self._stage = ABANDONED
         self._heard = True
+        if self._entered != self._ended:
+            self._forwards.look_again()
         self._calls.before_backward()
         self._pass()
         if not self._turns.simple:

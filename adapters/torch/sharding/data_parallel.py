@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import compress
 from typing import Any, TypeVar
 
@@ -87,6 +87,11 @@ def ddps_of(model: nn.Module, known: Sequence[Ddp] = ()) -> list[Ddp]:
         return min((number[id(p)] for p in ddp.parameters() if id(p) in number), default=len(number))
 
     return sorted(found.values(), key=place)
+
+
+def ddps_around(model: nn.Module) -> list[Ddp]:
+    """Return every DistributedDataParallel of the process that has a parameter of ``model``. Searches all objects."""
+    return [*_around(set(map(id, model.parameters())))]
 
 
 def not_replicated(ddps: Sequence[Ddp]) -> list[Tensor]:
@@ -221,7 +226,7 @@ def _join_refusal(ddps: Sequence[Ddp]) -> str:
 # -------------------------------------------------------------------------------------------------------------- private
 
 
-def _around(number: Mapping[int, int]) -> Iterator[Ddp]:
+def _around(number: Collection[int]) -> Iterator[Ddp]:
     """Yield every DistributedDataParallel of the process with a parameter whose ``id`` is in ``number``."""
     found = _alive()
     if len({id(ddp.module) for ddp in found}) < len(found):  # one of two wrappers of a module may be garbage
