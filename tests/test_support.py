@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import ttp
 from tests.test_tidy import OWN, ROOT, nodes_of
 
 pytestmark = pytest.mark.xdist_group("tidy")
@@ -126,3 +128,14 @@ def test_what_is_quoted_is_what_the_code_says() -> None:
     quoted = [(row.feature, message) for row in rows() for message in row.messages]
     assert quoted, "the page quotes what is said at the start"
     assert [(feature, message) for feature, message in quoted if message.replace("…", "...") not in known] == []
+
+
+def test_the_first_page_shows_all_arguments_of_wrap_optimizer() -> None:
+    page = (PAGE.parent / "index.md").read_text()
+    (shown,) = re.findall(r"```python\noptimizer = (ttp\.wrap_optimizer\(.*?)```", page, re.DOTALL)
+    call = ast.parse(shown, mode="eval").body
+    assert isinstance(call, ast.Call)
+    keywords = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
+    real = inspect.signature(ttp.wrap_optimizer).parameters
+    assert [*real] == ["optimizer", *keywords]
+    assert keywords == {name: each.default for name, each in real.items() if name in keywords}

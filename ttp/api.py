@@ -185,8 +185,9 @@ def wrap_optimizer(
             of it.
         scheduler: the learning-rate scheduler, or a list of several, if any.
         save_dir: directory of checkpoints, shared by all hosts. ``TTP_SAVE_DIR`` overrides it.
-        extra_state: an object with ``state_dict()`` and ``load_state_dict()``, or a dict of such objects. Its state is
-            captured when ``optimizer.step()`` ends (in a loop that calls ``step_done()``: there), so change it before
+        extra_state: an object with ``state_dict()`` and ``load_state_dict()``, with torch also a ``torch.Generator`` or
+            a ``numpy.random.Generator``; or a dict of names to such objects. Its state is captured when
+            ``optimizer.step()`` ends (in a loop that calls ``step_done()``: there), so change it before
             ``loss.backward()``. An object with ``ttp_constant = True`` and a ``torch.nn.Module`` (EMA) are read when a
             checkpoint is written.
         scaler: a ``torch.amp.GradScaler``, if any.

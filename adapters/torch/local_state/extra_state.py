@@ -2,7 +2,8 @@
 
 There are three kinds of objects:
 
-* an object with ``state_dict()`` and ``load_state_dict()`` belongs to one rank and is captured with each update;
+* an object with ``state_dict()`` and ``load_state_dict()``, or a random generator of torch or numpy, belongs to one
+  rank and is captured with each update;
 * such an object with the attribute ``ttp_constant = True`` seldom changes, and not with the updates, so its state is
   read only when a checkpoint is written;
 * an ``nn.Module`` (an average of the weights) is large and equal on every replica, and is read in place at save time.
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves
 
+from ttp.adapters.torch.local_state.generators import with_state_dict
 from ttp.adapters.torch.local_state.large_arrays import LargeArrays
 from ttp.adapters.torch.restoring.compare import hand_to
 from ttp.adapters.torch.sharding.dtensor_chunks import is_distributed
@@ -38,7 +40,7 @@ class ExtraState:
     """Holds the user's objects by name and kind, and reads and restores their states.
 
     Args:
-        given: one object, or a dict of names to objects; None: there are none.
+        given: one object or random generator, or a dict of names to such; None: there are none.
 
     Raises:
         UsageError: an object lacks ``state_dict`` or ``load_state_dict``, or its state cannot be stored; the text
@@ -197,7 +199,7 @@ def by_name(given: Any) -> dict[str, Any]:
 
 
 def _named(given: Any) -> dict[str, Any]:
-    named = by_name(given)
+    named = {name: with_state_dict(value) for name, value in by_name(given).items()}
     for name, value in named.items():
         if not isinstance(name, str):
             raise UsageError(f"extra_state has the key {name!r}; its keys are names, so use strings")

@@ -98,7 +98,7 @@ class ForwardHooks:
             kind: Any = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
             inside = set(map(id, (*self._called, *ddps)))
             compiled = [] if kind is None else instances_of(kind)
-            self._add([*ddps, *(each for each in compiled if id(dict(each.named_children()).get("_orig_mod")) in inside)])
+            self._add([*ddps, *(each for each in compiled if not inside.isdisjoint(map(id, each.children())))])
 
     def _hook(self, registered: _Registered, wrapper: nn.Module | None, inner: nn.Module) -> None:
         if wrapper is not None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ttp.adapters.torch.local_state.capture import LocalCapture
-from ttp.adapters.torch.local_state.extra_state import ExtraState
+from ttp.adapters.torch.local_state.extra_state import ExtraState, path_of
 from ttp.adapters.torch.local_state.image import BUFFER, VALUES_MAX, LocalState, name_of, read_local_state
 from ttp.adapters.torch.saving.job_state import JobState
 from ttp.adapters.torch.sharding.names import first_of
@@ -31,6 +31,7 @@ from ttp.processor.local_state.local_piece import (
 )
 from ttp.store.encoding import decode, encode, values_in
 from ttp.store.manifest import Manifest
+from ttp.store.names import checkpoint_name
 
 log = logging.getLogger("ttp.adapters.torch")
 
@@ -43,6 +44,13 @@ _BEHIND = (
 _BUFFERS_BEHIND = (
     "rank {} died in the update to version {}, so its buffers ({}) were captured before that update, and what the "
     "program has written to them since is lost: no other replica had the same"
+)
+_HELD_BACK = (
+    "{0} of rank {1} did not get the values of {2}, which are equal on its replicas, because no replica has those of "
+    "{3} for it, and a part of the values may make a state that the object never had: give {3} as an object of its "
+    "own. If the loop finds its place by {2}, the ranks now call different collectives and wait for each other, "
+    "without an alarm in the first versions of a launch. In that case stop the job, move {4} out of its directory, and "
+    "start the job again, from the checkpoint before it (`ttp list`)"
 )
 _OF_A_PEER = "restored version %d of %s of rank %d from rank %d: %s"
 
@@ -119,10 +127,22 @@ def _behind(manifest: Manifest, rank: int, local: LocalState, peers: LocalState,
     own = sorted(local.extra.keys() - peers.extra - extra.completed)
     if behind := [repr(name) for name in own if may_be_behind(pieces, name_of(name))]:
         notes.append(_BEHIND.format(rank, version, ", ".join(behind)))
+        givers = _givers(manifest, rank)
+        notes += filter(None, (_held_back(manifest, rank, name, local.extra[name], givers) for name in own))
     own = sorted(local.buffers.keys() - peers.buffers)
     if behind := [repr(name) for name in own if has_changed(pieces, BUFFER + name)]:
         notes.append(_BUFFERS_BEHIND.format(rank, version, first_of(behind, _LISTED_MAX)))
     return notes
+
+
+def _held_back(manifest: Manifest, rank: int, name: str, state: bytes, givers: Mapping[str, int | None]) -> str:
+    """Return which values of an object replicas could have lent, and which not; empty if all can be had, or none."""
+    lent = _lenders(manifest.pieces, rank, name, state, givers)
+    equal, lacking = ([repr(key) for key, giver in lent.items() if (giver is None) == lacks] for lacks in (False, True))
+    if not (equal and lacking):
+        return ""
+    there = checkpoint_name(manifest.version)
+    return _HELD_BACK.format(path_of(name), rank, first_of(equal, _LISTED_MAX), first_of(lacking, _LISTED_MAX), there)
 
 
 def from_peers(checkpoint: Path, manifest: Manifest, rank: int, local: LocalState | None) -> LocalState:
@@ -133,9 +153,7 @@ def from_peers(checkpoint: Path, manifest: Manifest, rank: int, local: LocalStat
     pieces, extra, buffers = manifest.pieces, dict[str, bytes](), dict[str, Tensor]()
     if local is not None and not is_provisional(pieces, rank):
         return LocalState(b"", {}, {})
-    held = {shard for shard, ranks in manifest.groups.items() if rank in ranks}
-    replicas = set(range(manifest.world_size)).intersection(*(manifest.groups[shard] for shard in held))
-    givers = {name: lender(pieces, name, rank, replicas) for name in objects_kept(pieces)}
+    givers, replicas = _givers(manifest, rank), _replicas(manifest, rank)
     alone = [name for name, giver in givers.items() if giver is None and name.startswith(BUFFER)]
     levelled = {name: leveller(pieces, name, replicas) for name in alone}
     givers |= levelled
@@ -158,6 +176,18 @@ def from_peers(checkpoint: Path, manifest: Manifest, rank: int, local: LocalStat
             for key, lends in lent.items():
                 log.info(_OF_A_PEER, manifest.version, f"extra_state[{name!r}][{key!r}]", rank, lends, why)
     return LocalState(b"", buffers, extra)
+
+
+def _givers(manifest: Manifest, rank: int) -> dict[str, int | None]:
+    """Return which replica lends its state of each object, value and buffer to a rank that died; None: none does."""
+    pieces, replicas = manifest.pieces, _replicas(manifest, rank)
+    return {name: lender(pieces, name, rank, replicas) for name in objects_kept(pieces)}
+
+
+def _replicas(manifest: Manifest, rank: int) -> set[int]:
+    """Return the ranks that hold the same shards as ``rank``."""
+    held = [ranks for ranks in manifest.groups.values() if rank in ranks]
+    return set(range(manifest.world_size)).intersection(*held)
 
 
 def _lenders(

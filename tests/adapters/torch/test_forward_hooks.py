@@ -150,15 +150,15 @@ def test_of_a_compiled_ddp(start: Any, given: str) -> None:
 def test_of_a_compiled_module_in_a_ddp(start: Any) -> None:
     model = layers()
     job = start(model)
-    job.call = ddp = job.wrap(torch.compile(model, backend="eager"))  # type: ignore[arg-type]
+    job.call = ddp = job.wrap(torch.compile(model, backend="eager"))
     job.train(3)
     assert ddp.seen == [True, True, True]
 
 
 def test_before_hooks_that_wait_as_those_of_fsdp_do(start: Any) -> None:
-    model, over = layers(), list[bool]()
-    model.register_forward_pre_hook(lambda *_: over.append(job.source.post_step_done()), prepend=True)
-    job = start(model)
+    model, over, jobs = layers(), list[bool](), list[Any]()
+    model.register_forward_pre_hook(lambda *_: over.append(jobs[0].source.post_step_done()), prepend=True)
+    jobs.append(job := start(model))
     job.train(3)
     assert over == [True, True, True]
 
@@ -169,14 +169,19 @@ def test_an_evaluation_of_the_module_inside_ends_no_post_step(start: Any) -> Non
     job.train(1)
     model.eval()  # the mode of the wrapper does not change
     job.call(torch.randn(6, 4))
-    assert not job.adapter._post_step._stage.name == "OVER"
+    assert job.adapter._post_step._stage.name == "ENTERED"
 
 
 class TestTheSearch:
     @pytest.fixture
     def searches(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         made: list[int] = []
-        monkeypatch.setattr(forward_hooks, "ddps_around", lambda _model: made.append(1) or [])
+
+        def search(_model: nn.Module) -> list[Any]:
+            made.append(1)
+            return []
+
+        monkeypatch.setattr(forward_hooks, "ddps_around", search)
         return made
 
     def test_is_not_made_while_a_hooked_module_is_called(self, start: Any, searches: list[int]) -> None:

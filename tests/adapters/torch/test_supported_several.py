@@ -88,6 +88,33 @@ def test_two_networks_that_step_in_turns() -> Program:
     return Program(model, [of_critic, of_generator], step)
 
 
+@supports("several models, one optimizer")
+@pytest.mark.parametrize("kind", [nn.ModuleDict, nn.ModuleList])
+@goes_on
+def test_student_teacher_and_head(kind: Any) -> Program:
+    """The loop calls the parts; the teacher follows the student right after the step."""
+    student, teacher, head = net(nn.BatchNorm1d(8)), net(nn.BatchNorm1d(8)).requires_grad_(False), nn.Linear(3, 2)
+    parts = {"student": student, "teacher": teacher, "head": head}
+    model = kind(parts if kind is nn.ModuleDict else parts.values())
+    optimizer = torch.optim.AdamW([*student.parameters(), *head.parameters()], lr=1e-2)
+
+    def step(_number: int) -> Any:
+        x = data()
+        with torch.no_grad():
+            wanted = teacher(x)
+        made = student(x)
+        loss = (made - wanted).square().mean() + head(made).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            for slow, fast in zip(teacher.parameters(), student.parameters(), strict=True):
+                slow.lerp_(fast, 0.1)
+        return loss
+
+    return Program(model, optimizer, step)
+
+
 @supports("several schedulers")
 @goes_on
 def test_two_schedules_of_one_optimizer() -> Program:

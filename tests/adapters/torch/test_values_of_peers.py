@@ -69,6 +69,29 @@ def test_a_state_is_not_put_together_that_the_rank_never_had(
     assert "its extra_state ('progress') was captured before that update" in caplog.text
 
 
+def test_values_that_could_be_had_and_those_that_hold_them_back_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The end of an epoch: a rank that does not know of it evaluates no more, and the others wait for it."""
+    statistics = [{"mean": each / 2} for each in range(6)]
+    path = progress_after(
+        tmp_path,
+        ({"epoch": 1, "since": 2, "best": statistics[0]}, {"epoch": 2, "since": 0, "best": statistics[1]}),
+        ({"epoch": 1, "since": 2, "best": statistics[2]}, None),
+        ({"epoch": 1, "since": 2, "best": statistics[4]}, {"epoch": 2, "since": 0, "best": statistics[5]}),
+    )
+    assert progress_of(path, 1, 3) == {"epoch": 1, "since": 2, "best": statistics[2]}
+    (said,) = (each.getMessage() for each in caplog.records if "did not get the values of" in each.getMessage())
+    assert caplog.records[-1].levelname == "WARNING"
+    for text in (
+        "extra_state['progress'] of rank 1 did not get the values of 'epoch', 'since', which are equal",
+        "those of 'best' for it",
+        "wait for each other",
+        "move tft_saved_checkpoints-step_0 out of its directory",
+    ):
+        assert text in said
+
+
 @pytest.mark.parametrize(
     ("own", "others"),
     [
