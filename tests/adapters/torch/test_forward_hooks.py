@@ -74,6 +74,7 @@ class Parts(nn.Module):
         return sum((part(x) for part in self.parts), torch.zeros(()))
 
 
+@pytest.mark.supports("the module inside DDP as model=")
 def test_of_a_ddp_around_the_model(start: Any) -> None:
     model = layers()
     ddp = Waiting(model)
