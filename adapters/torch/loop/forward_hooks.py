@@ -5,7 +5,8 @@ The loop may call another object than the registered model: a DistributedDataPar
 rebuilds its buckets), and compiled code calls no hook of the modules inside of it. So wrappers get the hooks too.
 
 A program may make a wrapper at any time. If none of the hooked modules was called in an iteration, all objects of the
-process are searched. The search takes about 0.1 s, so it is made after 1, 2, 4, 8, ... such iterations only.
+process are searched. The search takes about 0.1 s, so it is made after 1, 2, 4, 8, ... such iterations only, until it
+finds something.
 """
 
 from __future__ import annotations
@@ -49,12 +50,9 @@ class ForwardHooks:
         self._wrappers: list[tuple[weakref.ref[nn.Module], nn.Module]] = []  # each with the module inside of it
         self._registered: list[_Registered] = []
         self._missed = 0
-        self.wrapped(ddps)
-
-    @property
-    def outside(self) -> bool:
+        self.outside = False
         """Whether a wrapper of the model is known, so that the loop calls that one."""
-        return bool(self._wrappers)
+        self.wrapped(ddps)
 
     def register(self, call: _Call, *, outside: _Call | None = None, prepend: bool = True) -> Callable[[], None]:
         """Call a function at the beginning of each forward pass.
@@ -85,7 +83,7 @@ class ForwardHooks:
         known = {id(wrapper()) for wrapper, _ in self._wrappers} | set(map(id, self._called))
         for wrapper in wrappers:
             if id(wrapper) not in known:
-                inner = _inside(wrapper)
+                inner, self.outside, self._missed = _inside(wrapper), True, 0
                 self._wrappers.append((weakref.ref(wrapper), inner))
                 for registered in self._registered:
                     self._hook(registered, wrapper, inner)
