@@ -330,7 +330,7 @@ class Driver:
         if present is not None:
             saved = (Version(present.version), present.path) if present.version and present.path else None
             wrong = present.text if present.code == EXIT_BAD_CONFIG else ""
-            event = ce.Remembered(fruitless, present.progress, saved, wrong, present.drained)
+            event = ce.Remembered(fruitless, present.progress, saved, wrong, present.drained, present.hosts_of_ranks())
 
         def feed() -> None:
             if self.machine.job.incarnation == incarnation:  # else the disk was slow, and this is a later launch

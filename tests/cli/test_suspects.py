@@ -5,8 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.cli.conftest import Ttp
 from tests.cli.test_incidents import SAVED, write
+from ttp.store.history import FILE, line_of
+
+RELEASED = SAVED[-2]
 
 
 def against(rank: int, host: Any, kind: str = "exited") -> tuple[float, str, dict[str, Any]]:
@@ -36,18 +41,42 @@ def test_a_host_that_is_named_again_and_again(tmp_path: Path, ttp: Ttp) -> None:
     ]
 
 
-def test_checkpoints_on_request_and_what_a_host_that_was_cut_off_recorded_do_not_hide_the_last_failure(
-    tmp_path: Path, ttp: Ttp
-) -> None:
+def test_checkpoints_on_request_do_not_hide_the_last_failure(tmp_path: Path, ttp: Ttp) -> None:
     asked = {"snapshot": True}
     write(tmp_path, "20260101-000000-1-a", [SAVED[0], against(0, "older")])
     write(tmp_path, "20260102-000000-1-a", [SAVED[0], against(3, "n2")])
-    write(tmp_path, "20260102-000001-1-b", [SAVED[0], against(0, "", "lost"), against(1, "", "lost")])
     write(tmp_path, "20260103-000000-1-a", [(0.0, "opened", asked), against(-1, "", "snapshot")])
     assert [each["host"] for each in ttp("suspects", tmp_path, "--json").json] == ["n2"]
     assert [each["host"] for each in ttp("suspects", tmp_path, "--last", 2, "--json").json] == ["n2", "older"]
     write(tmp_path, "20260104-000000-1-a", [(0.0, "opened", asked), against(0, "n3")])  # a rank died during the save
     assert [each["host"] for each in ttp("suspects", tmp_path, "--json").json] == ["n3"]
+
+
+@pytest.mark.parametrize("hosts", [("n0", "n1"), ("", "")])
+def test_the_larger_side_of_a_launch_that_was_cut_in_two_is_believed(
+    tmp_path: Path, ttp: Ttp, hosts: tuple[str, str]
+) -> None:
+    """Both sides recorded how the launch ended: what the smaller one says accuses hosts that lived."""
+    opened = (0.0, "opened", {"run_id": "job", "incarnation": 4, "snapshot": False})
+    (tmp_path / "incidents").mkdir()
+    begins = line_of("incarnation", 1.7e9, {"run_id": "job", "incarnation": 4})
+    (tmp_path / "incidents" / FILE).write_text(begins)
+    cut_off = [opened, *(against(rank, host, "lost") for rank, host in enumerate(hosts)), RELEASED]
+    write(tmp_path, "20260101-000000-1-a", [SAVED[0], against(0, "older")])
+    write(tmp_path, "20260102-000000-1-a", [opened, against(3, "n2", "lost"), RELEASED])
+    write(tmp_path, "20260102-000001-1-b", cut_off)
+    assert [each["host"] for each in ttp("suspects", tmp_path, "--json").json] == ["n2"]
+    assert [each["host"] for each in ttp("suspects", tmp_path, "--last", 2, "--json").json] == ["n2", "older"]
+
+
+def test_an_older_incident_does_not_stand_for_the_newest_whose_host_is_not_known(tmp_path: Path, ttp: Ttp) -> None:
+    """The lost host was in no answer, and a host that had failed before, and was well, was left out in its place."""
+    write(tmp_path, "20260101-000000-1-a", [SAVED[0], against(1, "b")])
+    write(tmp_path, "20260102-000000-1-b", [SAVED[0], against(0, "", "lost"), against(2, "", "lost"), RELEASED])
+    said = ttp("suspects", tmp_path)
+    assert said.code == 1 and "accuses ranks 0,2, whose host is not known" in said.err
+    both = ttp("suspects", tmp_path, "--last", 2, "--json")
+    assert [each["host"] for each in both.json] == ["b"] and "ranks 0,2, whose host is not known" in both.err
 
 
 def test_a_hang_of_all_ranks_names_nobody(tmp_path: Path, ttp: Ttp) -> None:

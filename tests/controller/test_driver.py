@@ -30,7 +30,7 @@ from ttp.core.controller.events import (
 )
 from ttp.core.layout import Rank, Version
 from ttp.core.layout_messages import TellLayout
-from ttp.store.history import Launch, read_launches
+from ttp.store.history import Launch, line_of, parse_launches, read_launches
 from ttp.testing.scenario import grid
 from ttp.testing.toy import hello
 
@@ -158,6 +158,44 @@ async def test_a_controller_that_takes_over_learns_what_the_one_before_has_recor
     assert now.verdict == before.verdict and now.verdict.code == 64
     other = (await lead(incarnation=2, **known)).machine
     assert other.rescue.committing.last is None and not other.drained_hosts, "that is another launch"
+
+
+@on_a_loop
+async def test_a_controller_that_takes_over_knows_the_hosts_of_ranks_that_it_never_meets(tmp_path: Path) -> None:
+    """The host of the first controller is lost with rank 0: it was accused without a name, and started again."""
+
+    async def lead(*hosts: str, also: tuple[str, ...] = (), **more: Any) -> dict[Rank, str]:
+        journal = Journal(tmp_path / "run", [str(tmp_path)])
+        job = Job(3, journal, "b")
+        for rank, host in enumerate(hosts, start=3 - len(hosts)):
+            job.joins(rank, host=host, save_dir=str(tmp_path), **more)
+        for host in also:
+            job.machine.job.seats.add(Rank(2))
+            job.joins(2, host=host, save_dir=str(tmp_path), nonce=host)
+        journal.close(60)
+        await asyncio.sleep(0)
+        return dict(job.machine.job.homes)
+
+    await lead("a", "b", "a", also=("c",))
+    back = {"incarnation": 1, "resume": True, "takeover": True, "term_seen": 1, "version": Version(7)}
+    assert await lead("b", **back) == {0: "a", 1: "b", 2: "c"}
+
+
+@pytest.mark.parametrize(
+    ("told", "kept"),
+    [
+        ({f"node-{n:04}.cluster": f"{8 * n}-{8 * n + 7}" for n in range(1250)}, 10_000),
+        ({f"node-{n:04}.cluster": ",".join(str(n + 1250 * k) for k in range(8)) for n in range(1250)}, 10_000),
+        ({f"node-{n}": f"{n}" for n in range(100_000)}, 0),
+        ({"a": "0-1", "b": "x", "c": "5-99999999999", "d": "", "e": 3}, 3),
+        (["a"], 0),
+    ],
+)
+def test_the_hosts_of_a_launch_are_one_short_line(told: Any, kept: int) -> None:
+    line = line_of("formed", 1.0, {"world_size": 9, "hosts": told})
+    assert len(line) < 1 << 18 and line.count("\n") == 2
+    (launch,) = parse_launches((line_of("incarnation", 1.0, {}) + line).encode())
+    assert launch.joined_unix_s and len(launch.hosts_of_ranks()) == kept
 
 
 @on_a_loop

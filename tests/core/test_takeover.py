@@ -25,6 +25,14 @@ def test_a_dead_rank_that_never_says_hello_again_is_missed() -> None:
     assert talk.facts("evidence")["text"] == "rank 2 did not come back to the new controller"
 
 
+def test_a_dead_rank_that_is_missed_is_accused_with_the_host_that_the_controller_before_had_recorded() -> None:
+    talk = Talk(joined=2, incarnation=2, resume=True, term_seen=1, version=7)
+    talk.event(Remembered(0, False, hosts={Rank(1): "elsewhere", Rank(2): "a"}))
+    talk.after(5)
+    told = talk.facts("evidence")
+    assert (told["text"], told["host"]) == ("rank 2 on a did not come back to the new controller", "a")
+
+
 def test_a_dead_rank_that_is_missed_died_as_its_launcher_has_told_the_new_controller() -> None:
     talk = Talk(joined=2, incarnation=2, resume=True, term_seen=1, version=7)
     told = [fault_targets(talk.machine.job, [Rank(r)], "", exited=True).ranks for r in (2, 3)]

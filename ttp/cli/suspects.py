@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ttp.cli.directories import SaveDir, existing
+from ttp.cli.directories import SaveDir, existing, save_dir_of
 from ttp.cli.incident_reader import IncidentLog, incident_files, readable
 from ttp.cli.output import Json, complain, print_json, say, screen, table, when_text
 from ttp.core.controller.evidence import OUTSIDER
-from ttp.core.layout import compact_ranks
+from ttp.core.layout import compact_ranks, ranks_text
+from ttp.errors import CheckpointError
+from ttp.store.history import read_launches
 
 Last = Annotated[int, typer.Option("--last", min=1, help="Number of incidents to count, the newest first.")]
 Least = Annotated[int, typer.Option("--at-least", min=1, help="Show only hosts that are suspected in so many of them.")]
@@ -46,13 +50,17 @@ def suspects(directory: SaveDir, *, last: Last = 1, at_least: Least = 1, json: J
     Use it to decide which host to leave out when the job is started again, by hand or in a script of the scheduler. One
     killed process says little about its host, the same host in three incidents says more: --last 10 --at-least 3.
     Drained hosts are listed too. Incidents after which training went on count as well, withdrawn evidence does not.
-    Checkpoints on request, and what a host that was cut off recorded of ranks that it could not reach, are left out.
+    Checkpoints on request are left out, and of a launch that was cut in two what its smaller part recorded. If a rank
+    is accused whose host is not known, a message says so: no older incident takes the place of this one.
 
     Exits with 1 if no host is named. JSON: a list of hosts with host, incidents, ranks, kinds, text, unix_s.
     """
     telling = filter(_tells, readable(incident_files(existing(directory)), complain))
-    incidents = itertools.islice(telling, last)
+    incidents = list(itertools.islice(_believed(telling, _beginnings(directory)), last))
     found = [each for each in named(incidents) if each.incidents >= at_least]
+    for incident in incidents:
+        if ranks := homeless(incident):
+            complain(f"incident {incident.id} accuses {ranks_text(ranks)}, whose host is not known")
     if json:
         print_json([asdict(each) for each in found])
     elif found:
@@ -68,16 +76,44 @@ def suspects(directory: SaveDir, *, last: Last = 1, at_least: Least = 1, json: J
 
 
 def _tells(incident: IncidentLog) -> bool:
-    """Return whether an incident can say something about hosts.
+    """Return whether an incident can say something about hosts: not if it was only a request for a checkpoint."""
+    opened = incident.last("opened")
+    return bool(incident.accusations) or opened is None or not opened.facts.get("snapshot")
 
-    It cannot if a checkpoint was requested and nothing was wrong, or if its controller knew no host of the ranks that
-    it accuses: they were never connected to it, as it took over alone on a host that was cut off.
+
+def _beginnings(directory: Path) -> list[float]:
+    """Return when the launches began that are recorded, in seconds since 1970."""
+    try:
+        return [launch.began_unix_s for launch in read_launches(save_dir_of(directory))]
+    except CheckpointError as problem:
+        complain(str(problem))
+        return []
+
+
+def _believed(incidents: Iterable[IncidentLog], began: Sequence[float]) -> Iterator[IncidentLog]:
+    """Yield the incidents, but of those that ended one launch only the one that accuses the fewest ranks.
+
+    If the network is cut, there is a controller on each side, and each accuses the ranks of the other side.
+
+    Args:
+        incidents: beginning with the newest.
+        began: when the launches began, in seconds since 1970, the oldest first; some may be lacking.
     """
-    accusations = incident.accusations
-    if not accusations:
-        opened = incident.last("opened")
-        return opened is None or not opened.facts.get("snapshot")
-    return any(line.facts.get("host") or line.facts.get("rank") == OUTSIDER for line in accusations)
+
+    def launch(incident: IncidentLog) -> object:
+        opened, place = incident.last("opened"), bisect.bisect(began, incident.opened_unix_s)
+        if opened is None or not place or incident.last("released") is None:
+            return incident.id
+        return place, opened.facts.get("run_id"), opened.facts.get("incarnation")
+
+    for _, ends in itertools.groupby(incidents, launch):
+        yield min(ends, key=lambda each: (len(each.accusations), each.opened_unix_s))
+
+
+def homeless(incident: IncidentLog) -> list[int]:
+    """Return the ranks that an incident accuses, and whose host it does not name."""
+    unnamed = {line.facts.get("rank") for line in incident.accusations if not line.facts.get("host")}
+    return sorted(rank for rank in unnamed if isinstance(rank, int) and rank != OUTSIDER)
 
 
 def named(incidents: Iterable[IncidentLog]) -> list[Suspect]:

@@ -144,6 +144,22 @@ def compact_ranks(ranks: Iterable[int]) -> str:
     return ",".join(parts)
 
 
+def parse_ranks(text: str) -> list[int]:
+    """Return the ranks that ``compact_ranks`` has written as ``text``.
+
+    Raises:
+        ValueError: it is not such a text, or it has more ranks than a job.
+    """
+    found: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        ranks = range(int(first), int(last or first) + 1)
+        if len(found) + len(ranks) > WORLD_SIZE_MAX:
+            raise ValueError(f"more than {WORLD_SIZE_MAX} ranks")
+        found += ranks
+    return found
+
+
 def ranks_text(ranks: Iterable[int]) -> str:
     """Return ``rank 3`` or ``ranks 0-2,5``, for messages that people read."""
     text = compact_ranks(ranks)

@@ -13,6 +13,7 @@ If a rank exits with 64 before any rank has joined, no controller knows of it. T
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ttp.core.layout import Rank, parse_ranks
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED, EXIT_TRAINED, CheckpointError
 from ttp.store.durable import make_directory, write_durably
 from ttp.store.json_text import parse_json
@@ -42,6 +44,8 @@ other ranks may have joined later.
 TAIL_BYTES = 4 << 20
 """Bytes of the newest lines that are read."""
 TEXT_MAX = 2000
+HOSTS_MAX = 1 << 17
+"""Most characters of the hosts in a line; more are left out. 10,000 ranks on 1,250 hosts take a third of it."""
 HISTORY_KINDS = ("formed", "restore", "restored", "committed", "finished", "released", "wrong", "drained")
 BEGINS = "incarnation"
 LEADS = "leads"
@@ -68,6 +72,7 @@ class Launch:
         version: the newest version that it saved; None if it saved none.
         path: the checkpoint of that version.
         drained: hosts that must start no ranks again after it.
+        hosts: a host and its ranks (``0-7``), as often as they were recorded; what comes later is newer.
         ended_unix_s: when its end was recorded; 0 if it was not.
         joined_unix_s: when all ranks had joined; 0 if they have not.
         restored_unix_s: when all ranks had read the checkpoint that they begin with; 0 if that was not recorded.
@@ -87,12 +92,21 @@ class Launch:
     version: int | None = None
     path: str = ""
     drained: frozenset[str] = frozenset()
+    hosts: tuple[tuple[str, str], ...] = ()
     ended_unix_s: float = 0.0
     joined_unix_s: float = 0.0
     restored_unix_s: float = 0.0
     restored: int = 0
     restored_bytes: int = 0
     controller: str = ""
+
+    def hosts_of_ranks(self) -> dict[Rank, str]:
+        """Return the host of each rank, as far as it is recorded."""
+        found: dict[Rank, str] = {}
+        for host, ranks in self.hosts:
+            with contextlib.suppress(ValueError):
+                found |= dict.fromkeys(map(Rank, parse_ranks(ranks)), host)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +213,8 @@ def line_of(kind: str, unix_s: float, facts: Mapping[str, Any]) -> str:
     kept = {name: facts[name] for name in _FACTS if name in facts}
     if isinstance(kept.get("text"), str):
         kept["text"] = kept["text"][:TEXT_MAX]
+    if len(json.dumps(kept.get("hosts"))) > HOSTS_MAX:
+        del kept["hosts"]
     return "\n" + json.dumps({"kind": kind, "unix_s": round(unix_s, 3), **kept}) + "\n"
 
 
@@ -305,6 +321,8 @@ def _take(launch: Launch, record: Mapping[str, Any], at_s: float) -> None:
             launch.controller = str(record.get("controller", ""))
         case "formed" | "restore":
             launch.joined_unix_s = launch.joined_unix_s or at_s
+            if isinstance(hosts := record.get("hosts"), dict):
+                launch.hosts += tuple((host, str(ranks)) for host, ranks in hosts.items())
         case "restored" if not launch.restored_unix_s:
             launch.restored_unix_s, launch.restored = at_s, _whole(record.get("version")) or 0
             launch.restored_bytes = _whole(record.get("size")) or 0

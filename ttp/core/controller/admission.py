@@ -77,8 +77,11 @@ class Admission:
         if hello.local_rank == 0 and not hello.resume:
             self._compare_name(hello)
         self.gathering.joined(hello, new=known is None, now=now)
-        if self._job.complete and known is None:
-            self._outbox.record("formed", world_size=hello.world_size, incarnation=self._job.incarnation)
+        moved = known is not None and known.hello.host != hello.host
+        if self._job.complete and (known is None or moved):
+            hosts = {hello.host: str(hello.rank)} if moved else self._job.hosts_told()
+            facts = {"world_size": hello.world_size, "incarnation": self._job.incarnation, "hosts": hosts}
+            self._outbox.record("formed", **facts)
         self._joined(hello, now)
 
     def _compare_name(self, hello: m.Hello) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, NewType
 
 from ttp.core import messages as m
@@ -163,6 +164,7 @@ class Remembered(Event):
         saved: version and path of the last checkpoint of this launch; None: there is none.
         wrong: why a rank has exited with 64; empty: none has.
         drained: hosts whose launchers must not start ranks again.
+        hosts: the host of each rank, as far as it is recorded.
     """
 
     fruitless: int
@@ -170,6 +172,7 @@ class Remembered(Event):
     saved: tuple[Version, str] | None = None
     wrong: str = ""
     drained: frozenset[str] = frozenset()
+    hosts: Mapping[Rank, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,11 +95,12 @@ class Gathering:
             job.gather_until, self._counted = now + self._timeouts.gather_s, False
             return
         job.gather_until, self._sent_on = None, False
-        for rank in range(job.layout.world_size):
+        for rank in map(Rank, range(job.layout.world_size)):
             if rank not in job.members:
-                why = job.exited.get(Rank(rank), "")
-                text = f"rank {rank} did not come back to the new controller{why and ': '}{why}"
-                self._rescue.fault(Rank(rank), m.FaultKind.LOST, text, now)
+                host, why = job.host_of(rank), job.exited.get(rank, "")
+                who = f"rank {rank}{host and ' on '}{host}"
+                text = f"{who} did not come back to the new controller{why and ': '}{why}"
+                self._rescue.fault(rank, m.FaultKind.LOST, text, now)
 
     @property
     def _untrained(self) -> bool:

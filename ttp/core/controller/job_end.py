@@ -55,10 +55,10 @@ class JobEnd:
                 verdict.drained = verdict.drained | hosts if drained else verdict.drained - hosts
             case RankWasWrong(text):
                 verdict.is_wrong(text)
-            case Remembered(fruitless, progress, saved, wrong, drained):
+            case Remembered(fruitless, progress, saved, wrong, drained, hosts):
                 verdict.remember(fruitless, progress, wrong, drained)
                 self._rescue.committing.take_over(saved)
-                self._left_over = drained
+                self._left_over, self._job.homes = drained, hosts
         if verdict.now.code == EXIT_BAD_CONFIG != before.code:
             self._outbox.record("wrong", text=verdict.now.text)
 

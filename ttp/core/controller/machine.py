@@ -284,9 +284,8 @@ class ControllerMachine:
             return
         job.formed = True
         missing = compact_ranks(Rank(rank) for rank in range(job.layout.world_size) if rank not in job.members)
-        self._outbox.record(
-            "formed", world_size=job.layout.world_size, incarnation=job.incarnation, unprotected_ranks=missing
-        )
+        facts = {"world_size": job.layout.world_size, "incarnation": job.incarnation, "hosts": job.hosts_told()}
+        self._outbox.record("formed", **facts, unprotected_ranks=missing)
 
     def _report(self, connection: ev.ConnectionId, report: m.Report, now: float) -> None:
         member = self._speaking(((connection, report.rank),)).get(report.rank)

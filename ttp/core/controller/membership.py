@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ttp.core import messages as m
 from ttp.core.controller.events import ConnectionId
-from ttp.core.layout import Layout, Rank, Version
+from ttp.core.layout import Layout, Rank, Version, compact_ranks
 
 LAYOUTS_MAX = 4
 """Most layouts that are kept: that of the job, and the last few that ranks announced."""
@@ -82,6 +83,8 @@ class Ranks:
     guests: dict[Rank, Guest] = field(default_factory=dict)
     exited: dict[Rank, str] = field(default_factory=dict)
     """How missing ranks ended, as their launchers have told a controller that takes over."""
+    homes: Mapping[Rank, str] = field(default_factory=dict)
+    """The hosts of the ranks, as the controller before this one has recorded them."""
     gather_until: float | None = None
     """Time until which missing ranks may say hello to a controller that takes over; None: it waits for none."""
     at_home: Rank = Rank(-1)  # noqa: RUF009 - a number, which all instances may share
@@ -243,6 +246,14 @@ class Membership(Ranks):
         for rank in sorted(self.members):
             found.setdefault(self.members[rank].hello.host, []).append(rank)
         return dict(sorted(found.items()))
+
+    def hosts_told(self) -> dict[str, str]:
+        """Return the ranks of each host in a short text, for records."""
+        return {host: compact_ranks(ranks) for host, ranks in self.hosts().items()}
+
+    def host_of(self, rank: Rank) -> str:
+        """Return the host of a rank, also of one that only an earlier controller has met; empty if it is unknown."""
+        return self.members[rank].hello.host if rank in self.members else self.homes.get(rank, "")
 
     def mark_failed(self, rank: Rank, reason: str) -> None:
         """Note that a rank cannot train on, whether it is connected or not."""

@@ -83,7 +83,7 @@ class Rescue:
         self, subject: Rank, kind: m.FaultKind, text: str, now: float, *, detail: str = "", witness: int | None = None
     ) -> None:
         """Take evidence of a fault. The first evidence opens an incident."""
-        host = self._job.members[subject].hello.host if subject in self._job.members else ""
+        host = self._job.host_of(subject)
         evidence = Evidence(subject, kind, text, now, host, final=kind is m.FaultKind.EXITED and witness == OUTSIDER)
         over = self._job.ended and self.incident is None
         incident = self.last if over else self.incident or self._open(now, text)
