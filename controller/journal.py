@@ -9,7 +9,7 @@ are on some disk:
 - The controller writes only to directories that it was given at its start, or that a process of this host has named in
   the run directory: a rank on another host may be faulty, and must not choose where the controller writes.
 - If a write to a directory fails, all lines of the incident are written to ``run_dir`` too. The failed lines are tried
-  again with the next line.
+  again with the next line for this directory, be it of another incident or of a launch, and at the end.
 - If the incident moves to the fallback directory, all its lines are written there.
 - If the controller ends and a directory still hangs, the lines of its incidents are written to ``run_dir``.
 """
@@ -121,7 +121,7 @@ class Journal:
             return
         with self._lock:
             writer = self._writer(Path(save_dir))
-        facts = json.loads(happening.facts) | {"controller": self._address}
+        facts = json.loads(happening.facts) | {"controller": self._address, "run_dir": str(self._run_dir)}
         writer.read((facts["run_id"], facts["incarnation"]) if resumed else None, found)
         self._note(save_dir, history.LEADS if resumed else happening.kind, happening.unix_s, facts)
 
@@ -216,7 +216,7 @@ class _Writer:
 
     Args:
         place: save_dir, the fallback directory or the run directory.
-        refused: called with an incident whose lines could not be written; they are tried again with its next line.
+        refused: called with an incident whose lines could not be written; they are tried again with the next line.
         may_write_to: called before each write; returns whether the directory may be written to.
     """
 
@@ -279,6 +279,8 @@ class _Writer:
         refused: dict[str, str] = {}
         warned: set[str] = set()
         while batch := self._batch():
+            for incident in refused:  # one that is over gets no further line
+                batch.lines.setdefault(incident, ([], True))
             for incident, (lines, durable) in batch.lines.items():
                 text = refused.pop(incident, "") + "".join(lines)
                 try:

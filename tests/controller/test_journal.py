@@ -134,6 +134,25 @@ def test_a_line_that_did_not_fit_is_written_when_there_is_room(
     assert kinds(teller.save_dir) == kinds(teller.run_dir) == teller.kinds
 
 
+@pytest.mark.parametrize("then", ["the next launch begins", "the controller ends"])
+def test_an_incident_that_is_over_comes_home_when_there_is_room(tmp_path: Path, full_disk: Path, then: str) -> None:
+    """No further line of it follows. It stayed in the run directory, and save_dir knew of no failure."""
+    teller = Teller(tmp_path)
+    teller.save_dir = full_disk / "checkpoints"
+    teller.save_dir.mkdir()
+    filler = fill(full_disk)
+    for kind in ("opened", "released", "closed"):
+        teller.tell(kind)
+    until(lambda: (teller.run_dir / NAME).exists() and kinds(teller.run_dir) == teller.kinds)
+    filler.unlink()
+    if then == "the next launch begins":
+        begin_launch(teller.journal, teller.save_dir)
+        until(lambda: bool(read_launches(teller.save_dir)))
+        assert kinds(teller.save_dir) == teller.kinds
+    teller.finish()
+    assert kinds(teller.save_dir) == teller.kinds
+
+
 def test_a_full_disk_holds_no_empty_story_beside_the_one_in_run_dir(tmp_path: Path, full_disk: Path) -> None:
     teller = Teller(tmp_path)
     teller.save_dir = full_disk / "checkpoints"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,12 +18,14 @@ from ttp.cli.timeline import rows, style_of
 from ttp.cli.trace_events import trace_text
 from ttp.errors import CheckpointError, ToldAs, UsageError, strerror_of
 from ttp.store.history import read_launches
+from ttp.store.names import INCIDENTS
 
 NO_FAILURE = "no failure of a rank is recorded; `ttp verdict` says how the last launch ended"
 ELSEWHERE = (
-    "if the save_dir could not be written, incidents are in TTP_FALLBACK_DIR, if set, and in the run directory on the "
-    "controller's host: give one of them to `ttp incidents DIR`"
+    "if the save_dir could not be written, incidents are in TTP_FALLBACK_DIR, if set, and in {0}: give one of them to "
+    "`ttp incidents DIR`"
 )
+SOMEWHERE = "the run directory on the controller's host"
 Id = Annotated[str | None, typer.Argument(metavar="ID", help="One incident: its id, or the beginning or end of it.")]
 Last = Annotated[bool, typer.Option("--last", help="The newest incident.")]
 Detail = Annotated[bool, typer.Option("--detail", help="Also show the details of evidence, such as tracebacks.")]
@@ -52,14 +56,15 @@ def incidents(
     (kind, at_ms, unix_s, monotonic_s, facts).
     """
     files = incident_files(existing(directory))
-    lacks = incident is None and _lacks_the_last(files, directory)
-    if lacks:
-        complain(f"the incident that ended the last launch is not here: {ELSEWHERE}")
     if incident is None and not last:
         if trace is not None or otlp:
             raise UsageError("--trace and --otlp need one incident: give its id, or --last")
-        _list(files, directory, json, lacks)
+        _list(files, directory, json)
         return
+    if incident is None:
+        ends: list[float] = []
+        list(_noting(ends, readable(files[:1], complain)))
+        _complain_of_lacking(directory, ends, last=True)
     log = read_incident(_pick(files, incident, directory))
     if otlp:
         made = [*spans(log), *_restored_after(log, directory)]
@@ -89,7 +94,7 @@ def _restored_after(log: IncidentLog, directory: Path) -> list[Any]:
 
 def _pick(files: list[Path], incident: str | None, directory: Path) -> Path:
     if not files:
-        raise CheckpointError(f"there are no incidents in {directory}; {ELSEWHERE}")
+        raise CheckpointError(f"there are no incidents in {directory}; {ELSEWHERE.format(SOMEWHERE)}")
     if incident is None:
         return files[0]
     ids = {id_of(path): path for path in files}
@@ -100,15 +105,36 @@ def _pick(files: list[Path], incident: str | None, directory: Path) -> Path:
     return ids[meant[0]]
 
 
-def _lacks_the_last(files: list[Path], directory: Path) -> bool:
-    """Return whether an incident has ended the last launch and is not among the files, as on a disk that is full."""
+def _noting(ends: list[float], logs: Iterable[IncidentLog]) -> Iterator[IncidentLog]:
+    """Yield the incidents, and append to ``ends`` when those that ended a launch were opened."""
+    for log in logs:
+        ends.extend([log.opened_unix_s] if log.last("released") else [])
+        yield log
+
+
+def _complain_of_lacking(directory: Path, ends: Iterable[float], *, last: bool = False) -> bool:
+    """Say which incidents have ended a launch and are not here, as on a disk that is full. Return whether any has.
+
+    Args:
+        directory: the ``save_dir``.
+        ends: when the incidents that are here and ended a launch were opened, in seconds since 1970.
+        last: look only at the last launch.
+    """
     try:
         launches = read_launches(directory)
-        newest = read_incident(files[0]).last("released") if files else None
     except CheckpointError:
         return False
-    ended = bool(launches) and launches[-1].released
-    return ended and (newest is None or newest.unix_s < launches[-1].began_unix_s)
+    began = [launch.began_unix_s for launch in launches]
+    known = {bisect.bisect(began, opened_s) - 1 for opened_s in ends}
+    lacking = [launch for number, launch in enumerate(launches) if launch.released and number not in known]
+    if not lacking or (last and lacking[-1] is not launches[-1]):
+        return False
+    newest, more = lacking[-1], f" (and of {len(lacking) - 1} before it)" if len(lacking) > 1 and not last else ""
+    which = "the last launch" if newest is launches[-1] else f"the launch of {when_text(newest.began_unix_s)}"
+    host = newest.controller.rpartition(":")[0]
+    where = ELSEWHERE.format(f"{newest.run_dir}/{INCIDENTS} on {host}" if newest.run_dir else SOMEWHERE)
+    complain(f"the incident that ended {which}{more} is not here: {where}")
+    return True
 
 
 def describe(log: IncidentLog) -> dict[str, Any]:
@@ -117,16 +143,17 @@ def describe(log: IncidentLog) -> dict[str, Any]:
     return {"path": str(log.path), **fields_of(log, *plain, "unreadable")}
 
 
-def _list(files: list[Path], directory: Path, json: bool, lacks: bool) -> None:
-    logs = readable(files, complain)  # one at a time, as there may be many long ones
+def _list(files: list[Path], directory: Path, json: bool) -> None:
+    ends: list[float] = []
+    logs = _noting(ends, readable(files, complain))  # one at a time, as there may be many long ones
     if json:
         print_json([describe(log) for log in logs])
     elif files:
         columns = ("incident", "when", "version", "saved after", "cause", "outcome")
         screen().print(table(columns, map(_row, logs), right=("version", "saved after")))
-    elif not lacks:
+    if not (_complain_of_lacking(directory, ends) or files or json):
         what = NO_FAILURE if holds_ours(directory) else "is it the save_dir of a job?"
-        say(f"there are no incidents in {directory}: {what} ({ELSEWHERE})")
+        say(f"there are no incidents in {directory}: {what} ({ELSEWHERE.format(SOMEWHERE)})")
 
 
 def _row(log: IncidentLog) -> tuple[str | Text, ...]:

@@ -52,7 +52,7 @@ LEADS = "leads"
 
 _FACTS = (
     "run_id", "incarnation", "world_size", "version", "path", "exit_code", "text", "progress", "size", "controller",
-    "hosts", "preempted",
+    "hosts", "preempted", "run_dir",
 )  # fmt: skip
 
 
@@ -79,6 +79,7 @@ class Launch:
         restored: the version that they began with.
         restored_bytes: size of that checkpoint; 0 if not known.
         controller: ``host:port`` of the controller that has led it last; empty if not known.
+        run_dir: the run directory of that controller, which has the incidents that ``save_dir`` did not take.
     """
 
     run_id: str
@@ -99,6 +100,7 @@ class Launch:
     restored: int = 0
     restored_bytes: int = 0
     controller: str = ""
+    run_dir: str = ""
 
     def hosts_of_ranks(self) -> dict[Rank, str]:
         """Return the host of each rank, as far as it is recorded."""
@@ -308,8 +310,7 @@ def _launches(records: Iterable[Mapping[str, Any] | None]) -> list[Launch]:
         at_s = _seconds(record.get("unix_s"))
         if record["kind"] == BEGINS:
             found.append(Launch(str(record.get("run_id", "")), _whole(record.get("incarnation")) or 0, at_s))
-            found[-1].controller = str(record.get("controller", ""))
-        elif found:
+        if found:
             _take(found[-1], record, at_s)
     return found
 
@@ -317,8 +318,8 @@ def _launches(records: Iterable[Mapping[str, Any] | None]) -> list[Launch]:
 def _take(launch: Launch, record: Mapping[str, Any], at_s: float) -> None:
     text = str(record.get("text", ""))[:TEXT_MAX]
     match record["kind"]:
-        case "leads":
-            launch.controller = str(record.get("controller", ""))
+        case "incarnation" | "leads":
+            launch.controller, launch.run_dir = (str(record.get(name, "")) for name in ("controller", "run_dir"))
         case "formed" | "restore":
             launch.joined_unix_s = launch.joined_unix_s or at_s
             if isinstance(hosts := record.get("hosts"), dict):
