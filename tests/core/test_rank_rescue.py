@@ -151,7 +151,20 @@ def test_never_released_as_the_storage_refused_says_so(again: bool) -> None:
     assert rank.after(360) == "Exit(70)"
     (leaves,) = (action for action in rank.did if isinstance(action, act.Exit))
     why = "" if again else "; it could not write: disk full"
-    assert leaves.text == f"frozen for 360 s (TTP_OT) without being released{why}"
+    lost = "; unless a checkpoint has them, versions 1 to 7 are lost"
+    assert leaves.text == f"frozen for 360 s (TTP_OT) without being released{why}{lost}"
+
+
+@pytest.mark.parametrize(("base", "lost"), [(6, "; unless a checkpoint has it, version 7 is lost"), (7, "")])
+def test_a_rank_that_is_never_released_says_what_is_lost(base: int, lost: str) -> None:
+    rank = Rank1(rescue_s=360, heartbeat_s=1e9)
+    rank.event(ev.Based(Version(base), 9))
+    rank.freeze()
+    rank.quiet(7)
+    rank.event(ev.StreamDown("gone"))
+    rank.after(360)
+    (leaves,) = (action for action in rank.did if isinstance(action, act.Exit))
+    assert leaves.text == f"frozen for 360 s (TTP_OT) without being released{lost}"
 
 
 def test_a_frozen_rank_that_is_broken_and_alone_does_not_spin() -> None:

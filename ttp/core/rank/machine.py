@@ -179,11 +179,20 @@ class ProcessorMachine:
         self._aside.on_time(now)
         if self._rescue.expire(now):
             why = f"; it could not write: {failure}" if (failure := self._rescue.failure) else ""
-            self._exit(EXIT_NOT_SAVED, f"frozen for {self.timeouts.rescue_s:g} s (TTP_OT) without being released{why}")
+            text = f"frozen for {self.timeouts.rescue_s:g} s (TTP_OT) without being released{why}{self._at_stake}"
+            self._exit(EXIT_NOT_SAVED, text)
         alone = self._down_since is not None and now >= self._down_since + self.timeouts.alone_s
         if alone and not self.incident and self._waits:
             self._outbox.do(act.LetGo(rescued=False))
             self.gone = True
+
+    @property
+    def _at_stake(self) -> str:
+        """What an end that no controller has ordered may cost, as a clause to append."""
+        first, newest = self.state.hello.base_version + 1, self.state.version
+        if newest > first:
+            return f"; unless a checkpoint has them, versions {first} to {newest} are lost"
+        return f"; unless a checkpoint has it, version {newest} is lost" if newest == first else ""
 
     @property
     def _waits(self) -> bool:
