@@ -8,7 +8,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -17,6 +17,7 @@ from ttp.config import RankEnv
 from ttp.errors import CheckpointError, RestoreError
 from ttp.store import catalog
 from ttp.store.choice import Found, check_chosen, look_back, warn_of_new_beginning
+from ttp.store.history import FILE, line_of
 from ttp.store.manifest import Manifest, load_with_digest
 from ttp.store.writable import absolute
 
@@ -128,6 +129,34 @@ def test_a_restart_that_finds_nothing_is_told_once(
     warn_of_new_beginning(Path("/runs/10-31-07"), env, "/elsewhere", 0.0)
     assert len(caplog.records) == warns
     assert all("start 2 of this job finds no checkpoint in /runs/10-31-07" in text for text in caplog.messages)
+
+
+NOW = [("incarnation", {"run_id": "run", "incarnation": 2}), ("formed", {})]
+FULL = ("released", {"exit_code": 70, "text": "rank 0: No space left; versions 1 to 186 are lost"})
+
+
+@pytest.mark.parametrize(
+    ("run_id", "lines", "told"),
+    [
+        ("run", [FULL, *NOW], "he launch before saved nothing here: rank 0: No space left; versions 1 to 186 are lost"),
+        ("run", [FULL], "he launch before saved nothing here: rank 0: No space left; versions 1 to 186 are lost"),
+        ("run", NOW, "he launch before saved nothing here, and has not recorded its end"),
+        ("run", [("committed", {"version": 7, "path": "/x/step_7"}), *NOW], "he launch before saved version 7 here"),
+        ("another", [FULL, *NOW], "save_dir had another name then"),
+        ("run", [], "he launch before saved nothing here, and has not recorded its end"),
+    ],
+)
+def test_a_restart_that_finds_no_checkpoint_says_how_the_launch_before_ended(
+    run_id: str, lines: list[tuple[str, dict[str, Any]]], told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The disk was full, and the directory had no other name."""
+    (tmp_path / "incidents").mkdir()
+    began = [("incarnation", {"run_id": run_id, "incarnation": 1}), *lines]
+    text = "".join(line_of(kind, 1.0, facts) for kind, facts in began)
+    (tmp_path / "incidents" / FILE).write_text(text)
+    warn_of_new_beginning(tmp_path, RankEnv(0, 2, 0, "localhost", "run", 1), "", 0.0)
+    (warned,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert told in warned and warned.count("another name") == told.count("another name")
 
 
 @pytest.mark.parametrize(

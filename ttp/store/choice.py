@@ -16,6 +16,7 @@ from ttp.core.restore_messages import Candidate, Reading
 from ttp.errors import CheckpointError, RestoreError
 from ttp.store.catalog import CatalogEntry, find_whole, scan
 from ttp.store.held import Held
+from ttp.store.history import Launch, read_launches
 from ttp.store.manifest import MANIFEST, load_with_digest, manifest_digest
 from ttp.store.share import NOTHING, WHOLE, Share, everything
 from ttp.store.verify import verify_checkpoint
@@ -227,11 +228,29 @@ def warn_of_new_beginning(save_dir: Path, env: RankEnv, began_in: str, began_uni
                 )
         return
     log.warning(
-        "start %s of this job finds no checkpoint in %s: training begins with step 1. If the job has saved before, "
-        "save_dir had another name then: give it one that is the same at each start, without a time in it",
+        "start %s of this job finds no checkpoint in %s: training begins with step 1. %s",
         env.launch + 1,
         save_dir,
+        _before(save_dir, env),
     )
+
+
+def _before(save_dir: Path, env: RankEnv) -> str:
+    """Return, as a sentence, why a restart may find no checkpoint."""
+    own: list[Launch] = []
+    with contextlib.suppress(CheckpointError):
+        own = [launch for launch in read_launches(save_dir) if launch.run_id == env.run_id]
+    if own and own[-1].code is None and own[-1].incarnation > env.launch:
+        own.pop()  # this launch
+    if not own:
+        return (
+            "If the job has saved before, save_dir had another name then: give it one that is the same at each start, "
+            "without a time in it"
+        )
+    if own[-1].version is not None:
+        return f"But the launch before saved version {own[-1].version} here: was it moved or removed?"
+    ended = ", and has not recorded its end" if own[-1].code is None else f": {own[-1].text}"
+    return f"The launch before saved nothing here{ended}"
 
 
 def _is_new(directory: Path, unix_s: float) -> bool:
