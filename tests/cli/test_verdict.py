@@ -236,7 +236,12 @@ def test_of_two_directories_the_one_that_knows_more_is_believed(
 def test_a_disk_that_is_full_is_named(ttp: Ttp) -> None:
     with small_disk() as disk:
         (disk / "incidents").mkdir()
+        (disk / "incidents" / FILE).write_text(begins() + SAVED)
         assert "is full" not in ttp("verdict", disk).err
+        fill(disk)
+        found = ttp("verdict", disk)
+        assert found.code == 75 and "a start is refused (64)" in found.err.replace("\n", " ")
+        (disk / "incidents" / FILE).write_text("")
         fill(disk)
         found = ttp("verdict", disk, "--launcher-code", 64)
         said = found.err.replace("\n", " ")

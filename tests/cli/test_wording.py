@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ttp.cli.output import count_text, duration_text, size_text, when_text
+from ttp.cli.output import count_text, duration_text, when_text
+from ttp.store.room import size_text
 
 
 @pytest.mark.parametrize(

@@ -177,7 +177,7 @@ async def test_a_controller_that_takes_over_knows_the_hosts_of_ranks_that_it_nev
         return dict(job.machine.job.homes)
 
     await lead("a", "b", "a", also=("c",))
-    back = {"incarnation": 1, "resume": True, "takeover": True, "term_seen": 1, "version": Version(7)}
+    back: dict[str, Any] = {"incarnation": 1, "resume": True, "takeover": True, "term_seen": 1, "version": Version(7)}
     assert await lead("b", **back) == {0: "a", 1: "b", 2: "c"}
 
 

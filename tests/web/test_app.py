@@ -232,6 +232,33 @@ def test_a_storage_that_hangs_keeps_nobody_from_the_status(job: Callable[[], Any
     assert page.code == 200 and json.loads(shown.text)["error"] == error
 
 
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("path", ["/plain", "/api/v1/status"])
+def test_the_first_answer_has_the_incidents(
+    known: bool, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The directory may only be known from the job, when the files were looked at before."""
+    monkeypatch.setattr("ttp.web.looks.LOOK_S", 60.0)
+    write(tmp_path, "one", SAVED)
+    look, asked = Incidents.look, threading.Event()
+
+    def late(files: Incidents) -> bool:
+        found = look(files) if not known else bool(asked.wait(30)) and look(files)
+        return found
+
+    def told() -> Any:
+        asked.set()
+        return status("training", "llll", save_dir=str(tmp_path)), "here:1", None
+
+    monkeypatch.setattr(Incidents, "look", late)
+
+    async def run() -> Answer:
+        async with watching(told, Incidents(tmp_path if known else None)) as (_, app):
+            return await get(app, path, BEARER)
+
+    assert "saved version 12" in asyncio.run(run()).text
+
+
 def test_a_slow_storage_does_not_stop_the_list_of_incidents(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ttp.web.looks.SHARE", 1e6)
     monkeypatch.setattr("ttp.web.looks.FILES_S", 0.1)

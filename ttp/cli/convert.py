@@ -10,10 +10,11 @@ import typer
 from rich.text import Text
 
 from ttp.cli.directories import is_checkpoint
-from ttp.cli.output import Json, aside, bars, count_text, fields_of, print_json, say, say_notes, size_text
+from ttp.cli.output import Json, aside, bars, count_text, fields_of, print_json, say, say_notes
 from ttp.errors import CheckpointError, ConfigError, UsageError
 from ttp.store.catalog import newest_whole
 from ttp.store.digest import Watch
+from ttp.store.room import size_text
 
 if TYPE_CHECKING:
     from ttp.adapters.torch.convert.conversion import Converted

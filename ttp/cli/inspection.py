@@ -11,10 +11,11 @@ from typing import Annotated, Any
 import typer
 
 from ttp.cli.directories import CheckpointOrDir, checkpoint_meant
-from ttp.cli.output import Json, count_text, fields_of, print_json, say, screen, size_text, table, when_text
+from ttp.cli.output import Json, count_text, fields_of, print_json, say, screen, table, when_text
 from ttp.core.layout import ranks_text
 from ttp.core.messages import Piece
 from ttp.store.manifest import Manifest
+from ttp.store.room import size_text
 
 TENSORS_SHOWN_MAX = 40
 _DIGITS_MAX = 10

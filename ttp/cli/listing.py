@@ -9,9 +9,10 @@ import typer
 from rich.text import Text
 
 from ttp.cli.directories import SaveDir, existing, fallback_of
-from ttp.cli.output import Json, fields_of, print_json, say, screen, size_text, table, when_text
+from ttp.cli.output import Json, fields_of, print_json, say, screen, table, when_text
 from ttp.errors import CheckpointError
 from ttp.store.catalog import CatalogEntry, scan
+from ttp.store.room import size_text
 
 All = Annotated[bool, typer.Option("--all", help="Also list directories that ttp did not make.")]
 

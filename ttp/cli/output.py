@@ -177,18 +177,6 @@ def fields_of(value: Any, *names: str) -> dict[str, Any]:
 # Formats numbers and times for people.
 
 
-def size_text(size: float) -> str:
-    """Return bytes as ``812 B``, ``1.5 kB``, ``3.2 GB``; powers of 1000, as disks are sold."""
-    if size < 1000:
-        return f"{int(size)} B"
-    units = ["kB", "MB", "GB", "TB"]
-    size /= 1000
-    while size >= 999.95 and len(units) > 1:
-        size /= 1000
-        units.pop(0)
-    return f"{size:.1f} {units[0]}"
-
-
 def duration_text(seconds: float) -> str:
     """Return seconds as ``0.3 s``, ``4 min 12 s``, ``3 h 20 min``, ``2 d 4 h``."""
     if seconds < 60:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from ttp.cli.output import Json, bars, count_text, fields_of, print_json, say, say_notes, size_text
+from ttp.cli.output import Json, bars, count_text, fields_of, print_json, say, say_notes
 from ttp.errors import ConfigError, UsageError
 from ttp.store.digest import Watch
+from ttp.store.room import size_text
 
 if TYPE_CHECKING:
     from ttp.mindspore_files.reshard import Resharded

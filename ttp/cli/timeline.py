@@ -9,8 +9,9 @@ from pathlib import PurePath
 from typing import Any
 
 from ttp.cli.incident_reader import IncidentLog, Line
-from ttp.cli.output import count_text, size_text
+from ttp.cli.output import count_text
 from ttp.core.layout import compact_ranks, ranks_text
+from ttp.store.room import size_text
 
 Facts = Mapping[str, Any]
 

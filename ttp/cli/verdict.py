@@ -110,7 +110,7 @@ def verdict(
     found, launches = result
     assert found.code is not None
     code, text = found.code, found.text
-    if code in (EXIT_NOT_SAVED, EXIT_BAD_CONFIG):
+    if code in (EXIT_NOT_SAVED, EXIT_BAD_CONFIG, EXIT_SAVED):
         text += _storage(directory)
     if json:
         job = run_id or (launches[-1].run_id if launches else "")
@@ -188,6 +188,7 @@ def _storage(place: Path) -> str:
         return f". {place} cannot be read: {problem.strerror}"
     state = "mounted read-only" if now.f_flag & os.ST_RDONLY else "full" if now.f_blocks and not now.f_bavail else ""
     told = "what could not be recorded there is in the launcher's log, and in incidents/ of the run directory"
+    told += ". As long as it takes no files a start is refused (64)"
     return f". The file system of {place} is {state}: {told}" if state else ""
 
 

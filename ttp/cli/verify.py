@@ -10,12 +10,13 @@ import typer
 from rich.text import Text
 
 from ttp.cli.directories import CheckpointOrDir, bears_name, existing, fallback_of, is_checkpoint
-from ttp.cli.output import Json, bars, complain, fields_of, print_json, say, size_text
+from ttp.cli.output import Json, bars, complain, fields_of, print_json, say
 from ttp.core.layout import Version
 from ttp.errors import CheckpointError
 from ttp.store.catalog import CatalogEntry, look, restorable, scan
 from ttp.store.digest import Watch
 from ttp.store.manifest import Manifest, manifest_digest
+from ttp.store.room import size_text
 from ttp.store.verify import name_problems, piece_problems, unlisted_files
 from ttp.store.walk import ATTEMPTS
 

@@ -39,8 +39,8 @@ class Room:
     def check(self, needed: int) -> None:
         """Warn if a checkpoint of some ``needed`` bytes does not fit."""
         if self.free < needed:
-            text = "%s has %.0f MiB free, but a checkpoint needs some %.0f MiB: free some, or none can be saved there"
-            _log.warning(text, self.save_dir, self.free / 2**20, needed / 2**20)
+            text = "%s has %s free, but a checkpoint needs some %s: free some, or none can be saved there"
+            _log.warning(text, self.save_dir, size_text(self.free), size_text(needed))
 
     def tell_needs(self, shards: int, patience_s: float, size: int) -> None:
         """Warn if a checkpoint does not fit, and log how fast the storage has to be for a large one.
@@ -59,3 +59,15 @@ class Room:
                 patience_s,
                 size * shards / 2**20 / patience_s,
             )
+
+
+def size_text(size: float) -> str:
+    """Return bytes as ``812 B``, ``1.5 kB``, ``3.2 GB``; powers of 1000, as disks are sold."""
+    if size < 1000:
+        return f"{int(size)} B"
+    units = ["kB", "MB", "GB", "TB"]
+    size /= 1000
+    while size >= 999.95 and len(units) > 1:
+        size /= 1000
+        units.pop(0)
+    return f"{size:.1f} {units[0]}"

@@ -51,8 +51,9 @@ def test_a_disk_without_room_for_one_checkpoint_is_told_after_the_first_update(
     job.wrap()
     for _ in range(3):
         job.step()
-    warned = [record.getMessage() for record in caplog.records if "MiB free" in record.getMessage()]
-    assert len(warned) == told and all(text.startswith(f"{tmp_path} has 0 MiB free, but") for text in warned), warned
+    warned = [record.getMessage() for record in caplog.records if " B free" in record.getMessage()]
+    story = f"{tmp_path} has {free} B free, but a checkpoint needs some 328 B: free"
+    assert len(warned) == told and all(text.startswith(story) for text in warned), warned
 
 
 def test_how_fast_the_storage_has_to_be_for_a_large_state(
