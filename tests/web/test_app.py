@@ -232,28 +232,26 @@ def test_a_storage_that_hangs_keeps_nobody_from_the_status(job: Callable[[], Any
     assert page.code == 200 and json.loads(shown.text)["error"] == error
 
 
-@pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("path", ["/plain", "/api/v1/status"])
-def test_the_first_answer_has_the_incidents(
-    known: bool, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The directory may only be known from the job, when the files were looked at before."""
+def test_the_first_answer_has_the_incidents(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job tells the directory, when the files have been looked at already."""
     monkeypatch.setattr("ttp.web.looks.LOOK_S", 60.0)
     write(tmp_path, "one", SAVED)
-    look, asked = Incidents.look, threading.Event()
+    look, looked = Incidents.look, threading.Event()
 
-    def late(files: Incidents) -> bool:
-        found = look(files) if not known else bool(asked.wait(30)) and look(files)
+    def noted(files: Incidents) -> bool:
+        found = look(files)
+        looked.set()
         return found
 
     def told() -> Any:
-        asked.set()
+        assert looked.wait(30)
         return status("training", "llll", save_dir=str(tmp_path)), "here:1", None
 
-    monkeypatch.setattr(Incidents, "look", late)
+    monkeypatch.setattr(Incidents, "look", noted)
 
     async def run() -> Answer:
-        async with watching(told, Incidents(tmp_path if known else None)) as (_, app):
+        async with watching(told, Incidents(None)) as (_, app):
             return await get(app, path, BEARER)
 
     assert "saved version 12" in asyncio.run(run()).text

@@ -44,8 +44,8 @@ Heartbeats are a second apart.
 """
 FILE_THREADS = 4
 """Threads that read files of the job. They are not those that ask the controller, because the storage may hang."""
-ENDED_S = 1.0
-"""Seconds that the storage may take to tell how a job has ended whose controller does not answer."""
+FILES_WAIT_S = 1.0
+"""Seconds that an answer waits for the files of the job, as the storage may hang: first incidents, a recorded end."""
 LISTED_MAX = 100
 """Largest number of incidents in the list; the newest are listed."""
 
@@ -205,6 +205,7 @@ class Looks:
         self._progress = Progress()
         self._threads = ThreadPoolExecutor(FILE_THREADS, "ttp-web-files")
         self._ended: asyncio.Future[str] | None = None
+        self._looking: asyncio.Future[None] | None = None
 
     async def read(self, job: Callable[[], T]) -> T:
         """Return the result of a function that reads files of the job. It takes as long as the storage hangs."""
@@ -221,9 +222,15 @@ class Looks:
         return self.number > number
 
     async def fresh(self, timeout_s: float) -> None:
-        """Wait up to ``timeout_s`` seconds until the job has been asked: the last answer may be hours old."""
+        """Wait up to ``timeout_s`` seconds until the job has been asked: the last answer may be hours old.
+
+        Then, if no incident is known, wait up to ``FILES_WAIT_S`` for a look at the files.
+        """
         answers = self.answers
         await self._until(lambda: self.answers > answers, timeout_s)
+        if self._looking is None or (self._looking.done() and not self.incidents.listed):
+            self._looking = asyncio.ensure_future(self._look_at_files())
+        await asyncio.wait({self._looking}, timeout=FILES_WAIT_S)
 
     async def _until(self, holds: Callable[[], bool], timeout_s: float) -> None:
         self.want()
@@ -276,10 +283,10 @@ class Looks:
             self._view = {**view(now, self.incidents.newest, pace), "controller": controller}
 
     async def _recorded_end(self) -> str:
-        """Return ``Incidents.ended``; empty if that takes longer than ``ENDED_S``, as the storage may hang."""
+        """Return ``Incidents.ended``; empty if that takes longer than ``FILES_WAIT_S``, as the storage may hang."""
         if self._ended is None or self._ended.done():
             self._ended = asyncio.ensure_future(self.read(self.incidents.ended))
-        await asyncio.wait({self._ended}, timeout=ENDED_S)
+        await asyncio.wait({self._ended}, timeout=FILES_WAIT_S)
         return self._ended.result() if self._ended.done() else ""
 
     async def _look_at_files(self) -> None:
