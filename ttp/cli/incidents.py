@@ -23,7 +23,7 @@ from ttp.store.names import INCIDENTS
 NO_FAILURE = "no failure of a rank is recorded; `ttp verdict` says how the last launch ended"
 ELSEWHERE = (
     "if the save_dir could not be written, incidents are in TTP_FALLBACK_DIR, if set, and in {0}: give one of them to "
-    "`ttp incidents DIR`"
+    "`ttp incidents DIR`; while the job runs `ttp status` shows the last one"
 )
 SOMEWHERE = "the run directory on the controller's host"
 Id = Annotated[str | None, typer.Argument(metavar="ID", help="One incident: its id, or the beginning or end of it.")]
