@@ -79,6 +79,20 @@ def test_an_older_incident_does_not_stand_for_the_newest_whose_host_is_not_known
     assert [each["host"] for each in both.json] == ["b"] and "ranks 0,2, whose host is not known" in both.err
 
 
+def test_the_newest_incident_may_be_one_that_a_full_disk_did_not_take(tmp_path: Path, ttp: Ttp) -> None:
+    write(tmp_path, "20260101-000000-1-a", [SAVED[0], against(1, "b"), RELEASED])
+    lines = line_of("incarnation", 1.79e9, {"run_id": "job"}) + line_of("released", 1.8e9, {"exit_code": 75})
+    (tmp_path / "incidents" / FILE).write_text(lines)
+    assert ttp("suspects", tmp_path).err == ""
+    lines += line_of("incarnation", 1.9e9, {"run_id": "job"}) + line_of("released", 2e9, {"exit_code": 70})
+    (tmp_path / "incidents" / FILE).write_text(lines)
+    said = ttp("suspects", tmp_path)
+    assert said.code == 0 and "the incident that ended the last launch is not here" in said.err
+    asked = [(2e11, "opened", {"snapshot": True}), (2e11, "released", {"exit_code": 75})]  # `ttp save --again`
+    write(tmp_path, "20260102-000000-1-a", asked)
+    assert ttp("suspects", tmp_path).err == ""
+
+
 def test_a_hang_of_all_ranks_names_nobody(tmp_path: Path, ttp: Ttp) -> None:
     write(tmp_path, "20260101-000000-1-a", [SAVED[0], against(0, "n1")])
     write(tmp_path, "20260102-000000-1-a", [SAVED[0], against(-1, "", "hung")])

@@ -63,8 +63,8 @@ def incidents(
         return
     if incident is None:
         ends: list[float] = []
-        list(_noting(ends, readable(files[:1], complain)))
-        _complain_of_lacking(directory, ends, last=True)
+        list(noting(ends, readable(files[:1], complain)))
+        complain_of_lacking(directory, ends, last=True)
     log = read_incident(_pick(files, incident, directory))
     if otlp:
         made = [*spans(log), *_restored_after(log, directory)]
@@ -105,14 +105,14 @@ def _pick(files: list[Path], incident: str | None, directory: Path) -> Path:
     return ids[meant[0]]
 
 
-def _noting(ends: list[float], logs: Iterable[IncidentLog]) -> Iterator[IncidentLog]:
+def noting(ends: list[float], logs: Iterable[IncidentLog]) -> Iterator[IncidentLog]:
     """Yield the incidents, and append to ``ends`` when those that ended a launch were opened."""
     for log in logs:
         ends.extend([log.opened_unix_s] if log.last("released") else [])
         yield log
 
 
-def _complain_of_lacking(directory: Path, ends: Iterable[float], *, last: bool = False) -> bool:
+def complain_of_lacking(directory: Path, ends: Iterable[float], *, last: bool = False) -> bool:
     """Say which incidents have ended a launch and are not here, as on a disk that is full. Return whether any has.
 
     Args:
@@ -145,13 +145,13 @@ def describe(log: IncidentLog) -> dict[str, Any]:
 
 def _list(files: list[Path], directory: Path, json: bool) -> None:
     ends: list[float] = []
-    logs = _noting(ends, readable(files, complain))  # one at a time, as there may be many long ones
+    logs = noting(ends, readable(files, complain))  # one at a time, as there may be many long ones
     if json:
         print_json([describe(log) for log in logs])
     elif files:
         columns = ("incident", "when", "version", "saved after", "cause", "outcome")
         screen().print(table(columns, map(_row, logs), right=("version", "saved after")))
-    if not (_complain_of_lacking(directory, ends) or files or json):
+    if not (complain_of_lacking(directory, ends) or files or json):
         what = NO_FAILURE if holds_ours(directory) else "is it the save_dir of a job?"
         say(f"there are no incidents in {directory}: {what} ({ELSEWHERE.format(SOMEWHERE)})")
 

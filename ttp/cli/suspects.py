@@ -13,6 +13,7 @@ import typer
 
 from ttp.cli.directories import SaveDir, existing, save_dir_of
 from ttp.cli.incident_reader import IncidentLog, incident_files, readable
+from ttp.cli.incidents import complain_of_lacking, noting
 from ttp.cli.output import Json, complain, print_json, say, screen, table, when_text
 from ttp.core.controller.evidence import OUTSIDER
 from ttp.core.layout import compact_ranks, ranks_text
@@ -51,13 +52,15 @@ def suspects(directory: SaveDir, *, last: Last = 1, at_least: Least = 1, json: J
     killed process says little about its host, the same host in three incidents says more: --last 10 --at-least 3.
     Drained hosts are listed too. Incidents after which training went on count as well, withdrawn evidence does not.
     Checkpoints on request are left out, and of a launch that was cut in two what its smaller part recorded. If a rank
-    is accused whose host is not known, a message says so: no older incident takes the place of this one.
+    is accused whose host is not known, or the last incident is not here, a message says so.
 
     Exits with 1 if no host is named. JSON: a list of hosts with host, incidents, ranks, kinds, text, unix_s.
     """
-    telling = filter(_tells, readable(incident_files(existing(directory)), complain))
+    ends: list[float] = []
+    telling = filter(_tells, noting(ends, readable(incident_files(existing(directory)), complain)))
     incidents = list(itertools.islice(_believed(telling, _beginnings(directory)), last))
     found = [each for each in named(incidents) if each.incidents >= at_least]
+    complain_of_lacking(directory, ends, last=True)
     for incident in incidents:
         if ranks := homeless(incident):
             complain(f"incident {incident.id} accuses {ranks_text(ranks)}, whose host is not known")
