@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.cli.conftest import Ttp
-from tests.cli.test_incidents import SAVED, write
+from tests.cli.test_incidents import SAVED, Story, write
 from ttp.store.history import FILE, line_of
 
 RELEASED = SAVED[-2]
@@ -88,7 +88,7 @@ def test_the_newest_incident_may_be_one_that_a_full_disk_did_not_take(tmp_path: 
     (tmp_path / "incidents" / FILE).write_text(lines)
     said = ttp("suspects", tmp_path)
     assert said.code == 0 and "the incident that ended the last launch is not here" in said.err
-    asked = [(2e11, "opened", {"snapshot": True}), (2e11, "released", {"exit_code": 75})]  # `ttp save --again`
+    asked: Story = [(2e11, "opened", {"snapshot": True}), (2e11, "released", {"exit_code": 75})]  # `ttp save --again`
     write(tmp_path, "20260102-000000-1-a", asked)
     assert ttp("suspects", tmp_path).err == ""
 

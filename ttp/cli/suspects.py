@@ -58,12 +58,9 @@ def suspects(directory: SaveDir, *, last: Last = 1, at_least: Least = 1, json: J
     """
     ends: list[float] = []
     telling = filter(_tells, noting(ends, readable(incident_files(existing(directory)), complain)))
-    incidents = list(itertools.islice(_believed(telling, _beginnings(directory)), last))
-    found = [each for each in named(incidents) if each.incidents >= at_least]
+    incidents = itertools.islice(_believed(telling, _beginnings(directory)), last)
+    found = [each for each in named(_told(incidents)) if each.incidents >= at_least]
     complain_of_lacking(directory, ends, last=True)
-    for incident in incidents:
-        if ranks := homeless(incident):
-            complain(f"incident {incident.id} accuses {ranks_text(ranks)}, whose host is not known")
     if json:
         print_json([asdict(each) for each in found])
     elif found:
@@ -113,10 +110,13 @@ def _believed(incidents: Iterable[IncidentLog], began: Sequence[float]) -> Itera
         yield min(ends, key=lambda each: (len(each.accusations), each.opened_unix_s))
 
 
-def homeless(incident: IncidentLog) -> list[int]:
-    """Return the ranks that an incident accuses, and whose host it does not name."""
-    unnamed = {line.facts.get("rank") for line in incident.accusations if not line.facts.get("host")}
-    return sorted(rank for rank in unnamed if isinstance(rank, int) and rank != OUTSIDER)
+def _told(incidents: Iterable[IncidentLog]) -> Iterator[IncidentLog]:
+    """Yield the incidents, and say which accuse ranks whose host they do not name."""
+    for incident in incidents:
+        unnamed = {line.facts.get("rank") for line in incident.accusations if not line.facts.get("host")}
+        if ranks := [rank for rank in unnamed if isinstance(rank, int) and rank != OUTSIDER]:
+            complain(f"incident {incident.id} accuses {ranks_text(ranks)}, whose host is not known")
+        yield incident
 
 
 def named(incidents: Iterable[IncidentLog]) -> list[Suspect]:

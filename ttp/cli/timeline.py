@@ -242,6 +242,7 @@ _WORDS: dict[str, str | Callable[[Facts], str]] = {
     "thawed": "all gates open, training goes on: {reason}",
     "released": _released,
     "closed": _closed,
+    "formed": "the job of {world_size} ranks has formed",
     "joined": "rank {rank} joined (pid {pid} on {host})",
     "gone": "rank {rank} left before all ranks had joined (pid {pid} on {host})",
     "reconnected": "rank {rank} came back at version {version}",

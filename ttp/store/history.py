@@ -45,7 +45,7 @@ TAIL_BYTES = 4 << 20
 """Bytes of the newest lines that are read."""
 TEXT_MAX = 2000
 HOSTS_MAX = 1 << 17
-"""Most characters of the hosts in a line; more are left out. 10,000 ranks on 1,250 hosts take a third of it."""
+"""Most characters of the hosts of a job in a line; else it has none. 10,000 ranks on 1,250 hosts take a third of it."""
 HISTORY_KINDS = ("formed", "restore", "restored", "committed", "finished", "released", "wrong", "drained")
 BEGINS = "incarnation"
 LEADS = "leads"
@@ -215,7 +215,7 @@ def line_of(kind: str, unix_s: float, facts: Mapping[str, Any]) -> str:
     kept = {name: facts[name] for name in _FACTS if name in facts}
     if isinstance(kept.get("text"), str):
         kept["text"] = kept["text"][:TEXT_MAX]
-    if len(json.dumps(kept.get("hosts"))) > HOSTS_MAX:
+    if kind == "formed" and len(json.dumps(kept.get("hosts"))) > HOSTS_MAX:
         del kept["hosts"]
     return "\n" + json.dumps({"kind": kind, "unix_s": round(unix_s, 3), **kept}) + "\n"
 
