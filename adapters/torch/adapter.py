@@ -304,7 +304,7 @@ class TorchAdapter(Restoring):
         self._around = AroundUpdate(
             source, model, given, extra, self._trial, buckets, between, self._followers, self._barrier, compared
         )
-        self.capture.on_late = self._around.changed_late
+        self.capture.on_changed = self._around.late.changed
         return self._around
 
     def _make_barrier(self, processor: Processor) -> UpdateBarrier | None:

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from torch import nn
 from torch.optim import Optimizer
 
-from ttp.adapters.torch.local_state.extra_state import ExtraState, path_of
+from ttp.adapters.torch.local_state.extra_state import ExtraState
 from ttp.adapters.torch.loop.barrier import UpdateBarrier
 from ttp.adapters.torch.loop.between import BetweenSteps
 from ttp.adapters.torch.loop.followers import Followers
 from ttp.adapters.torch.loop.hooks import Calls
+from ttp.adapters.torch.loop.late_changes import LateChanges
 from ttp.adapters.torch.loop.swapped import Swapped
 from ttp.adapters.torch.saving.trial import Trial
 from ttp.adapters.torch.saving.unsaved import (
@@ -24,7 +25,6 @@ from ttp.adapters.torch.saving.unsaved import (
     switches_of,
     tell_changed,
     tell_counts,
-    tell_late,
     tell_switched,
 )
 from ttp.adapters.torch.sharding.data_parallel import LayoutWatch
@@ -69,9 +69,11 @@ class AroundUpdate:
     compared: tuple[ModelNames, Optimizer] | None
     _numbers: tuple[Numbers, ...] | None = None  # of optimizers and modules, after the first update; later empty
     _switches: Numbers = field(init=False)  # of modules, before the first forward pass
-    _late: set[str] = field(default_factory=set)  # names of the extra states that ``changed_late`` has looked at
+    late: LateChanges = field(init=False)
+    """Finds extra states that change after their version has ended."""
 
     def __post_init__(self) -> None:
+        self.late = LateChanges(self.extra, self.optimizers, self.between.turns)
         self._switches = switches_of(self.model, self.extra.objects)
 
     def calls(self) -> Calls:
@@ -127,6 +129,7 @@ class AroundUpdate:
             )
 
     def _after_end(self) -> None:
+        self.late.ended += 1
         if self.source.exchanges:
             self.source.processor.gate.stay_redone()  # the optimizer's exchange could hang on a dead rank
         if self._numbers is None:
@@ -141,12 +144,6 @@ class AroundUpdate:
             tell_switched(self._switches, switches_of(self.model, self.extra.objects))
             self._numbers = ()
             self.extra.refuse_late()
-
-    def changed_late(self, name: str) -> None:
-        """Look once at an extra state that has changed between the end of a version and the next backward pass."""
-        if self._numbers is not None and name not in self._late | self.extra.completed:  # a version has ended
-            self._late.add(name)
-            tell_late(path_of(name), self.extra.object(name), self.optimizers)
 
     def _numbers_now(self) -> tuple[Numbers, Numbers]:
         return numbers_of(self.optimizers, self.extra.objects), counts_of(self.model, self.extra.objects)

@@ -19,7 +19,7 @@ from ttp.adapters.torch.device.arrivals import DevicePages
 from ttp.adapters.torch.device.cuda import devices_of, runtimes_on
 from ttp.adapters.torch.local_state.buffers import BufferSet, BufferTable, restore_buffers
 from ttp.adapters.torch.local_state.extra_state import ExtraState
-from ttp.adapters.torch.local_state.head import NOWHERE, Head
+from ttp.adapters.torch.local_state.head import NOWHERE, Changed, Head
 from ttp.adapters.torch.local_state.image import LocalState
 from ttp.adapters.torch.local_state.rng import RngState
 from ttp.processor.local_state.pages import Buffer, Kept, PageWriter
@@ -108,10 +108,10 @@ class LocalCapture:
         if page is not None:
             self.open_page(page)
         self._updates = 0
-        self._final = False  # the last capture was a final one
-        self.on_late: Callable[[str], None] | None = None
-        """Called with the name of an extra state that has changed since the final capture of the last version, at the
-        first one for the next. May not raise."""
+        self._final = True  # the last capture was a final one, or there was none
+        self.on_changed: Changed | None = None
+        """Called for each extra state that has changed since the last capture, unless that one and this one are final
+        ones. May not raise."""
         self.on_written: Callable[[int, bool], None] | None = None
         """Called with version and final after each write of the page, on the thread that wrote it; may not raise."""
 
@@ -131,8 +131,9 @@ class LocalCapture:
         pages = self._pages
         if pages.page is None or pages.graphed():
             return
-        late = self.on_late if self._final and not final else None
-        self._head.read(self._head.names, compare=final and version == pages.provisional[0], late=late)
+        before, names = self._final, self._head.names
+        changed = None if before and final else self.on_changed
+        self._head.read(names, compare=final and version == pages.provisional[0], changed=changed, late=before)
         self._final = final
         self._updates += final
         self._put(pages.page, version, final)
@@ -150,7 +151,8 @@ class LocalCapture:
             return
         known = version == pages.provisional[0]
         learning = not known or self._updates < _LEARNING_UPDATES
-        head.read(head.names if learning else head.moving, compare=known, late=self.on_late if self._final else None)
+        names = head.names if learning else head.moving
+        head.read(names, compare=known, changed=self.on_changed, late=self._final)
         self._final = False
         self._put(pages.page, version, final=False)
 

@@ -17,10 +17,14 @@ log = logging.getLogger("ttp.adapters.torch")
 
 _STREAMS = "the random streams"
 
-_Section = tuple[bytes, Sequence[Kept]]
+Section = tuple[bytes, Sequence[Kept]]
 """An encoded extra state, and its large arrays."""
 
-_GIVEN_UP: _Section = (b"", ())
+Changed = Callable[[str, bool, Section, Section], None]
+"""Takes the name of an extra state that has changed; whether it has since the end of a version; and it before and after
+the change."""
+
+_GIVEN_UP: Section = (b"", ())
 """The section of an extra state that cannot be captured, or was not captured yet."""
 
 
@@ -38,13 +42,13 @@ class Head:
 
     def __init__(self, streams: RngState, extra: ExtraState) -> None:
         self._streams, self.names = streams, extra.changing
-        self._readers: dict[str, Callable[[], _Section]] = {n: partial(extra.capture, n) for n in self.names}
+        self._readers: dict[str, Callable[[], Section]] = {n: partial(extra.capture, n) for n in self.names}
         self.moving: set[str] = set()
         """Extra states that were seen to change between the captures of one version."""
         self.given_up: dict[str, str] = {}
         """What is left out, and why: a text for each part of the rank-local state."""
         self._lengths = struct.Struct(f"<{1 + len(self.names)}Q")
-        self._sections: dict[str, _Section] = dict.fromkeys(self.names, _GIVEN_UP)
+        self._sections: dict[str, Section] = dict.fromkeys(self.names, _GIVEN_UP)
         self._large: list[Sequence[Kept]] = []  # large arrays, of each extra state that has any
         self._joined: tuple[list[Sequence[Kept]], Sequence[Kept]] = ([], ())  # lists of large parts; these as one
         self._parts: list[Buffer] = []  # ends with the sections
@@ -53,10 +57,16 @@ class Head:
         self._layout = 0
         self._described: tuple[object, bytes] = (None, b"")
 
-    def read(self, names: Collection[str], *, compare: bool, late: Callable[[str], None] | None = None) -> None:
+    def read(
+        self, names: Collection[str], *, compare: bool, changed: Changed | None = None, late: bool = False
+    ) -> None:
         """Read extra states; with ``compare``, note in ``moving`` which of them have changed since the last read.
 
-        Else ``late``, if given, is called with the name of each that has.
+        Args:
+            names: the names of the extra states.
+            compare: whether the last read was for the same version.
+            changed: called for each that has changed; may not raise.
+            late: whether the last read was the final one of a version, and this one is for the next.
         """
         for name in names:
             before = self._sections[name]
@@ -76,8 +86,8 @@ class Head:
                 continue
             if compare:
                 self.moving.add(name)
-            elif late is not None:
-                late(name)
+            if changed is not None:
+                changed(name, late, before, section)
 
     def parts(self, table: BufferTable) -> Sequence[Buffer]:
         """Return the head of an image with these buffers, in parts to join: some of them are live memory.

@@ -36,10 +36,10 @@ from ttp.store.names import checkpoint_name
 log = logging.getLogger("ttp.adapters.torch")
 
 _BEHIND = (
-    "rank {} died in the update to version {}, so its extra_state ({}) was captured before that update: changes that "
-    "the loop makes there after optimizer.step() are one update behind. If it holds the place in the loop or the "
-    "data, the rank is out of step with the others: keep what differs between ranks (a mean of its losses) in an "
-    "object of its own"
+    "rank {} died in the update to version {}, so its extra_state ({}) was captured before that update: what the loop "
+    "changes there once the last backward pass has begun is one update behind, so change it before loss.backward(). If "
+    "it holds the place in the loop or the data, the rank is out of step with the others: keep what differs between "
+    "ranks (a mean of its losses) in an object of its own"
 )
 _BUFFERS_BEHIND = (
     "rank {} died in the update to version {}, so its buffers ({}) were captured before that update, and what the "

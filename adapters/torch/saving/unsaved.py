@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import sys
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -14,7 +14,6 @@ import torch
 import xxhash
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from ttp.adapters.torch.loop.unwrap_optimizer import is_sharded, owners_of, unwrap_optimizer, wrappers_of
 from ttp.adapters.torch.sharding.exchange import tells
@@ -251,32 +250,6 @@ def tell_switched(before: Numbers, after: Numbers) -> None:
         "nothing to do",
         {name for (owner, name), text in after.items() if before.get((owner, name), text) != text},
     )
-
-
-def tell_late(name: str, thing: Any, optimizers: Sequence[Optimizer]) -> None:
-    """Warn, on rank 0, of an average of the weights that has changed after its version has ended. Never raises.
-
-    What else changes there is changed by the next iteration as a rule (a loader), and again by a resumed run.
-
-    Args:
-        name: an object of ``extra_state``, as messages name it.
-        thing: that object. It counts as an average if its state has a tensor for each parameter of an optimizer, but
-            for parameters of one element.
-        optimizers: the optimizers as the user gave them.
-    """
-    with suppress(Exception):  # raised by the object
-        held = Counter(each.shape for each in tree_leaves(thing.state_dict()) if isinstance(each, Tensor))
-        trained = [
-            Counter(p.shape for p in parameters_of(each) if p.requires_grad and p.numel() > 1) for each in optimizers
-        ]
-        if tells() and any(each and each <= held for each in trained):
-            log.warning(
-                "%s seems to be an average of the weights, and changes between the end of an update and "
-                "the next backward pass: a checkpoint has it as it was when the update ended, and a resumed run lacks "
-                "the last change. Call ttp.step_done() after that change, at the end of each iteration, and once "
-                "before the loop, right after ttp.restore(); or give the average as an nn.Module",
-                name,
-            )
 
 
 def _numbers_in(value: Any, depth: int = _DEPTH_MAX) -> list[float] | None:
