@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,16 +17,11 @@ from tests.adapters.torch.going_on import Program, adamw, data, goes_on, net, pl
 from tests.adapters.torch.stub_processor import Loop
 
 supports = pytest.mark.supports
-STATE = "state of the loop (counters, losses)"
-
 Told = list[str]
 
 
-class Box:
+class Box(SimpleNamespace):
     """State by the names of its attributes."""
-
-    def __init__(self, **state: Any) -> None:
-        self.__dict__.update(state)
 
     def state_dict(self) -> dict[str, Any]:
         return copy.deepcopy(self.__dict__)
@@ -75,7 +71,7 @@ def runs(
 class TestToldOnce:
     """A run that resumes would lack the last change."""
 
-    @supports(STATE)
+    @supports("state of the loop (counters, losses)")
     def test_a_counter_and_losses(self, tmp_path: Path, told: Callable[[], Told]) -> None:
         """As in most trainers: with the counter the run makes an iteration twice."""
         state = Box(step=0, losses=[])
@@ -271,7 +267,7 @@ class Generator:
         self.generator.bit_generator.state = state
 
 
-@supports(STATE)
+@supports("state of the loop (counters, losses)")
 @goes_on
 def test_changed_before_the_backward_pass_it_comes_back() -> Program:
     model, state = net(), Box(step=0)
