@@ -53,10 +53,9 @@ class ExtraState:
         """The objects that are modules, by name: replicated state, whose tensors are saved with the shard."""
         self._made = {name: {*module_tensors(module)} for name, module in self.modules.items()}
         others = {n: o for n, o in named.items() if n not in self.modules}
-        self.loaders = {n: o for n, o in others.items() if type(o).__module__.startswith("torchdata.")}
-        """The objects that are loaders of torchdata, by name."""
-        self._late = [name for name, loader in self.loaders.items() if _late_epoch(loader, [*named.values()])]
-        if self.loaders:
+        loaders = {n: o for n, o in others.items() if type(o).__module__.startswith("torchdata.")}
+        self._late = [name for name, loader in loaders.items() if _late_epoch(loader, [*named.values()])]
+        if loaders:
             require("torchdata", "wrap_optimizer", TORCHDATA, extra="torchdata")
         self._constant = {n: o for n, o in others.items() if getattr(o, "ttp_constant", False) is True}
         self._changing = {n: o for n, o in others.items() if n not in self._constant}

@@ -60,8 +60,8 @@ class LateChanges:
         """Number of versions that have ended in this launch."""
         self._in_time: set[tuple[str, str]] = set()  # name and key of what changes before its version has ended
         self._late = Counter[tuple[str, str]]()  # how often each has changed after it
-        self._looked = {*extra.completed, *extra.loaders}  # names of objects that cannot be averages that change late
-        self._told = {*self._looked}  # names of those of which nothing more is told
+        self._looked = set[str]()  # names of objects that were once seen to change after it
+        self._told = {*extra.completed}  # names of objects of which nothing more is told
 
     def changed(self, name: str, late: bool, before: Section, after: Section) -> None:
         """Look at an extra state that has changed since its last capture. Never raises.
