@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.core.talk import Talk
+from tests.core.talk import PATIENCE, Talk
 from ttp.core import messages as m
 from ttp.core.controller.events import ConnectionId, Received, StreamEnded
 from ttp.core.layout import Layout, Rank, Shard, Version
@@ -46,12 +46,69 @@ def test_who_does_not_belong_is_refused_in_words(change: dict[str, Any], code: s
     assert talk.machine.incident is None
 
 
-def test_ranks_that_a_process_of_an_earlier_start_pushes_out_are_told_which_it_is() -> None:
-    """It looks like the first rank of a running job that comes to a new controller, so it is let in."""
+EARLIER = {"nonce": "old", "resume": True, "term_seen": 1}
+"""A process that is left over from an earlier start of the job."""
+
+
+@pytest.mark.parametrize("incarnation", [1, 4], ids=["equal", "higher"])
+def test_a_process_that_is_left_of_an_earlier_start_waits_while_a_job_forms(incarnation: int) -> None:
+    talk = Talk(joined=2)
+    assert talk.hello(2, incarnation=incarnation, version=7, **EARLIER) == "Refused(busy):2 [refused]"
+    assert "a new one is forming" in talk.orders(m.Refused)[0].text
+    assert talk.hello(2, nonce="new") == "Welcome:2 [joined] [formed]"
+    assert "Welcome" not in talk.hello(2, incarnation=incarnation, version=7, **EARLIER)
+    assert talk.machine.job.live == {0, 1, 2} and talk.machine.job.incarnation == 1
+
+
+@pytest.mark.parametrize("incarnation", [1, 4], ids=["equal", "higher"])
+def test_a_new_process_takes_the_place_of_one_of_an_earlier_start(incarnation: int) -> None:
+    """The old one has made no update, or the last new one took long to come."""
+    for version in (0, 7):
+        talk = Talk(joined=2)
+        talk.now += PATIENCE.gather_s
+        assert "Welcome:2 [reconnected]" in talk.hello(2, incarnation=incarnation, version=version, **EARLIER)
+        talk.streams[2] += 100
+        assert talk.hello(2, nonce="new").startswith("Refused(fenced):2 Welcome:2")
+        assert talk.machine.job.live == {0, 1, 2} and talk.machine.stage == "training"
+
+
+def test_survivors_that_come_to_a_new_process_on_a_new_controller_are_saved() -> None:
+    """Rank 0 died with the controller, and its launcher has started both again."""
+    talk = Talk(joined=1)
+    for rank in (1, 2):
+        assert talk.hello(rank, incarnation=1, resume=True, term_seen=1, version=7) == f"Refused(busy):{rank} [refused]"
+    talk.now += PATIENCE.gather_s
+    for rank in (1, 2):
+        talk.hello(rank, incarnation=1, resume=True, term_seen=1, version=7)
+    assert "Freeze:0,1,2" in talk.fault(1, m.FaultKind.COLLECTIVE)
+    talk.frozen(0, 0)
+    talk.frozen(1, 7)
+    talk.frozen(2, 7)
+    assert talk.after(PATIENCE.gather_s).endswith("[plan] Save:1")
+
+
+def test_what_an_earlier_start_holds_is_saved_before_the_new_one_begins() -> None:
+    """One of its processes reaches the new controller first: it may be a survivor."""
     talk = Talk(joined=0)
-    talk.hello(0)
-    assert "Refused(fenced):0 [incarnation]" in talk.hello(2, nonce="old", incarnation=4, resume=True)
-    assert "rank 2, pid 102 on h" in talk.orders(m.Refused)[0].text
+    talk.hello(2, incarnation=2, version=7, **EARLIER)
+    old = talk.streams[2]
+    talk.streams[2] += 100
+    for rank in range(3):
+        assert talk.hello(rank, nonce=f"new {rank}") == f"Refused(busy):{rank} [refused]"
+        assert "rank 2 on h (pid 102) of an earlier start of this job" in talk.orders(m.Refused)[0].text
+    talk.after(PATIENCE.gather_s)
+    talk.streams[2] = old
+    assert "Save:2" in talk.frozen(2, 7)
+    talk.saved(2)
+    assert "Release(75):2" in talk.committed(2)
+    talk.streams[2] += 100
+    said = [talk.hello(rank, nonce=f"new {rank}") for rank in range(3)]
+    assert "[incarnation] Welcome:0" in said[0] and said[1:] == ["Welcome:1 [joined]", "Welcome:2 [joined] [formed]"]
+
+
+def test_a_new_process_does_not_take_the_place_of_one_whose_job_is_complete() -> None:
+    talk = Talk(incarnation=2, resume=True, term_seen=1)
+    assert talk.hello(1, nonce="b") == "Refused(rank_taken):1 [refused]"
 
 
 def test_nobody_takes_the_place_of_a_lost_rank() -> None:

@@ -45,7 +45,7 @@ class Admission:
             self._abdicate(now)
         refusal = rules.elsewhere(self._job, hello) or rules.malformed(self._job, hello)
         if refusal is None and not (abdicates and unknown):
-            refusal = self._refusal(hello)
+            refusal = self._refusal(hello, now)
         if refusal is not None:
             self._outbox.refuse(connection, hello, *refusal)
         elif unknown:
@@ -53,8 +53,11 @@ class Admission:
         else:
             self._admit(connection, hello, now)
 
-    def _refusal(self, hello: m.Hello) -> rules.Refusal | None:
-        if refusal := rules.refusal(self._job, hello) or self._busy(hello):
+    def _refusal(self, hello: m.Hello, now: float) -> rules.Refusal | None:
+        refusal = rules.refusal(self._job, hello) or self._busy(hello)
+        if refusal is None or refusal[0] is m.RefusalCode.RANK_TAKEN:
+            refusal = rules.of_another_start(self._job, hello, now, self._parts.timeouts.gather_s) or refusal
+        if refusal is not None:
             return refusal
         return None if self._rescue.program.leads else rules.apart(self._job, hello)
 
@@ -154,7 +157,8 @@ class Admission:
     def _busy(self, hello: m.Hello) -> rules.Refusal | None:
         incident = self._rescue.incident
         saving = incident is not None and incident.stage is not Stage.RELEASED and bool(self._job.live)
-        newcomer = not hello.incarnation and hello.rank not in self._job.members
+        known = self._job.members.get(hello.rank)
+        newcomer = not hello.incarnation and (known is None or known.hello.nonce != hello.nonce)
         relaunched = rules.starts_incarnation(self._job, hello)
         if incident is not None and saving and (newcomer or relaunched):
             incident.overtaken |= relaunched

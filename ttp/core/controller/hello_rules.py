@@ -23,7 +23,8 @@ def starts_incarnation(job: Membership, hello: m.Hello) -> bool:
     if job.takes_seat(hello):
         return False
     if hello.incarnation:
-        newer = hello.incarnation > job.incarnation and not _outlives(job, hello)
+        forms = bool(job.live) and not job.formed
+        newer = hello.incarnation > job.incarnation and not (forms or _outlives(job, hello))
         return newer and (not job.live or hello.run_id == job.run_id)
     taken = job.members.get(hello.rank)
     if taken is not None and taken.hello.nonce == hello.nonce:
@@ -78,6 +79,31 @@ def refusal(job: Membership, hello: m.Hello) -> Refusal | None:
     return _stranger(job, hello) or _rank_taken(job, hello) or mismatch(job, hello)
 
 
+def of_another_start(job: Membership, hello: m.Hello, now: float, patience_s: float) -> Refusal | None:
+    """Refuse for now a process that is of another start of the job than the ranks that are here.
+
+    An update needs all ranks: a process that has made one and a new process are of different starts. Which start is
+    over is not known before both processes of one rank are here: the old ones may be survivors of a fault, whose state
+    must be saved. So new processes wait while an incomplete job of old ones is gathered and saved. An old process waits
+    as long as new ones keep coming, but at most ``patience_s`` seconds after the last: then it counts as a survivor.
+    """
+    known = job.members.get(hello.rank)
+    if not job.live or job.ended or job.complete or (known is not None and known.hello.nonce == hello.nonce):
+        return None
+    if hello.resume and hello.has_trained and not job.formed and job.new_at is not None:
+        text = f"rank {hello.rank} is of an earlier start of this job: a new one is forming; try again in a moment"
+        return (m.RefusalCode.BUSY, text) if now < job.new_at + patience_s else None
+    if not hello.is_new or job.new_at is not None or job.takes_seat(hello):
+        return None
+    here = known or next((job.members[rank] for rank in job.live if job.members[rank].hello.has_trained), None)
+    if here is None:
+        return None
+    return m.RefusalCode.BUSY, (
+        f"{here.name} of an earlier start of this job is here, with version {here.version}, which is saved first; try "
+        "again in a moment"
+    )
+
+
 def malformed(job: Membership, hello: m.Hello) -> Refusal | None:
     """Return why ``hello`` is invalid for any job; ``None`` if it is valid."""
     if hello.protocol_major != m.PROTOCOL_MAJOR:
@@ -115,6 +141,8 @@ def _rank_taken(job: Membership, hello: m.Hello) -> Refusal | None:
     if taken.hello.nonce != hello.nonce:
         if not job.formed and hello.launch > taken.hello.launch:
             return None
+        if taken.adopted and hello.is_new and job.mixes_starts():
+            return None  # its own rank was started anew, like those of other new processes
         if hello.rank in job.live or taken.done:
             return m.RefusalCode.RANK_TAKEN, (
                 f"rank {hello.rank} is already held by pid {taken.hello.pid} on {taken.hello.host}: either two "

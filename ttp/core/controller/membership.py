@@ -33,6 +33,7 @@ class Member:
     left: bool = False  # said goodbye for good
     seat: str = ""  # whether its launcher can start it alone; see ``Accused.seat``
     seated: bool = False  # whether it is a new process in the place of a lost one
+    adopted: bool = False  # whether another controller welcomed this process first
 
     @property
     def name(self) -> str:
@@ -87,6 +88,8 @@ class Ranks:
     """The hosts of the ranks, as the controller before this one has recorded them."""
     gather_until: float | None = None
     """Time until which missing ranks may say hello to a controller that takes over; None: it waits for none."""
+    new_at: float | None = None
+    """Time at which the last process joined that no controller had welcomed before; None: there is none yet."""
     at_home: Rank = Rank(-1)  # noqa: RUF009 - a number, which all instances may share
     """A rank of the controller's host; -1: there is none yet."""
 
@@ -180,7 +183,11 @@ class Membership(Ranks):
             self.detach(hello.rank)
             self.back_at = now if hello.rank in self.suspects else self.back_at
             self._clear(hello.rank)
-        member = Member(hello, connection, hello.version, hello.phase, now)
+        same = known is not None and known.hello.nonce == hello.nonce
+        adopted = known.adopted if known is not None and same else hello.incarnation > 0
+        member = Member(hello, connection, hello.version, hello.phase, now, adopted=adopted)
+        if not hello.incarnation:
+            self.new_at = now
         self.members[hello.rank] = member
         self.by_connection.setdefault(connection, set()).add(hello.rank)
         self.live.add(hello.rank)
@@ -195,7 +202,8 @@ class Membership(Ranks):
             self.mark_failed(hello.rank, reason)
         if hello.phase is m.Phase.DONE:
             self.mark_done(hello.rank)
-        self.formed = self.formed or hello.resume or self.complete
+        in_step = hello.resume and (hello.has_trained or self.new_at is None)
+        self.formed = self.formed or in_step or self.complete
         return member
 
     def detach(self, rank: Rank) -> None:
@@ -277,6 +285,13 @@ class Membership(Ranks):
         """Return whether ``hello`` is from a new process that may replace a dead rank in this incarnation."""
         known = self.members.get(hello.rank) if hello.rank in self.seats else None
         return known is not None and known.hello.nonce != hello.nonce and not hello.incarnation
+
+    def mixes_starts(self) -> bool:
+        """Return whether a process that has not trained and one that another controller led are both in the job."""
+        members = self.members.values()
+        return any(mb.adopted for mb in members) and any(
+            not (mb.adopted or mb.seated) and mb.version <= mb.hello.base_version for mb in members
+        )
 
     def has_later(self, connection: ConnectionId, rank: Rank) -> bool:
         """Return whether a rank has opened another stream since this one: what comes on this one is late."""
