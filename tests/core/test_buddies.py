@@ -177,12 +177,12 @@ def test_a_copy_that_its_owner_has_dropped_is_not_asked_for(first: int) -> None:
     talk = Hosts()
     talk.accuse(3, m.FaultKind.EXITED)
     answers = {
-        0: lambda: talk.keeps(0, (0, 10), (1, 10), (3, 10), (0, 20), (1, 20), (3, 20)),
-        1: lambda: talk.keeps(1, (0, 20), (1, 20), (3, 20)),
+        0: lambda: talk.keeps(0, (0, 10), (1, 10), (3, 10), (0, 20), (1, 20), (3, 20), version=27),
+        1: lambda: talk.keeps(1, (0, 20), (1, 20), (3, 20), version=27),
     }
     answers[first]()
     answers[1 - first]()
-    assert "Release(70)" in talk.keeps(2, (2, 10))
+    assert "Release(70)" in talk.keeps(2, (2, 10), version=27)
     assert "s0 [10, 20], s1 [20], s2 [10]" in talk.orders(m.Release)[0].text
 
 

@@ -190,6 +190,8 @@ KEPT: list[tuple[str, Layout, list[Answer], int | None, str]] = [
     ("a torn rank can read",        zero, [k(x(1, 17), ("a", 10), ("b", 10))], 10, "a:=1 b:=1"),
     ("a copy that is ahead",        hsdp, [k(o(0, 7), ("b", 8)), o(1, 7), o(2, 8)], 8, "a:2 b:=0"),
     ("undo is better than copies",  hsdp, [k(o(0, 8, "p"), ("a", 5), ("b", 5)), o(1, 7)], 7, "a:-0 b:1"),
+    ("the dead were one ahead",     zero, [k(o(1, 16), ("a", 17), ("b", 17))], 17, "a:=1 b:=1"),
+    ("left by an earlier start",    zero, [k(o(1, 7), ("a", 200), ("b", 200), ("a", 6), ("b", 6))], 6, "a:=1 b:=1"),
     ("work is spread",              zero, [k(o(r, 17), ("a", 10), ("b", 10)) for r in (2, 3)], 10, "a:=2 b:=3"),
 ]
 # fmt: on

@@ -46,7 +46,7 @@ class Copies:
         env = RankEnv(rank, LAYOUT.world_size, 0, "127.0.0.1", "job", 0)
         job = RankJob(Config(buddy_every=10), env, LAYOUT, self.source, Path("unused"))
         self.copying = Copying(job, self.receiver, self.told.put)
-        self.copying.joined(pages, 3)
+        self.copying.joined(pages, 3, anew=True)
         if named:
             self.copying.named(CopyTo(ME, 1, NOBODY, ""))
 

@@ -80,6 +80,12 @@ def test_copies_of_an_older_launch_go(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "copies").iterdir()] == ["4"]
 
 
+def test_copies_of_an_earlier_start_that_was_counted_alike_go(tmp_path: Path) -> None:
+    kept(CopyStore(tmp_path, 3))
+    assert held(CopyStore(tmp_path, 3)) != [], "another rank of this host has made it"
+    assert held(CopyStore(tmp_path, 3, anew=True)) == []
+
+
 def test_a_piece_is_verified_when_it_is_brought(store: CopyStore, tmp_path: Path) -> None:
     copy = kept(store)
     counted: list[int] = []

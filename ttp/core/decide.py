@@ -184,11 +184,18 @@ KeptCopies = Mapping[Shard, Mapping[Version, Sequence[Rank]]]
 NOTHING_KEPT: KeptCopies = MappingProxyType({})
 
 
-def _kept_copies(answers: Iterable[Answer]) -> KeptCopies:
+def _kept_copies(answers: Collection[Answer]) -> KeptCopies:
+    """Return the kept copies of this start of the job, as far as versions tell.
+
+    An update needs all ranks, so a rank that gives no answer is at most one version ahead of the others. A copy of a
+    later version was left by an earlier start.
+    """
+    latest = max((answer.version for answer in answers), default=0) + 1
     kept: dict[Shard, dict[Version, list[Rank]]] = {}
     for answer in answers:
         for shard, version in answer.kept if answer.can_save else ():
-            kept.setdefault(shard, {}).setdefault(version, []).append(answer.rank)
+            if version <= latest:
+                kept.setdefault(shard, {}).setdefault(version, []).append(answer.rank)
     return kept
 
 

@@ -167,16 +167,6 @@ class Hello(Report):
     can_continue: bool = False  # this process can go on when another process is replaced
     meanwhile: bool = False  # the rank's controller is silent: the receiver shall save its state, and not lead it
 
-    @property
-    def has_trained(self) -> bool:
-        """Whether the process has made an update, which needs all ranks."""
-        return self.version > self.base_version
-
-    @property
-    def is_new(self) -> bool:
-        """Whether the process has made no update, and no controller has welcomed it."""
-        return not (self.incarnation or self.has_trained)
-
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat(Report):

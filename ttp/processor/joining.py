@@ -127,6 +127,11 @@ class Joining:
         """Return whether it is still unknown if this rank belongs to the job."""
         return not self._known.is_set()
 
+    @property
+    def holds_training(self) -> bool:
+        """Whether the training thread still waits to begin; so no rank has made an update, which needs all."""
+        return not self._started
+
     def joined(self) -> None:
         """Note that the controller has accepted this rank."""
         self._known.set()

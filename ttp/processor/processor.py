@@ -341,7 +341,7 @@ class Processor:
                 self._lease.writer.submit(lambda: self._link.note(action, self._machine.incarnation))
             case act.Joined(incarnation, first, joins, guest):
                 self.joins, self.was_guest = self.joins or joins, self.was_guest or guest
-                self._on_joined(incarnation, first)
+                self._on_joined(incarnation, first, replaces=joins or guest)
             case act.Rejected(code, text):
                 self._joining.refused(code, text)
             case act.Decided(decision):
@@ -363,14 +363,14 @@ class Processor:
             case act.ProgramAction():
                 self._perform_program(action)
 
-    def _on_joined(self, incarnation: int, first: bool) -> None:
+    def _on_joined(self, incarnation: int, first: bool, *, replaces: bool) -> None:
         self.incarnation = incarnation
         self.host.joined(incarnation)
         if first:
             try:
                 pages = self.host.begin(self.source, incarnation)
                 if self.copying is not None:
-                    self.copying.joined(pages, incarnation)
+                    self.copying.joined(pages, incarnation, anew=self._joining.holds_training and not replaces)
             except Exception:
                 log.exception("this rank has no rank-local page: if it dies, its random streams are lost")
         self._joining.joined()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ttp.core import messages as m
-from ttp.core.controller.membership import Membership
+from ttp.core.controller.membership import Member, Membership, has_trained, is_new
 from ttp.core.layout import Rank, describe, difference
 
 Refusal = tuple[m.RefusalCode, str]
@@ -90,12 +90,12 @@ def of_another_start(job: Membership, hello: m.Hello, now: float, patience_s: fl
     known = job.members.get(hello.rank)
     if not job.live or job.ended or job.complete or (known is not None and known.hello.nonce == hello.nonce):
         return None
-    if hello.resume and hello.has_trained and not job.formed and job.new_at is not None:
+    if hello.resume and has_trained(hello) and not job.formed and job.new_at is not None:
         text = f"rank {hello.rank} is of an earlier start of this job: a new one is forming; try again in a moment"
         return (m.RefusalCode.BUSY, text) if now < job.new_at + patience_s else None
-    if not hello.is_new or job.new_at is not None or job.takes_seat(hello):
+    if not is_new(hello) or job.new_at is not None or job.takes_seat(hello):
         return None
-    here = known or next((job.members[rank] for rank in job.live if job.members[rank].hello.has_trained), None)
+    here = known or next((job.members[rank] for rank in job.live if has_trained(job.members[rank].hello)), None)
     if here is None:
         return None
     return m.RefusalCode.BUSY, (
@@ -136,13 +136,11 @@ def _stranger(job: Membership, hello: m.Hello) -> Refusal | None:
 
 def _rank_taken(job: Membership, hello: m.Hello) -> Refusal | None:
     taken = job.members.get(hello.rank)
-    if taken is None or job.takes_seat(hello):
+    if taken is None or job.takes_seat(hello) or _started_anew(job, taken, hello):
         return None
     if taken.hello.nonce != hello.nonce:
         if not job.formed and hello.launch > taken.hello.launch:
             return None
-        if taken.adopted and hello.is_new and job.mixes_starts():
-            return None  # its own rank was started anew, like those of other new processes
         if hello.rank in job.live or taken.done:
             return m.RefusalCode.RANK_TAKEN, (
                 f"rank {hello.rank} is already held by pid {taken.hello.pid} on {taken.hello.host}: either two "
@@ -154,6 +152,11 @@ def _rank_taken(job: Membership, hello: m.Hello) -> Refusal | None:
         text = f"rank {hello.rank} was given up ({taken.broken}); its state is not used any more"
         return m.RefusalCode.FENCED, text
     return None
+
+
+def _started_anew(job: Membership, taken: Member, hello: m.Hello) -> bool:
+    """Return whether a rank was started anew like other ranks here, so that the process in its seat is left over."""
+    return taken.adopted and is_new(hello) and job.mixes_starts()
 
 
 def mismatch(job: Membership, hello: m.Hello) -> Refusal | None:

@@ -15,6 +15,16 @@ LAYOUTS_MAX = 4
 """Most layouts that are kept: that of the job, and the last few that ranks announced."""
 
 
+def has_trained(hello: m.Hello) -> bool:
+    """Return whether the process has made an update, which needs all ranks."""
+    return hello.version > hello.base_version
+
+
+def is_new(hello: m.Hello) -> bool:
+    """Return whether the process has made no update, and no controller has welcomed it."""
+    return not (hello.incarnation or has_trained(hello))
+
+
 @dataclass(slots=True)
 class Member:
     """One rank of the current incarnation, as far as the controller knows it."""
@@ -202,7 +212,7 @@ class Membership(Ranks):
             self.mark_failed(hello.rank, reason)
         if hello.phase is m.Phase.DONE:
             self.mark_done(hello.rank)
-        in_step = hello.resume and (hello.has_trained or self.new_at is None)
+        in_step = hello.resume and (has_trained(hello) or self.new_at is None)
         self.formed = self.formed or in_step or self.complete
         return member
 

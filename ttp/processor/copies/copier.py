@@ -147,11 +147,11 @@ class Copying:
 
     # ------------------------------------------------------------------------------------------------ processor thread
 
-    def joined(self, page_dir: Path, incarnation: int) -> None:
-        """Note that this rank belongs to the job."""
+    def joined(self, page_dir: Path, incarnation: int, *, anew: bool) -> None:
+        """Note that this rank belongs to the job. ``anew``: see ``CopyStore``."""
         self._page_dir = page_dir
         try:
-            self._store = self._receiver.store = CopyStore(page_dir, incarnation)
+            self._store = self._receiver.store = CopyStore(page_dir, incarnation, anew=anew)
         except OSError as problem:
             log.error("buddy=True: cannot store copies of the state in %s: %s", page_dir, problem)
 

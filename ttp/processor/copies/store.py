@@ -59,9 +59,11 @@ class CopyStore:
     Args:
         page_dir: the host's page directory.
         incarnation: launch of the job; copies of an older one are removed.
+        anew: no rank of this launch has made an update yet, so all copies with its number are of an earlier start of
+            the job, whose controller counted alike; they are removed too.
     """
 
-    def __init__(self, page_dir: Path, incarnation: int) -> None:
+    def __init__(self, page_dir: Path, incarnation: int, *, anew: bool = False) -> None:
         self.incarnation = incarnation
         home = page_dir / "copies"
         self._root = home / str(incarnation)
@@ -69,6 +71,8 @@ class CopyStore:
         for old in home.iterdir():
             if old.name.isdecimal() and int(old.name) < incarnation:
                 shutil.rmtree(old, ignore_errors=True)
+        for copy in self.held() if anew else ():
+            self.drop(copy.of, copy.version)
 
     def begin(self, rank: Rank, version: Version) -> Path:
         """Make an empty directory for a new copy.
