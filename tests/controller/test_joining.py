@@ -133,6 +133,27 @@ def test_a_launch_waits_as_long_as_the_one_before_is_saved(
         starting.join()
 
 
+def test_a_launch_says_that_it_waited_for_a_process_of_an_earlier_start(
+    tmp_path: Path, controller: Controller, caplog: pytest.LogCaptureFixture
+) -> None:
+    old = controller.rank(1, incarnation=1, resume=True, term_seen=1, version=Version(7))
+    old.expect(m.Welcome)
+    config = Config(port=controller.port, run_dir=str(tmp_path / "rank"))
+    processor = Processor(config, replace(ENV, rank=0), Layout.data_parallel(2), FakeSource(), str(tmp_path))
+    starting = threading.Thread(target=processor.start)
+    starting.start()
+    try:
+        old.expect(m.Freeze)  # nobody else has come: what it holds is saved, unless it dies
+        assert starting.is_alive()
+        old.drop()
+        starting.join(30)
+        (told,) = [said.getMessage() for said in caplog.records if said.levelno == logging.WARNING]
+        assert told.startswith("rank 0 had to wait: rank 1 on host (pid 101) of an earlier start of this job is here")
+    finally:
+        processor.close()
+        starting.join()
+
+
 def test_a_controller_is_known_however_slow_the_name_service_is(
     controller: Controller, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -134,6 +134,9 @@ class Joining:
 
     def joined(self) -> None:
         """Note that the controller has accepted this rank."""
+        if self._put_off and self._env.rank == 0:
+            log.warning("rank 0 had to wait: %s", self._put_off)
+            self._put_off = ""
         self._known.set()
 
     def refused(self, code: RefusalCode, text: str) -> None:
