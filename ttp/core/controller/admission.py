@@ -17,6 +17,10 @@ from ttp.core.controller.parts import ControllerParts
 from ttp.core.layout import Rank, compact_ranks
 
 
+_BY_A_PROCESS = frozenset({m.RefusalCode.RANK_TAKEN, m.RefusalCode.FENCED})
+"""Refusals of a new process because there is, or was, another one of its rank."""
+
+
 class Admission:
     """Admits ranks, and tells the parts of the controller about each admitted rank.
 
@@ -55,7 +59,8 @@ class Admission:
 
     def _refusal(self, hello: m.Hello, now: float) -> rules.Refusal | None:
         refusal = rules.refusal(self._job, hello) or self._busy(hello)
-        if refusal is None or refusal[0] is m.RefusalCode.RANK_TAKEN:
+        in_the_way = not hello.incarnation and refusal is not None and refusal[0] in _BY_A_PROCESS
+        if refusal is None or in_the_way:
             refusal = rules.of_another_start(self._job, hello, now, self._parts.timeouts.gather_s) or refusal
         if refusal is not None:
             return refusal
