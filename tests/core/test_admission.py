@@ -72,14 +72,16 @@ def test_a_new_process_takes_the_place_of_one_of_an_earlier_start(incarnation: i
         assert talk.machine.job.live == {0, 1, 2} and talk.machine.stage == "training"
 
 
-def test_survivors_that_come_to_a_new_process_on_a_new_controller_are_saved() -> None:
+@pytest.mark.parametrize("number", [1, 4], ids=["equal", "higher"])
+def test_survivors_that_come_to_a_new_process_on_a_new_controller_are_saved(number: int) -> None:
     """Rank 0 died with the controller, and its launcher has started both again."""
     talk = Talk(joined=1)
+    come = {"incarnation": number, "resume": True, "term_seen": 1, "version": 7}
     for rank in (1, 2):
-        assert talk.hello(rank, incarnation=1, resume=True, term_seen=1, version=7) == f"Refused(busy):{rank} [refused]"
+        assert talk.hello(rank, **come) == f"Refused(busy):{rank} [refused]"
     talk.now += PATIENCE.gather_s
     for rank in (1, 2):
-        talk.hello(rank, incarnation=1, resume=True, term_seen=1, version=7)
+        assert f"Welcome:{rank} [reconnected]" in talk.hello(rank, **come)
     assert "Freeze:0,1,2" in talk.fault(1, m.FaultKind.COLLECTIVE)
     talk.frozen(0, 0)
     assert "[plan] Save:1" in talk.frozen(1, 7) + talk.frozen(2, 7)
@@ -130,7 +132,8 @@ def test_a_process_that_is_left_of_an_earlier_start_does_not_end_the_job(seen: d
     assert talk.event(Received(ConnectionId(50), old)) == "Refused(rank_taken):1 [refused]"
     assert talk.machine.job.live == {0, 1, 2} and talk.machine.job.incarnation == 1
     talk.lost(2)
-    assert talk.event(Received(ConnectionId(50), old)) == "Refused(busy):1 [refused]", "nor does it keep it from a save"
+    said = talk.event(Received(ConnectionId(50), old))
+    assert said == "Refused(rank_taken):1 [refused]", "nor does it keep it from a save"
     assert talk.machine.stage == "freezing" and talk.machine.job.live == {0, 1}
 
 

@@ -16,7 +16,6 @@ from ttp.core.controller.membership import Guest, Member
 from ttp.core.controller.parts import ControllerParts
 from ttp.core.layout import Rank, compact_ranks
 
-
 _BY_A_PROCESS = frozenset({m.RefusalCode.RANK_TAKEN, m.RefusalCode.FENCED})
 """Refusals of a new process because there is, or was, another one of its rank."""
 

@@ -23,8 +23,8 @@ def starts_incarnation(job: Membership, hello: m.Hello) -> bool:
     if job.takes_seat(hello):
         return False
     if hello.incarnation:
-        forms = bool(job.live) and not job.formed
-        newer = hello.incarnation > job.incarnation and not (forms or _outlives(job, hello))
+        begun_here = bool(job.live) and job.new_at is not None and not job.ended
+        newer = hello.incarnation > job.incarnation and not (begun_here or _outlives(job, hello))
         return newer and (not job.live or hello.run_id == job.run_id)
     taken = job.members.get(hello.rank)
     if taken is not None and taken.hello.nonce == hello.nonce:
