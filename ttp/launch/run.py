@@ -218,7 +218,7 @@ def _of_meeting(problem: Exception) -> str:
     reason = (str(problem.__cause__ or problem) or type(problem).__name__).partition("\nException raised from")[0]
     return (
         f"ttp run: the hosts of the job cannot meet: {reason}\nProbably the launcher on another host has left, such as "
-        "after SIGTERM: its log says why. Start the job again on all hosts; what was saved stays"
+        "after SIGTERM: its log says why; or that host is lost. Start the job again on all hosts; what was saved stays"
     )
 
 
