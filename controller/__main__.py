@@ -28,6 +28,7 @@ from ttp.core.controller.events import ControllerTimeouts, LedElsewhere
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_PORT_TAKEN, EXIT_TRAINED, ConfigError
 from ttp.launch.leases import exists
 from ttp.launch.presence import may_be_bound, port_owner
+from ttp.launch.proc_files import has_ended, identity
 from ttp.launch.ring import read_ring
 from ttp.launch.run_dir import make_private
 from ttp.mindio.protocol.handler_recovery import HandlerRecovery
@@ -176,7 +177,10 @@ async def serve(config: Config, args: argparse.Namespace, port: int) -> int:
     loop.add_signal_handler(signal.SIGTERM, asked.set)
     tasks = [asyncio.create_task(_end_when_idle(driver, asked)), asyncio.create_task(_watch_ring(driver, run_dir))]
     if args.owner_pid:
-        tasks.append(asyncio.create_task(_watch_owner(driver, args.owner_pid, args.orphan_s)))
+        owner = identity(args.owner_pid)
+        if not args.orphan_s:  # else it is a rank
+            driver.launcher_lives = lambda: _lives(owner)
+        tasks.append(asyncio.create_task(_watch_owner(driver, owner, args.orphan_s)))
     if config.metrics_port:
         from ttp.controller.metrics import serve_metrics
 
@@ -208,15 +212,20 @@ async def _end_when_idle(driver: Driver, asked: asyncio.Event) -> None:
     driver.stopped.set()
 
 
-async def _watch_owner(driver: Driver, pid: int, orphan_s: float) -> None:
-    """Stop the controller when for ``orphan_s`` seconds the process ``pid`` was gone and no rank was connected."""
+def _lives(owner: list[object]) -> bool:
+    """Return whether a process (see ``identity``) lives. One that was killed, and not waited for, keeps its pid."""
+    return exists(int(str(owner[0]))) and not has_ended(owner)
+
+
+async def _watch_owner(driver: Driver, owner: list[object], orphan_s: float) -> None:
+    """Stop the controller when for ``orphan_s`` seconds ``owner`` was gone and no rank was connected."""
     needed_at = time.monotonic()
     while not driver.stopped.is_set():
         await asyncio.sleep(OWNER_CHECK_S)
-        if driver.machine.job.live or exists(pid):
+        if driver.machine.job.live or _lives(owner):
             needed_at = time.monotonic()
         elif time.monotonic() - needed_at >= orphan_s:
-            log.info("the process that started this controller (pid %s) has ended and no rank is connected", pid)
+            log.info("the process that started this controller (pid %s) has ended and no rank is connected", owner[0])
             driver.stopped.set()
 
 

@@ -22,6 +22,7 @@ from ttp.controller.journal import Happening, Journal
 from ttp.controller.log_output import RecordLog
 from ttp.core import messages as m
 from ttp.core.controller import events as ce
+from ttp.core.controller.incident import Stage
 from ttp.core.controller.machine import ControllerMachine
 from ttp.core.controller.program_recovery import MakeRecovery, no_recovery
 from ttp.core.layout import Rank, Version
@@ -104,6 +105,8 @@ class Driver:
         self._sockets = Sockets(GIVES_UP_MS)
         self._watchers: set[Watch] = set()
         self._saves: dict[int, asyncio.Future[ce.AnswerSave]] = {}
+        self.launcher_lives: Callable[[], bool] = lambda: False
+        """Returns whether a launcher keeps this controller, and has not ended."""
         self.perform_program: Callable[[ce.ProgramAction], None] = lambda action: None
         """Function that performs each action of ``program``."""
         self.observers: list[Callable[[str, dict[str, object], float, float], None]] = []
@@ -117,6 +120,12 @@ class Driver:
         self._plan_timer()
 
     # --------------------------------------------------------------------------------------------------------- inwards
+
+    @property
+    def between_launches(self) -> bool:
+        """True if a launch has ended and its launcher lives: it may start ranks again, or is ending."""
+        over = self.machine.job.layout is not None and self.machine.stage in ("waiting", Stage.RELEASED.value)
+        return over and self.launcher_lives()
 
     def connect(self, cancel: Callable[[], object], peer: str = "") -> Connection:
         """Register a new stream.

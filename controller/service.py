@@ -160,7 +160,8 @@ class ControllerService(rpc.ControllerServicer):
         if request.exit_code == EXIT_BAD_CONFIG and self._are_of_this_launch(pid_of):
             self._driver.feed(ce.RankWasWrong(f"{ranks_text(pid_of)} {reason}"))
         exited = kind is m.FaultKind.EXITED and not request.drain
-        meant = fault_targets(self._driver.machine.job, pid_of, host, exited=exited)
+        between = self._driver.between_launches
+        meant = fault_targets(self._driver.machine.job, pid_of, host, exited=exited, between=between)
         if not meant.ranks:
             return pb.ReportFaultResponse(text=meant.problem or "nothing was done: give a rank or a host")
         pids = tuple(pid_of.get(rank, 0) for rank in meant.ranks) if request.pids else ()
@@ -235,6 +236,7 @@ def status_of(driver: Driver, *, brief: bool = False) -> pb.GetStatusResponse:
         pid=os.getpid(),
         uptime_s=now - driver.started_at,
         attached=any(rank_state(machine, rank) in LIVES for rank in job.live),
+        between_launches=driver.between_launches,
     )
     if job.layout is not None and not brief:
         response.groups.extend(pb.ShardGroup(name=s, ranks=ranks) for s, ranks in job.layout.groups.items())

@@ -280,8 +280,8 @@ def register(
         with _refused_everywhere(adapter.refused):
             again = env.launch > 0 or was_launched(path)  # a requeued job, or a new pod, counts its launches anew
             path = check_places(directory, current.config.fallback_dir, restart=again)
-            if env.rank == 0 and not env.launch:
-                other_jobs.refuse_shared(path, current.config, env.run_id)
+            if env.rank == 0:
+                other_jobs.refuse_shared(path, current.config, env)
             nccl.check(current.config)
     if path in session.trained:
         log.warning(_SHARED_DIR, path)

@@ -13,13 +13,10 @@ import pytest
 from tests.cli.conftest import Controller, Ttp
 from tests.store.storage import fill, small_disk
 from tests.waiting import until
-from ttp.cli import verdict
-from ttp.core import messages as m
-from ttp.core.layout import Rank, Version
 from ttp.launch import other_jobs
 from ttp.launch.run_dir import note_port
 from ttp.launch.token_file import write_token
-from ttp.store.history import FILE, WORD, Launch, leave_word, line_of, read_launches, read_word
+from ttp.store.history import FILE, WORD, leave_word, line_of, read_launches, read_word
 
 Facts = dict[str, Any]
 
@@ -133,29 +130,6 @@ def test_a_job_that_runs_has_no_verdict_yet(
     controller.close()
     found = ttp("verdict", place)
     assert (found.code, found.out) == (70, "lost\n") and "its controller does not answer here" in found.err
-
-
-def test_the_end_of_a_job_whose_disk_is_slow_is_waited_for(
-    place: Path, ttp: Ttp, start: Callable[..., Controller], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A batch script asks as soon as the ranks have exited: a job that has trained to its end was called lost."""
-    controller, history = start(), place / "incidents" / FILE
-    monkeypatch.setenv("TTP_PORT", str(controller.port))
-    for rank in controller.job(save_dir=str(place)):
-        rank.say(m.Goodbye(Rank(rank.number), m.GoodbyeReason.DONE, Version(7)))
-    until(lambda: history.exists() and "finished" in history.read_text())
-    text = history.read_text()
-    history.write_text(text[: text.index('\n{"kind": "finished"')])
-    looked = []
-
-    def read(save_dir: Path) -> list[Launch]:
-        looked.append(save_dir)
-        if len(looked) == 2:
-            history.write_text(text)
-        return read_launches(save_dir)
-
-    monkeypatch.setattr(verdict, "read_launches", read)
-    assert ttp("verdict", place).out == "trained\n"
 
 
 def test_a_job_whose_run_directory_does_not_tell_its_port_is_found_by_its_history(

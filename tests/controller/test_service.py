@@ -228,6 +228,25 @@ def test_the_controller_ends_with_its_launcher(start: Any) -> None:
     assert controller.process.wait(60) == 0
 
 
+@pytest.mark.parametrize("how", ["reaped", "not reaped", "no launcher", "a standby"])
+def test_a_job_is_between_two_launches_while_the_launcher_of_its_controller_lives(how: str, start: Any) -> None:
+    """A launcher that is killed and that nobody waits for keeps its pid."""
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as owner:
+        kept = ["--owner-pid", str(owner.pid)] * (how != "no launcher") + ["--orphan-s", "60"] * (how == "a standby")
+        controller = start(*kept)
+        ranks = controller.job()
+        assert not controller.status().between_launches
+        for rank in ranks:
+            rank.drop()
+        until(lambda: controller.status().stage == "waiting")
+        assert controller.status().between_launches == ("reaped" in how)
+        owner.kill()
+        if how == "not reaped":
+            assert controller.process.wait(60) == 0
+    if how == "reaped":
+        assert controller.process.wait(60) == 0
+
+
 def test_sigterm_ends_the_controller(start: Any) -> None:
     controller = start()
     controller.process.send_signal(signal.SIGTERM)

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,10 +14,11 @@ from typing import Any
 
 import pytest
 
-from ttp.config import Config
+from ttp.config import Config, RankEnv
 from ttp.errors import DirectoryInUseError
 from ttp.launch import other_jobs
 from ttp.launch.token_file import write_token
+from ttp.store.history import read_launches
 from ttp.store.names import INCIDENTS
 
 CONFIG = Config(port=1, token="ours")
@@ -38,7 +40,8 @@ class Jobs:
         """Add a launch with a controller at ``port``, and further lines, to the launch history."""
         (self.save_dir / INCIDENTS).mkdir(exist_ok=True)
         lines: list[dict[str, Any]] = [{"kind": "incarnation", "run_id": run_id, "controller": f"far:{port}"}]
-        lines += [{"kind": kind, "exit_code": 75, "controller": "far:99"} for kind in further]
+        ends = {"released": {"exit_code": 75}}
+        lines += [{"kind": kind, "controller": "far:99", **ends.get(kind, {})} for kind in further]
         with (self.save_dir / INCIDENTS / "launches.log").open("a") as log:
             log.writelines(json.dumps(line) + "\n" for line in lines)
 
@@ -51,8 +54,12 @@ class Jobs:
             raise answer
         return answer if token == self.secret else None
 
-    def refuse_shared(self, run_id: str = "ours", config: Config = CONFIG) -> None:
-        other_jobs.refuse_shared(self.save_dir, config, run_id)
+    def refuse_shared(self, run_id: str = "ours", config: Config = CONFIG, launch: int = 0) -> None:
+        other_jobs.refuse_shared(self.save_dir, config, rank_0(run_id, launch))
+
+
+def rank_0(run_id: str = "ours", launch: int = 0) -> RankEnv:
+    return RankEnv(0, 2, 0, "here", run_id, launch)
 
 
 @pytest.fixture
@@ -65,10 +72,13 @@ def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Jobs:
     return found
 
 
-def status(save_dir: Path, stage: str = "training", state: str = "live", run_id: str = "theirs") -> Any:
+def status(
+    save_dir: Path, stage: str = "training", state: str = "live", run_id: str = "theirs", between: bool = False
+) -> Any:
     first = SimpleNamespace(rank=0, state=state, pid=7, host="far")
     others = [SimpleNamespace(rank=1, state="live", pid=8, host="far")]
-    return SimpleNamespace(run_id=run_id, save_dir=str(save_dir), stage=stage, ranks=[*others, first])
+    facts = {"run_id": run_id, "save_dir": str(save_dir), "stage": stage, "between_launches": between, "pid": 70}
+    return SimpleNamespace(**facts, ranks=[*others, first])
 
 
 def test_a_job_that_trains_is_named(tmp_path: Path, jobs: Jobs) -> None:
@@ -94,7 +104,7 @@ def test_a_directory_has_several_paths(tmp_path: Path, jobs: Jobs, link: bool) -
     jobs.launch(5)
     jobs.answers[5] = [status(tmp_path / "link" if link else tmp_path)]
     with pytest.raises(DirectoryInUseError):
-        other_jobs.refuse_shared(tmp_path if link else tmp_path / "link", CONFIG, "ours")
+        other_jobs.refuse_shared(tmp_path if link else tmp_path / "link", CONFIG, rank_0())
 
 
 @pytest.mark.parametrize(
@@ -117,12 +127,69 @@ def test_what_is_no_running_job_in_this_directory(answer: Callable[[Path], Any],
     assert jobs.asked
 
 
-@pytest.mark.parametrize("line", ["finished", "released", "wrong"])
-def test_a_launch_that_has_ended_is_not_asked(line: str, tmp_path: Path, jobs: Jobs) -> None:
+@pytest.mark.parametrize("line", ["finished", "wrong"])
+def test_a_launch_after_which_its_job_does_not_go_on_is_not_asked(line: str, tmp_path: Path, jobs: Jobs) -> None:
+    jobs.launch(5, "released")
     jobs.launch(5, line)
     jobs.answers[5] = [status(tmp_path)]
     jobs.refuse_shared()
     assert not jobs.asked
+
+
+def between(save_dir: Path, run_id: str = "theirs") -> Any:
+    return status(save_dir, "waiting", "released", run_id, between=True)
+
+
+def test_a_job_between_two_launches_is_waited_for_and_refused_if_it_does_not_end(
+    tmp_path: Path, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its launcher may be about to end, as that of a job which the scheduler starts again; or wait for a lost host."""
+    jobs.launch(5, "released")
+    jobs.answers[5] = [between(tmp_path), between(tmp_path), status(tmp_path, "waiting", "released")]
+    jobs.refuse_shared()
+    assert len(jobs.asked) == 3
+    jobs.answers[5] = [between(tmp_path), status(tmp_path)]
+    with pytest.raises(DirectoryInUseError, match="stage training"):
+        jobs.refuse_shared()
+    monkeypatch.setattr(other_jobs, "ENDING_S", 0)
+    jobs.answers[5] = [between(tmp_path)]
+    with pytest.raises(DirectoryInUseError, match=r"run theirs, between two launches: .* far:5"):
+        jobs.refuse_shared()
+
+
+@pytest.mark.parametrize("answer", [between, lambda here, run_id: status(here, "saving", "frozen", run_id)])
+def test_a_restart_waits_for_no_other_job(answer: Callable[[Path, str], Any], tmp_path: Path, jobs: Jobs) -> None:
+    jobs.launch(5, "released")
+    jobs.answers[5] = [answer(tmp_path, "theirs"), status(tmp_path)]
+    jobs.refuse_shared(launch=1)
+    assert len(jobs.asked) == 1
+    with pytest.raises(DirectoryInUseError, match="far:5"):
+        jobs.refuse_shared(launch=1)
+
+
+def test_a_restart_does_not_wait_for_storage_or_a_network_that_hangs(
+    tmp_path: Path, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over = threading.Event()
+    monkeypatch.setattr(other_jobs, "read_launches", lambda place: over.wait(60) and read_launches(place))
+    monkeypatch.setattr(other_jobs, "LOOK_S", 0.05)
+    jobs.refuse_shared(launch=1)
+    over.set()
+
+
+@pytest.mark.parametrize("launch", [0, 1])
+@pytest.mark.parametrize("pid", [70, 71, None])
+def test_a_job_without_an_id_is_not_refused_for_its_own_controller(
+    pid: int | None, launch: int, tmp_path: Path, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that keep their processes, or joined before rank 0. Another host's controller may have the same port."""
+    monkeypatch.setattr(other_jobs, "controller_pid", lambda *where: pid if where == ("here", 5, "ours") else -1)
+    monkeypatch.setattr(other_jobs, "ENDING_S", 0)
+    for answer in (status(tmp_path, run_id="none"), *([between(tmp_path, "none")] if not launch else [])):
+        jobs.launch(5, "released", run_id="none")
+        jobs.answers[5] = [answer]
+        with contextlib.nullcontext() if pid == 70 else pytest.raises(DirectoryInUseError):
+            jobs.refuse_shared("none", dataclasses.replace(CONFIG, port=5), launch)
 
 
 def test_the_last_launches_are_asked_the_newest_first(tmp_path: Path, jobs: Jobs) -> None:
@@ -200,7 +267,7 @@ def test_a_history_that_cannot_be_read_keeps_no_job_from_starting(
     caplog.set_level(logging.DEBUG, other_jobs.log.name)
     (tmp_path / INCIDENTS / "launches.log").mkdir(parents=True)
     jobs.refuse_shared()
-    other_jobs.refuse_shared(tmp_path / "none", CONFIG, "ours")
+    other_jobs.refuse_shared(tmp_path / "none", CONFIG, rank_0())
     (told,) = [(record.levelno, record.getMessage()) for record in caplog.records]
     assert told[0] == logging.DEBUG and told[1].startswith(f"cannot look for other jobs in {tmp_path}: ")
     assert not jobs.asked

@@ -49,8 +49,12 @@ MOVED = (
     ". It saves to {0}, where the record of this launch is missing: was that directory moved, removed or unmounted? "
     "Move or mount it back; `ttp save` shows whether a checkpoint can be written"
 )
-RECORD_S = 10.0
-"""Seconds to wait for the end of a launch that its controller has yet to record, because the storage is slow."""
+BETWEEN = (
+    "the job is between two launches: a launcher starts its ranks again, or waits for those of other hosts, as its log "
+    "says. The last launch {0}"
+)
+PATIENCE_S = 15.0
+"""Seconds to wait for launchers that are ending, and for a controller that has yet to record the end of a launch."""
 INCIDENTS_READ = 50
 """Maximum number of incidents that are read to find the last one with a fault."""
 
@@ -84,8 +88,8 @@ def verdict(
     trained (0): to the end. saved (75): start it again, and it goes on. lost (70): nothing consistent could be saved,
     Ctrl-C ended the launch or it was cut off without a word, or three launches in a row brought no new version: look
     before you start it again. wrong (64): the configuration or the program is wrong, and no restart mends it. running
-    (1): the job trains and has no verdict yet; this is known only where `ttp status` finds the job, that is on its
-    hosts.
+    (1): the job trains and has no verdict yet, or its launchers start it again, or wait for lost hosts; this is known
+    only where `ttp status` finds the job, that is on its hosts. Launchers that are ending are waited for, up to 15 s.
 
     The command reads what the job left in its save_dir, needs no running job, and gives the same answer on every host.
     Batch scripts decide by it: `srun` returns only the largest of many exit codes. The reason is printed on stderr.
@@ -99,7 +103,7 @@ def verdict(
     directory = save_dir_of(directory)
     try:
         asked = (directory, run_id, since, launcher_code)
-        result = poll(lambda: _found(*asked, patient=True), RECORD_S, 0.5) or _found(*asked, patient=False)
+        result = poll(lambda: _found(*asked, patient=True), PATIENCE_S, 0.5) or _found(*asked, patient=False)
     except (CheckpointError, OSError, UsageError) as problem:  # a script must not take this for a job that runs
         running = _running(directory, [], run_id)
         if running is None and isinstance(problem, UsageError):
@@ -115,7 +119,7 @@ def verdict(
     if json:
         job = run_id or (launches[-1].run_id if launches else "")
         facts = {"word": WORDS[code], "exit_code": code, "text": text, "run_id": job}
-        over = launches[:-1] if code == EXIT_RUNNING else launches
+        over = launches[:-1] if code == EXIT_RUNNING and launches and launches[-1].code is None else launches
         print_json(facts | {"launches": len(launches), "fruitless": fruitless(over)})
     else:
         say(WORDS[code])
@@ -128,7 +132,8 @@ def _found(
 ) -> tuple[Verdict, list[Launch]] | Literal[False]:
     """Return the verdict on the last launch, and all launches of the job that are known.
 
-    False: the job is over, and its controller, which still answers, has yet to record its end; only if ``patient``.
+    False, only if ``patient``: the controller still answers, and has yet to record the end of the launch; or the
+    launcher has yet to end, or starts the job again.
 
     Raises:
         UsageError: the directory is not that of a job.
@@ -146,7 +151,7 @@ def _found(
     if running is not None and running.code is None:
         if patient:
             return False
-        running = None
+        running = Verdict(EXIT_RUNNING, running.text) if running.text else None
     return running or _judge(recent, incident, word, launcher_code), launches
 
 
@@ -193,34 +198,41 @@ def _storage(place: Path) -> str:
 
 
 def _running(place: Path, launches: list[Launch], run_id: str | None) -> Verdict | None:
-    """Ask the controllers about a launch that has recorded no end. None: none answers. No code: no rank lives.
+    """Ask the controllers about a launch that has recorded no end, or one that may be followed by another.
 
     Without a launch, ask about any job that saves to ``place``, as its records may have been moved away.
+
+    Returns:
+        None: no controller knows more than the records. No code: no rank lives; with a text, a launcher does.
     """
-    from ttp.launch.other_jobs import refuses_to_say
+    from ttp.launch.other_jobs import OPEN, TRAINS, refuses_to_say
     from ttp.launch.presence import LIVES
 
-    if launches and launches[-1].code is not None:
+    last = launches[-1] if launches else None
+    if last is not None and last.code not in OPEN:
         return None
     try:
         config = Config.from_env()
     except ConfigError as problem:  # bad usage would exit with 64, which is a verdict
         complain(f"the controller of the last launch was not asked: {problem}")
         return None
+    waits: Verdict | None = None
     for now in _statuses(launches, config):
-        if now is None or now.run_id != (launches[-1].run_id if launches else run_id or now.run_id):
+        if now is None or now.run_id != (last.run_id if last else run_id or now.run_id):
             continue
         alive = [rank.version for rank in now.ranks if rank.state in LIVES]
         here = _same(Path(now.save_dir), place)
-        if alive and (here or (launches and _moved_from(Path(now.save_dir), launches[-1]))):
+        goes_on = last is None or last.code is None or now.stage in TRAINS  # else its ranks are leaving
+        if alive and goes_on and (here or (last and _moved_from(Path(now.save_dir), last))):
             text = f"the job runs: {len(alive)} of {now.world_size} ranks live, the newest version is {max(alive)}"
-            moved = "" if here and launches else MOVED.format(now.save_dir)
+            moved = "" if here and last else MOVED.format(now.save_dir)
             return Verdict(EXIT_RUNNING, text + moved)
-        if launches and here:
-            return Verdict(None, "")
-    if launches and refuses_to_say(launches[-1], config):
-        return Verdict(EXIT_RUNNING, NOT_ASKED.format(launches[-1].controller))
-    return None
+        if last and here and (now.between_launches or last.code is None):
+            end = "has recorded no end" if last.code is None else f"is {WORDS[last.code]}: {last.text}"
+            waits = Verdict(None, BETWEEN.format(end) if now.between_launches else "")
+    if waits is None and last and last.code is None and refuses_to_say(last, config):
+        return Verdict(EXIT_RUNNING, NOT_ASKED.format(last.controller))
+    return waits
 
 
 def _statuses(launches: list[Launch], config: Config) -> Iterator[Any]:

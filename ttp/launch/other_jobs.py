@@ -1,8 +1,9 @@
 """Finds other running jobs: one that saves to the same ``save_dir``, which is refused, or uses the same run directory.
 
-Each controller leaves its host and port in the history of launches (``ttp.store.history``). Rank 0 of a new job asks
-the controllers of the last launches that have no recorded end. Only an answer counts: the controller of a crashed job
-does not answer, so such a job can be resumed at once. See decision 67.
+Each controller leaves its host and port in the history of launches (``ttp.store.history``). Rank 0 of a launch asks the
+controllers of other jobs whose last launch has no recorded end, or one after which the job may be started again. Only
+an answer counts: the controller of a crashed job does not answer, so such a job can be resumed at once. See decision
+67.
 """
 
 from __future__ import annotations
@@ -10,14 +11,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import queue
 import time
 from pathlib import Path
 from typing import Any
 
-from ttp.config import Config
-from ttp.errors import ConfigError, DirectoryInUseError
-from ttp.launch.presence import LIVES, ask_status, is_local, listens, probe
+from ttp.config import Config, RankEnv
+from ttp.errors import EXIT_NOT_SAVED, EXIT_SAVED, ConfigError, DirectoryInUseError
+from ttp.inbox import Inbox
+from ttp.launch.presence import LIVES, ask_status, controller_pid, is_local, listens, probe
 from ttp.launch.token_file import read_token
+from ttp.processor.aside import aside
 from ttp.store.history import Launch, read_launches
 from ttp.wire.access import LOOPBACK
 from ttp.wire.address import split
@@ -27,49 +31,75 @@ log = logging.getLogger("ttp")
 NO_ID = "none"
 """Run id of each job of torchrun that is given none: it identifies no job."""
 ASKED_MAX = 3
-"""Number of launches, the newest ones, whose controllers are asked."""
+"""Number of jobs, those launched last, whose controllers are asked."""
+LOOK_S = 1.0
+"""Seconds that a restart waits for answers; it waits for no job that is ending."""
+OPEN = (None, EXIT_SAVED, EXIT_NOT_SAVED)
+"""Codes of a launch whose job may go on."""
 CONNECT_S = 1.0
 ENDING_S = 60.0
 """Seconds to wait for a job that saves or ends, for example because a scheduler has started the next job early."""
 _POLL_S = 0.5
-_TRAINS = frozenset({"waiting", "forming", "training"})
+TRAINS = frozenset({"waiting", "forming", "training"})
+"""Stages of a job of which no rank has failed."""
 NOT_ASKED = (
     "a controller listens at %s, where that of run %s was, which has recorded no end and saves to %s; it requires a "
     "token that this job does not have. If that job runs, stop it, or give this one a save_dir of its own"
 )
 
 
-def refuse_shared(save_dir: Path, config: Config, run_id: str) -> None:
+def refuse_shared(save_dir: Path, config: Config, env: RankEnv) -> None:
     """Raise if another running job saves to ``save_dir``. Wait for a job that is ending. Called by rank 0.
 
     The other job is found if its controller can be reached and has the same secret, or runs on this host for this user.
+    A restart looks once, for ``LOOK_S``, and only for a job that trains.
 
     Args:
         save_dir: absolute path.
-        config: settings of the new job.
-        run_id: the new job. A process that joins a running job (a moved rank) has the run id of that job.
+        config: settings of the job.
+        env: this rank. A process that joins a running job (a moved rank) has the run id of that job.
 
     Raises:
         DirectoryInUseError: another job saves there; the text says which, and what to do.
     """
+    if not env.launch:
+        refusal = _look(save_dir, config, env)
+    else:
+        found: Inbox[str] = Inbox()
+        aside("ttp-other-jobs", lambda: found.put(_look(save_dir, config, env)))
+        try:
+            refusal = found.get(timeout=LOOK_S)
+        except queue.Empty:
+            return
+    if refusal:
+        raise DirectoryInUseError(refusal)
+
+
+def _look(save_dir: Path, config: Config, env: RankEnv) -> str:
+    """Return why the directory is refused; empty: no other job that runs was found."""
+    newest: dict[tuple[str, str], Launch] = {}
     try:
-        others = [launch for launch in read_launches(save_dir) if launch.run_id != run_id or run_id == NO_ID]
-        open_ended = [launch for launch in others if launch.code is None and launch.controller]
+        for launch in reversed(read_launches(save_dir)):
+            if launch.run_id != env.run_id or env.run_id == NO_ID:
+                newest.setdefault((launch.run_id, launch.controller), launch)
     except Exception as problem:
         log.debug("cannot look for other jobs in %s: %s", save_dir, problem)
-        return
-    for launch in open_ended[: -ASKED_MAX - 1 : -1]:
-        if (other := _await_end(launch, save_dir, config)) is not None:
-            raise DirectoryInUseError(_refusal(other, launch, save_dir))
+    asked = [launch for launch in newest.values() if launch.code in OPEN and launch.controller]
+    for launch in asked[:ASKED_MAX]:
+        if (other := _await_end(launch, save_dir, config, env)) is not None:
+            return _refusal(other, launch, save_dir)
+    return ""
 
 
-def _await_end(launch: Launch, save_dir: Path, config: Config) -> Any:
+def _await_end(launch: Launch, save_dir: Path, config: Config, env: RankEnv) -> Any:
     """Return the status of a launch's job if it trains, or does not end within ``ENDING_S``; None: it does not run."""
     until = time.monotonic() + ENDING_S
     warned = False
-    while (status := _status(launch, save_dir, config)) is not None:
-        if status.stage in _TRAINS or time.monotonic() >= until:
+    while (status := _status(launch, save_dir, config, env)) is not None:
+        if _rank_0(status).state in LIVES and status.stage in TRAINS:
             return status
+        if env.launch or time.monotonic() >= until:
+            return None if env.launch else status
         if not warned:
             warned = True
             log.warning("waiting up to %.0f s: the job that saves to %s now is ending", ENDING_S, save_dir)
@@ -77,12 +107,12 @@ def _await_end(launch: Launch, save_dir: Path, config: Config) -> Any:
     return None
 
 
-def _status(launch: Launch, save_dir: Path, config: Config) -> Any:
+def _status(launch: Launch, save_dir: Path, config: Config, env: RankEnv) -> Any:
     """Ask the controller that led a launch for its status; return None if its job does not run, or cannot be asked."""
     try:
         status, listening = status_of(launch, config)
         if status is not None:
-            return status if _runs(status, launch, save_dir) else None
+            return status if _runs(status, launch, save_dir) and not _is_own(status, launch, config, env) else None
         if listening and refuses_to_say(launch, config):
             log.warning(NOT_ASKED, launch.controller, launch.run_id, save_dir)
     except Exception as problem:  # a failing check must not keep a job from starting
@@ -115,9 +145,20 @@ def refuses_to_say(launch: Launch, config: Config) -> bool:
 
 
 def _runs(status: Any, launch: Launch, save_dir: Path) -> bool:
-    """Return whether a status is that of the launch's job, and rank 0 of the job lives."""
+    """Return whether a status is that of the launch's job, and its rank 0 lives, or its launcher may start it again."""
     same = status.run_id == launch.run_id and Path(status.save_dir).resolve() == save_dir.resolve()
-    return same and any(each.rank == 0 and each.state in LIVES for each in status.ranks)
+    return same and (_rank_0(status).state in LIVES or status.between_launches)
+
+
+def _rank_0(status: Any) -> Any:
+    return next(each for each in status.ranks if each.rank == 0)
+
+
+def _is_own(status: Any, launch: Launch, config: Config, env: RankEnv) -> bool:
+    """Return whether a status is of this job's own controller: without an id, its earlier launches have the same."""
+    if env.run_id != NO_ID or config.port != split(launch.controller)[1]:
+        return False
+    return bool(status.pid == controller_pid(env.master_addr, config.port, config.token))
 
 
 def _tokens(config: Config, port: int) -> list[str]:
@@ -139,9 +180,11 @@ def is_of_another_job(run_dir: Path, token: str, port: int) -> bool:
 
 
 def _refusal(status: Any, launch: Launch, save_dir: Path) -> str:
-    (first,) = [each for each in status.ranks if each.rank == 0]
+    first = _rank_0(status)
+    now = f"stage {status.stage}, rank 0 is pid {first.pid} on {first.host}"
+    if status.between_launches:
+        now = "between two launches: its launchers start it again, or wait for those of other hosts"
     return (
-        f"another job that runs now saves to {save_dir}: run {launch.run_id}, stage {status.stage}, rank 0 is pid "
-        f"{first.pid} on {first.host}, its controller is at {launch.controller}. Give each job a save_dir "
-        "of its own, or stop that job first"
+        f"another job that runs now saves to {save_dir}: run {launch.run_id}, {now}, its controller is at "
+        f"{launch.controller}. Give each job a save_dir of its own, or stop that job first"
     )

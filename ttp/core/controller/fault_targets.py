@@ -24,7 +24,9 @@ class FaultTargets:
     problem: str
 
 
-def fault_targets(job: Membership, ranks: Iterable[Rank], host: str, *, exited: bool = False) -> FaultTargets:
+def fault_targets(
+    job: Membership, ranks: Iterable[Rank], host: str, *, exited: bool = False, between: bool = False
+) -> FaultTargets:
     """Find the ranks of a report.
 
     A report may name a host as its ranks do, by its address, or by its short name if that is unique: the scheduler
@@ -36,9 +38,10 @@ def fault_targets(job: Membership, ranks: Iterable[Rank], host: str, *, exited: 
         host: the accused host, with all its ranks; empty: none.
         exited: whether the processes of the ranks have ended: then ranks that a new controller misses count, too, and
             those of a job that is over, as a launcher may know late how a large process has died.
+        between: whether a job without ranks is between two launches, and not over.
     """
     if not job.formed or job.layout is None or (job.ended and not exited):
-        return FaultTargets((), f"{_not_training(job)}: no such rank can be accused, and nothing was done")
+        return FaultTargets((), f"{_not_training(job, between)}: no such rank can be accused, and nothing was done")
     wanted, problems = set(ranks), []
     missing = range(job.layout.world_size) if exited and job.gather_until is not None else ()
     strangers = sorted(rank for rank in wanted if rank not in job.members and rank not in missing)
@@ -57,11 +60,11 @@ def fault_targets(job: Membership, ranks: Iterable[Rank], host: str, *, exited: 
     return FaultTargets(meant, "; ".join(problems) + ("" if meant or not problems else "; nothing was done"))
 
 
-def _not_training(job: Membership) -> str:
+def _not_training(job: Membership, between: bool) -> str:
     if job.layout is None:
         return "no job has joined this controller yet"
     if job.ended:
-        return "the job is over"
+        return "the job is between two launches and has no ranks now" if between else "the job is over"
     return f"the job is still forming ({len(job.members)} of {job.layout.world_size} ranks) and has nothing to lose yet"
 
 

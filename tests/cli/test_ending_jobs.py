@@ -1,0 +1,66 @@
+"""``ttp verdict`` of a job whose launch has ended, while its controller still answers."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Controller, Ttp
+from tests.waiting import until
+from ttp.cli import verdict
+from ttp.core import messages as m
+from ttp.core.layout import Rank, Version
+from ttp.store.history import FILE, Launch, read_launches
+
+
+def test_the_end_of_a_job_whose_disk_is_slow_is_waited_for(
+    tmp_path: Path, ttp: Ttp, start: Callable[..., Controller], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch script asks as soon as the ranks have exited: a job that has trained to its end was called lost."""
+    controller, history = start(), tmp_path / "incidents" / FILE
+    monkeypatch.setenv("TTP_PORT", str(controller.port))
+    for rank in controller.job(save_dir=str(tmp_path)):
+        rank.say(m.Goodbye(Rank(rank.number), m.GoodbyeReason.DONE, Version(7)))
+    until(lambda: history.exists() and "finished" in history.read_text())
+    text = history.read_text()
+    history.write_text(text[: text.index('\n{"kind": "finished"')])
+    looked = []
+
+    def read(save_dir: Path) -> list[Launch]:
+        looked.append(save_dir)
+        if len(looked) == 2:
+            history.write_text(text)
+        return read_launches(save_dir)
+
+    monkeypatch.setattr(verdict, "read_launches", read)
+    assert ttp("verdict", tmp_path).out == "trained\n"
+
+
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize(("saves", "word"), [(True, "saved"), (False, "lost")])
+def test_a_job_runs_while_its_launcher_waits_for_other_hosts_between_two_launches(
+    tmp_path: Path, ttp: Ttp, start: Callable[..., Controller], monkeypatch: pytest.MonkeyPatch,
+    kept: bool, saves: bool, word: str,
+) -> None:  # fmt: skip
+    """It waits for minutes where a host was lost; a job that is started again meanwhile is a second one."""
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as launcher:
+        controller = start(*["--owner-pid", str(launcher.pid)] * kept, TTP_OT="2")
+        monkeypatch.setenv("TTP_PORT", str(controller.port))
+        controller.save_dir = str(tmp_path)
+        controller.form(2, saves=saves)
+        assert ttp("report-fault", "--rank", 1).code == 0
+        until(lambda: (launches := read_launches(tmp_path)) and launches[-1].code is not None)
+        until(lambda: controller.status().stage == "waiting")
+        monkeypatch.setattr(verdict, "PATIENCE_S", 0.2)
+        found = ttp("verdict", tmp_path)
+        assert (found.out == "running\n") == kept and ("is between two launches" in found.err) == kept
+        told = ttp("report-fault", "--rank", 1)
+        assert told.code == 1 and ("the job is between two launches" if kept else "the job is over") in told.err
+        assert ("between two launches" in ttp("status").out) == kept
+        assert ttp("status", "--json").json["between_launches"] == kept
+        monkeypatch.setattr(verdict, "PATIENCE_S", 60)
+        launcher.kill()
+    assert ttp("verdict", tmp_path).out == f"{word}\n", "a launcher that is killed, and whose controller still listens"
