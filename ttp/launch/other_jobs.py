@@ -43,8 +43,8 @@ _POLL_S = 0.5
 TRAINS = frozenset({"waiting", "forming", "training"})
 """Stages of a job of which no rank has failed."""
 NOT_ASKED = (
-    "a controller listens at %s, where that of run %s was, which has recorded no end and saves to %s; it requires a "
-    "token that this job does not have. If that job runs, stop it, or give this one a save_dir of its own"
+    "a controller listens at %s, where that of run %s was, which saves to %s and may not be over; it requires a token "
+    "that this job does not have. If that job runs, stop it, or give this one a save_dir of its own"
 )
 
 
