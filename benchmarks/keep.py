@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from benchmarks.steady import BLOCK_STEPS, JOBS, model_of, training
 from benchmarks.world import protected, scratch
 from ttp import session
 from ttp.api import wrap_optimizer
+from ttp.launch.again import Again
 from ttp.processor import continuing
 from ttp.update_function import one_step
 
@@ -26,6 +28,7 @@ def run(quick: bool) -> Iterator[Result]:
     torch.set_num_threads(1)
     os.environ["TTP_CONTINUITY"] = "keep"
     with scratch() as directory, protected(directory) as save_dir:
+        Again(Path(os.environ["TTP_RUN_DIR"])).serve(os.getppid())
         continuing.prepare()
         dist.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
         goes_on: Any = continuing.current()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import re
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ import psutil
 import pytest
 
 from tests.e2e import shards
-from tests.e2e.harness import Job, MakeJob, Unbroken
+from tests.e2e.forked import ForkedJob
+from tests.e2e.harness import JOB, Job, MakeJob, Unbroken
 from tests.e2e.test_faults import PHASES, kills
 from ttp.chaos.inspection import checkpoints
 
@@ -212,6 +214,38 @@ def test_a_program_is_tried_beforehand_without_any_death(make_job: MakeJob, unbr
     assert job.wait(TIMEOUT_S - 60) == 0, job.story()
     assert again(job) == [True] and job.starts() == [0, *job.committed()], job.story()
     assert job.results() == unbroken(job)
+
+
+NOT_OURS = "this process will not go on after a failure of another: no launcher that starts dead ranks alone has"
+
+
+def test_ranks_without_a_launcher_train_on_when_they_are_tried(tmp_path: Path) -> None:
+    """Nothing would tell them where they meet: they would wait for it, and leave."""
+    env = {"TTP_CONTINUITY": "keep", "TTP_CONTINUE_S": "5"}
+    job = ForkedJob(tmp_path / "job", 2, 12, faults=[HELD], env=env, module="tests.e2e.job").begin()
+    assert_trains_on(job)
+    assert job.end(TIMEOUT_S / 4) == [0, 0] and job.starts() == [0], job.story()
+    assert [(job.directory / f"rank{rank}.out").read_text().count(NOT_OURS) for rank in range(2)] == [1, 1]
+
+
+@pytest.mark.slow
+def test_ranks_below_a_shell_train_on_when_they_are_tried(make_job: MakeJob, tmp_path: Path) -> None:
+    """Their launcher knows the shell, not the rank that it has to wait for, or to start again."""
+    script = tmp_path / "train.sh"
+    script.write_text(f"#!/bin/sh\n{sys.executable} {JOB}\nexit $?\n")
+    script.chmod(0o700)
+    job = make_job(ranks=2, steps=12, max_restarts=0, flags=[*KEEP, "--no-python"], script=script, faults=[HELD])
+    job.env["TTP_CONTINUE_S"] = "5"
+    assert_trains_on(job.start())
+    assert job.wait(TIMEOUT_S - 60) == 0 and job.starts() == [0], job.story()
+    assert job.log.read_text().count(NOT_OURS) == 2, job.story()
+
+
+def assert_trains_on(job: Job) -> None:
+    job.wait_for_version(6)
+    tried = job.ttp("save", "--again", "--token", job.token())
+    assert tried.returncode == 0, tried.stdout + tried.stderr
+    assert "the ranks do not go on from it: not every rank is able to" in tried.stdout
 
 
 def environ(process: psutil.Process) -> list[str]:

@@ -18,10 +18,13 @@ from ttp.launch.again import Again, NextLaunch
 from ttp.launch.seats import Seats
 
 
-def seats_of(run_dir: Path, *, hosts: int = 1, continuity: str = "keep") -> tuple[Seats, list[str]]:
+def seats_of(
+    run_dir: Path, *, hosts: int = 1, continuity: str = "keep", entrypoint: object = "python"
+) -> tuple[Seats, list[str]]:
     """Return the seats of a launcher with ranks on ``hosts`` hosts, and why ranks were not to go on, as they come."""
     given_up: list[str] = []
-    group = SimpleNamespace(group_world_size=hosts, spec=SimpleNamespace(max_restarts=1))
+    spec = SimpleNamespace(max_restarts=1, entrypoint=entrypoint)
+    group = SimpleNamespace(group_world_size=hosts, spec=spec)
     agent: Any = SimpleNamespace(_worker_group=group, _remaining_restarts=1, _pcontext=object())
     host: Any = SimpleNamespace(
         again=Again(run_dir),
@@ -127,3 +130,26 @@ def test_launchers_that_have_not_agreed_on_it_start_no_rank_alone(tmp_path: Path
     """Programs for MindIO do not need ``keep``; ranks of other hosts would look for the new store in vain."""
     seats, _ = seats_of(tmp_path, hosts=hosts, continuity="warm")
     assert seats.why_not({0: worker(-9)}) == why
+
+
+@pytest.mark.parametrize(("entrypoint", "continuity"), [("python", "keep"), ("python", "warm"), (print, "keep")])
+def test_ranks_learn_of_a_launcher_that_starts_them_alone(tmp_path: Path, entrypoint: object, continuity: str) -> None:
+    """With ``--run-path`` torch starts functions, in processes of its own."""
+    seats, _ = seats_of(tmp_path, continuity=continuity, entrypoint=entrypoint)
+    again, keeps = Again(tmp_path), (entrypoint, continuity) == ("python", "keep")
+    assert again.is_served_by(os.getpid()) == keeps and not again.is_served_by(os.getppid())
+    again.serve(os.getppid())
+    again.clear()  # ranks that are not its own are started, as after a hot switch
+    assert not again.is_served_by(os.getpid()) and again.is_served_by(os.getppid())
+    seats.begin()
+    assert again.is_served_by(os.getpid()) == keeps
+
+
+def test_what_a_launcher_leaves_counts_for_no_process_that_has_its_pid_later(tmp_path: Path) -> None:
+    again = Again(tmp_path)
+    again.serve(os.getpid())
+    announced = tmp_path / "again" / "launchers" / str(os.getpid())
+    announced.rename(announced.with_name(str(os.getppid())))
+    assert not again.is_served_by(os.getppid())
+    announced.with_name(str(os.getppid())).write_text("cut o")
+    assert not again.is_served_by(os.getppid())

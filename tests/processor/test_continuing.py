@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import psutil
 import pytest
 
 from ttp.config import Config
@@ -51,6 +52,7 @@ def survivor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, groups: Any) -> It
     monkeypatch.setattr(found, "_await", lambda launch: FOLLOWING)
     monkeypatch.setattr("ttp.adapters.torch.regroup.self_test", lambda: "")
     monkeypatch.setattr(continuing, "_continuing", found)
+    Again(tmp_path).serve(os.getppid())
     yield found
     found.releasing = False  # ends the thread that would end this process if a later test sleeps in torch
     found.clock.stop() if found.clock.runs else None
@@ -90,6 +92,18 @@ def test_why_a_process_cannot_go_on_is_said_once_when_it_joins(
     ]
     survivor._refused, groups.why_not = "", Mock(side_effect=AttributeError("torch has changed"))
     assert continuing.able(LAYOUT, TORCH) is None and "torch has changed" in caplog.text
+
+
+def test_a_rank_goes_on_only_under_the_launcher_that_has_started_it(
+    survivor: Continuing, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another process between them, such as a shell, is the one that the launcher knows."""
+    survivor.enter()
+    above = psutil.Process(os.getppid()).ppid()
+    monkeypatch.setattr(os, "getppid", lambda: above)
+    assert continuing.able(LAYOUT, TORCH) is None and "use ttp run --continuity keep" in caplog.text
+    Again(tmp_path).serve(above)
+    assert continuing.able(LAYOUT, TORCH) is survivor
 
 
 def test_a_program_whose_process_groups_cannot_be_replaced_trains_and_is_restarted(

@@ -7,6 +7,8 @@ process. Only dead ranks are started anew; such a rank takes the *seat* of the d
                           loss until it begins an update. Contents: its deadline (``time.monotonic()`` of this host),
                           and the number of the launch that it goes on to.
     run_dir/again/next    the next launch: its number, the ranks that are started for it, where its ranks meet
+    run_dir/again/launchers/<pid>   this launcher starts dead ranks alone. Contents: what tells it from other processes
+                          with this pid. Only ranks that it has started itself may go on: it knows no others by pid.
 
 As for leases, nothing here raises. If a file cannot be written, all ranks are started anew.
 """
@@ -15,10 +17,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ttp.launch.leases import entries, remove, write_whole
+from ttp.launch.leases import entries, exists, remove, write_whole
+from ttp.launch.proc_files import identity
 
 NEXT = "next"
 
@@ -62,6 +66,18 @@ class Again:
 
     def __init__(self, run_dir: Path) -> None:
         self._directory = Path(run_dir) / "again"
+        self._launchers = self._directory / "launchers"
+
+    def serve(self, launcher: int) -> None:
+        """Announce the launcher with this pid, which starts dead ranks alone. Call it before it starts any rank."""
+        write_whole(self._launchers / str(launcher), json.dumps(identity(launcher)))
+
+    def is_served_by(self, pid: int) -> bool:
+        """Return whether this process is a launcher that has announced itself."""
+        try:
+            return bool(json.loads((self._launchers / str(pid)).read_text()) == identity(pid))
+        except (OSError, ValueError):
+            return False
 
     def mark(self, pid: int, deadline_s: float, launch: int = 0) -> None:
         """Mark a process that goes on to ``launch`` (0: the next) by ``deadline_s`` of ``time.monotonic()``."""
@@ -104,6 +120,9 @@ class Again:
             return None
 
     def clear(self) -> None:
-        """Remove all files: all ranks are started anew."""
+        """Remove all files of this launcher, whose process calls it: all ranks are started anew."""
         for path in (*entries(self._directory), self._directory / NEXT):
             remove(path)
+        for path in entries(self._launchers):
+            if (pid := int(path.name)) == os.getpid() or not exists(pid):
+                remove(path)

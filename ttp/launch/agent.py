@@ -123,9 +123,9 @@ class TtpAgent(LocalElasticAgent):
             world_size=_world_size(worker_group),
             here=len(worker_group.workers),
         )
+        self._seats.begin()
         with forking(self._host.warm, together=True):
             ids = super()._start_workers(worker_group)
-        self._seats.begin()
         self._fail_open(lambda: self._host.watch(self._workers()))
         return ids
 

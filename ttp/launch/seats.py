@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import signal
 import time
 from collections.abc import Mapping
@@ -61,9 +62,11 @@ class Seats:
         self.begin()
 
     def begin(self) -> None:
-        """Reset the state after all workers were started anew."""
+        """Reset the state, and tell workers that this launcher can start them alone, before all are started anew."""
         self._done, self._filling, self._failed, self._launch = 0, False, "", 0
         self._next_time()
+        if self._wanted and isinstance(self._agent._worker_group.spec.entrypoint, str):  # else torch starts them
+            self._host.again.serve(os.getpid())
 
     def _next_time(self) -> None:
         group: Any = self._agent._worker_group

@@ -51,6 +51,10 @@ log = logging.getLogger("ttp")
 
 LOOK_S = 0.002
 RETRY_S = 0.5
+_NO_LAUNCHER = (
+    "no launcher that starts dead ranks alone has started it: use ttp run --continuity keep, or torchrun with ttp, for "
+    "every host; a shell script that it starts has to `exec` the program"
+)
 _NEVER_RUN = "its state is on a CUDA device, where this never ran with NCCL: TTP_KEEP_CUDA=1 allows it for tests only"
 
 
@@ -188,6 +192,8 @@ class Continuing:
             return "only torch programs can go on so far"
         if source.on_device and not self._on_cuda:
             return _NEVER_RUN
+        if not self._files.is_served_by(os.getppid()):
+            return _NO_LAUNCHER
         if self._thread is None:
             return "wrap_optimizer() was called outside of train()"
         return self._refused or self._groups.why_not()
