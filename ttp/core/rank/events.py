@@ -83,7 +83,10 @@ class Quiet(Event):
 
 @dataclass(frozen=True, slots=True)
 class NotRedone(Event):
-    """``Redo`` cannot be done, because the training thread does not stand at the gate; ``text``: the reason."""
+    """``Redo`` cannot be done, because the training thread does not stand at the gate; ``text``: the reason.
+
+    It answers the last ``Redo``: there is no other until this one is refused, or its update is over.
+    """
 
     text: str
 

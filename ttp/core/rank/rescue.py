@@ -156,8 +156,10 @@ class RankRescue:
         if not order.order.shards or self._holds(order):  # any rank can collect pages
             self._outbox.do(act.StartSave(_as_it_is(order) if order.order.how is How.REDO else order))
         elif order.order.how is How.REDO and order.version == version + 1 and phase is m.Phase.IDLE:
-            self._redo_until, self._redoing = now + self._redo_s, order.version
-            self._outbox.do(act.Redo(order.version))
+            self._redo_until = now + self._redo_s
+            if self._redoing is None:  # else the update is on its way, or its refusal, which would name no order
+                self._redoing = order.version
+                self._outbox.do(act.Redo(order.version))
         else:
             how = phase.value if self._redoing is None else f"on its way to {self._redoing}"
             text = f"version {order.version} was ordered, but this rank holds version {version} ({how})"
