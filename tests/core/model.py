@@ -64,6 +64,7 @@ class Model(Invariants):
         repeats: number of messages that may arrive twice.
         rival: a standby controller exists.
         gradients: ranks at the closed gate, or frozen in the barrier, can make the update on request.
+        leaves: number of ranks that may leave the closed gate for good, before an order to update comes.
         preimages: ranks that have made the update can undo it.
         kept: every rank can read a copy of the first version of every shard.
         late: a rank that has to connect again may take longer than the grace period.
@@ -83,6 +84,7 @@ class Model(Invariants):
         repeats: int = 0,
         rival: bool = False,
         gradients: bool = False,
+        leaves: int = 0,
         preimages: bool = False,
         kept: bool = False,
         late: bool = False,
@@ -93,13 +95,15 @@ class Model(Invariants):
         self.stripes, self.uneven = stripes, uneven
         self.layout, self.kills, self.hanging, self.eager = layout, kills, hanging, eager
         self.breaks, self.takeovers, self.repeats, self.late = breaks, takeovers, repeats, late
-        self.rival, self.gradients, self.preimages = rival, gradients, preimages
+        self.rival, self.gradients, self.leaves, self.preimages = rival, gradients, leaves, preimages
         self.copies = tuple(m.KeptCopy(r, BASE) for r in sorted(keepers(layout))) if kept else ()
         self.kept = tuple((shard, BASE) for shard in layout.groups) if kept else ()
         self.world = layout.world_size
         self.outcomes: set[tuple[int | None, ...]] = set()
         self.hows: set[str] = set()
         """What savers were told to do first."""
+        self.not_redone = 0
+        """Orders to make an update that came to a rank which had left the gate."""
         self.machines = Machines()
         self._started: dict[tuple[int, float, str], int] = {}
         cuts = [[split(s, n) for n in range(1, max(stripes, 1) + 1)] for s in layout.groups]
@@ -158,6 +162,7 @@ class Model(Invariants):
             breaks=self.breaks,
             takeovers=self.takeovers,
             repeats=self.repeats,
+            leaves=self.leaves,
             opened=n,
             now=0.0,
         )
@@ -243,6 +248,9 @@ class Model(Invariants):
             yield f"the stream of {r} breaks", self._break(fewer, r, keep=True)
             if state.up[r]:
                 yield f"the stream of {r} breaks and loses", self._break(fewer, r, keep=False)
+        if state.leaves and state.gates[r].parked and not state.gates[r].admitted:
+            fewer = state._replace(leaves=state.leaves - 1)
+            yield f"{r} leaves the gate", fewer.at_gate(r, parked=False, away=True)
 
     def _break(self, state: State, r: int, *, keep: bool) -> State:
         return self._processor(state.cut(r, keep=keep), r, ev.StreamDown("broken"))
@@ -291,7 +299,7 @@ class Model(Invariants):
                 if gate.acked and not gate.admitted:
                     raise Broken(f"I3: rank {r} writes after it acknowledged")
                 yield f"{r} begins its update", state.at_gate(r, updating=True, parked=False, admitted=False)
-            elif gate.closed and self.gradients and not gate.parked:
+            elif gate.closed and self.gradients and not (gate.parked or gate.away):
                 yield f"{r} comes to the gate", self._quiet(state.at_gate(r, parked=True), r)
 
     def _save(self, state: State, r: int, path: Any) -> Iterator[tuple[str, State]]:
@@ -374,11 +382,12 @@ class Model(Invariants):
                 return state
             case act.OpenGate():
                 return state.at_gate(r, closed=False, acked=False, parked=False, admitted=False)
-            case act.Redo(version):
-                if not state.gates[r].parked:
-                    inbox.append(ev.Quiet(version, m.Phase.TORN, False, False))
-                    return state
-                return state.at_gate(r, admitted=True)
+            case act.Redo():
+                if state.gates[r].parked:
+                    return state.at_gate(r, admitted=True)
+                self.not_redone += 1
+                inbox.append(ev.NotRedone("it does not stand at the gate"))
+                return state
             case act.StartSave(order) | act.StartCommit(order):
                 return state._replace(jobs=put(state.jobs, r, (*state.jobs[r], order)))
             case act.CancelSave():

@@ -62,15 +62,16 @@ class Invariants:
         plain = best(self.layout, copies)
         if plain is not None and plain >= max(a.version for a in copies):
             return plain
-        full = best(self.layout, [self._offered(incident, copy) for copy in copies])
+        full = best(self.layout, [self._offered(state, incident, copy) for copy in copies])
         return full if plain is None else max(plain, plain if full is None else full)
 
     @staticmethod
-    def _offered(incident: Incident, copy: Answer) -> Answer:
+    def _offered(state: State, incident: Incident, copy: Answer) -> Answer:
         said = incident.ranks.answers.get(copy.rank)
         if said is None or not said.final or said.version != copy.version:
             return copy
-        return replace(copy, has_gradient=said.has_gradient, has_preimage=said.has_preimage)
+        has_gradient = said.has_gradient and not state.gates[copy.rank].away
+        return replace(copy, has_gradient=has_gradient, has_preimage=said.has_preimage)
 
     def _check_commit(self, state: State, order: m.Commit, path: Any) -> None:
         content = {(f, s): v for f, s, v in state.durable}

@@ -53,6 +53,7 @@ class Gate(NamedTuple):
     acked: bool = False
     parked: bool = False
     admitted: bool = False
+    away: bool = False  # it has left the closed gate, and does not come again
 
     @property
     def phase(self) -> m.Phase:
@@ -95,6 +96,7 @@ class _Fields(NamedTuple):
     held: frozenset[Version] = frozenset()  # these three: see ``model_shadow``. Committed, to memory only as yet
     in_memory: frozenset[str] = frozenset()  # files that were written there
     refusals: int = 0  # that memory, or the storage, may still give
+    leaves: int = 0  # ranks that may still leave the gate
 
 
 _PLACES = {name: place for place, name in enumerate(_Fields._fields)}

@@ -27,6 +27,19 @@ def test_updates_are_redone_where_a_finished_version_is_not_whole_otherwise() ->
     assert {r: (o.version, o.order.how) for r, o in orders.items()} == {0: (8, How.AS_IS), 1: (8, How.REDO)}
 
 
+def test_who_could_not_make_the_update_saves_the_version_that_it_holds() -> None:
+    """Its training thread has left the gate meanwhile. No other copy of its shard is left."""
+    talk = Talk(grid(2, 2))
+    talk.accuse(3, m.FaultKind.EXITED)
+    talk.frozen(0, 8)
+    talk.frozen(2, 7)
+    assert "Save:0,1" in talk.frozen(1, 7, has_gradient=True)
+    assert talk.save_failed(1) == "[save_failed] [replan] [plan] Save:1,2"
+    assert {(o.rank, o.version, o.order.how) for o in talk.orders(m.Save)} == {(1, 7, How.AS_IS), (2, 7, How.AS_IS)}
+    talk.save_failed(1, 1)
+    assert "Release(70)" in talk.after(2)
+
+
 def test_nothing_is_redone_that_nobody_has_finished() -> None:
     talk = Talk(grid(1, 3))
     talk.accuse(2, m.FaultKind.EXITED)

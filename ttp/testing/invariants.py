@@ -192,7 +192,8 @@ class Judge:
                 continue  # the rank has the order to redo, so it will no longer hold this version
             if whole:
                 plain[rank] = {version}
-            offered[rank] = plain.get(rank, set()) | _offers(answer, version, whole)
+            redoes = whole and not process.trainer.has_left
+            offered[rank] = plain.get(rank, set()) | _offers(answer, version, whole, redoes=redoes)
             kept |= _kept(self._world.keepers, answer, self._world.copies(process.host))
         layout, written = self._world.layout, incident.draft.written()
         best = largest_version(layout, plain, written, kept)
@@ -271,12 +272,12 @@ def _kept(
     return {(shard, copy.version) for copy in found for shard in keepers.get(copy.of, ())}
 
 
-def _offers(answer: m.Frozen | None, version: Version, whole: bool) -> set[Version]:
+def _offers(answer: m.Frozen | None, version: Version, whole: bool, *, redoes: bool) -> set[Version]:
     """Return the versions that a rank at ``version`` offered to reach by redo or undo."""
     if answer is None or not answer.final or answer.version != version:
         return set()
     offers: set[Version] = set()
-    if answer.has_gradient and whole:
+    if answer.has_gradient and redoes:
         offers.add(Version(version + 1))
     if answer.has_preimage:
         offers.add(Version(version - 1) if whole else version)

@@ -25,6 +25,7 @@ KINDS = {
     "stop": "SIGSTOP of a rank, SIGCONT after LASTS",
     "silent": "a rank does nothing for LASTS while its connections stay alive (a thread holds the interpreter lock)",
     "hang": "the training thread of a rank stands still for LASTS",
+    "leave": "a rank that stands at the closed gate leaves it by an exception of a signal handler; else nothing",
     "relay": "SIGKILL of the relay on the rank's host, in a job with relays; its ranks then connect by themselves",
     "flap": "the stream of a rank breaks, and the rank cannot connect for LASTS",
     "partition": "processes on the rank's host cannot reach those of other hosts for LASTS, and the other way round",

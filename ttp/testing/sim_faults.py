@@ -103,6 +103,8 @@ class Faults:
             case "hang":
                 rank.trainer.hang(fault.lasts_s)
                 self._watch(rank, fault)
+            case "leave":
+                rank.trainer.leave_gate()
             case "relay":
                 world.roads.relay_dies(rank.host)
             case "flap":

@@ -266,7 +266,8 @@ class SimRank(Process):
         self.trainer.redos = 1
         if not self.trainer.gate.admit():
             self.trainer.redos = 0
-            self.put(Snapshot(self.trainer.gate.state().closure, ev.Quiet(version, m.Phase.TORN, False, False)))
+            self.world.reached("not redone", self)
+            self.put(ev.NotRedone("the training thread does not wait at the gate"))
 
     # ---------------------------------------------------------------------------------------------------------- stream
 

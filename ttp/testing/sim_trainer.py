@@ -70,8 +70,8 @@ class Trainer:
 
     __slots__ = (
         "_barrier", "_held", "_live_random", "_order", "_parked", "_polling", "_rank", "_redoing", "_restored",
-        "_thread", "_world", "gate", "hanging", "image", "mark", "post_step_done", "random", "received", "redos",
-        "shards",
+        "_thread", "_world", "gate", "hanging", "has_left", "image", "mark", "post_step_done", "random", "received",
+        "redos", "shards",
     )  # fmt: skip
 
     def __init__(self, rank: SimRank) -> None:
@@ -96,6 +96,8 @@ class Trainer:
         self._rank, self._world = rank, rank.world
         self._restored: RestoreDecision | None = None
         self._parked = False
+        self.has_left = False
+        """Whether the thread has left the closed gate by an exception, so that it makes no update."""
         self._thread: Thread = self._training()
 
     # ------------------------------------------------------------------------------------------------ from outside
@@ -121,6 +123,13 @@ class Trainer:
         self.hanging = True
         if lasts_s < FOR_EVER:
             self._world.after(lasts_s, self._rank.run, self._wake)
+
+    def leave_gate(self) -> None:
+        """Leave the closed gate if this thread stands there with no order to update. A moment later it raises."""
+        if self._parked and not self.redos:
+            self._parked, self.has_left = False, True
+            self.gate.passed()
+            self._world.after(self._rank.takes(0.02), self._rank.run, self.go_on)
 
     def _wake(self) -> None:
         self.hanging = False
@@ -294,6 +303,8 @@ class Trainer:
                 yield None
                 self._parked = False
                 self.gate.passed()
+                if self.has_left:
+                    yield from self._raise("at the gate")
 
     def _pass_gate(self) -> Thread:
         yield from self._at_gate(self.gate.begin_update)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ttp.core import messages as m
 from ttp.core.controller.copy_counts import CopyCounts
@@ -98,6 +98,13 @@ class FrozenRanks:
             answer = self.answers.get(rank)
             if answer is not None and answer.final and answer.phase is not m.Phase.TORN:
                 self.counts.count((rank,), answer.version)
+
+    def not_redone(self, rank: Rank) -> None:
+        """Let a rank that has failed to make an ordered update save its copy as it is. It makes no update any more."""
+        del self.redoing[rank]
+        if (answer := self.answers.get(rank)) is not None:
+            self.answers[rank] = replace(answer, has_gradient=False)
+        self.forgive((rank,))
 
     @property
     def reasons(self) -> dict[Rank, str]:

@@ -189,10 +189,16 @@ class Saving:
         incident.enter(Stage.FREEZING, "replicas cut a shard differently")
 
     def save_failed(self, incident: Incident, report: m.SaveFailed) -> None:
-        """Drop a failed task; the rank gets no order again, except by ``FrozenRanks.forgive``."""
+        """Drop a failed task; the rank gets no order again, except by ``FrozenRanks.forgive``.
+
+        If what failed is an ordered update, the rank may still save the version that it holds. It refuses by itself if
+        the update may have begun.
+        """
         if _task_of(incident, report) is None:
             return
         incident.ranks.fail(report.rank, report.text, report.may_pass)
+        if report.rank in incident.ranks.redoing:
+            incident.ranks.not_redone(report.rank)
         self._outbox.record("save_failed", rank=report.rank, generation=report.generation, text=report.text)
         incident.draft.drop(report.rank)
 
