@@ -34,7 +34,11 @@ def test_random_jobs_reach_every_point(block: int) -> None:
 
 @pytest.mark.parametrize("seed", [20118517, 20425252, 21066156])
 def test_what_broke_once(seed: int) -> None:
-    """Seeds that once found errors: an older answer that a rank repeated (two), and a fault of the simulation."""
+    """Seeds that once found errors: an older answer that a rank repeated (two), and a fault of the simulation.
+
+    They name other jobs as soon as jobs are drawn, or played, in another way. The errors have tests of their own:
+    ``test_false_alarms.py`` has the older answer.
+    """
     run_seed(seed)
 
 

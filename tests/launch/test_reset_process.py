@@ -10,11 +10,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
 
 from tests.waiting import has_ended, until
+from ttp.launch import reset_process
 from ttp.launch.reset_process import ResetProcess, Training, main
 
 RANK = """
@@ -109,8 +112,6 @@ def test_common_kills_all_and_starts_them_again_where_they_were(host: Host) -> N
     host.says({5: "unrecovered", 6: "unrecovered"})
     assert (first.wait(WAIT_S), second.wait(WAIT_S)) == (-9, -9)
     host.says({5: "recovered", 6: "unrecovered"})
-    time.sleep(0.3)
-    assert not host.has("rank-0-1-mine")
     host.says({5: "recovered", 6: "recovered"})
     host.wait(lambda: host.has("rank-0-1-mine") and host.has("rank-1-1-mine"))  # environment and arguments
     assert (host.out / "device1/newlog").read_text() == "training\n"
@@ -180,6 +181,23 @@ def test_how_it_ends(host: Host, how: signal.Signals | None, code: int) -> None:
         host.manager.send_signal(how)
     found, log = host.finish()
     assert found == code and "reset.json" not in log
+
+
+def test_no_rank_is_started_again_before_all_devices_have_recovered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training: Any = Mock(rank=0, child=None)
+    training.process.children.return_value = []
+    running = iter([True, True, False])
+    monkeypatch.setattr(reset_process, "_runs", lambda _: next(running, False))
+    host = Host(tmp_path)
+    watched = ResetProcess([training], host.reset_json, elastic=False, faulty_s=0, healthy_s=0)
+    for statuses in ({5: "unrecovered", 6: "unrecovered"}, {5: "recovered", 6: "unrecovered"}):
+        host.says(statuses)
+        assert watched.look() is None and not training.again.called
+    host.says({5: "recovered", 6: "recovered"})
+    training.again.return_value.process.pid = 1
+    assert watched.look() is None and training.again.call_count == 1
 
 
 def test_a_signal_while_the_ranks_are_started_again_leaves_none_out(

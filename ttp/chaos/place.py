@@ -19,6 +19,7 @@ from ttp.errors import ConfigError
 from ttp.launch.ports import hold_port
 
 BYTES_PER_WIDTH = 1_000
+"""Bytes of a checkpoint for each unit of ``Script.width``, rounded up: weights and moments take about 600."""
 CHECKPOINTS = 6
 """Number of checkpoints that a disk has room for: those that retention keeps, drafts, and one being written."""
 SPARE_BYTES = 16 << 20

@@ -91,7 +91,7 @@ class Script:
         launcher: ``ttp`` (run) or ``torchrun``.
         restart: what restarts the job, one of ``RESTARTS``.
         step_ms: milliseconds of sleep after each step.
-        width: width of the model's wide layer; weights and moments take about ``0.6 kB * width``.
+        width: width of the model's wide layer; a checkpoint takes ``place.BYTES_PER_WIDTH`` for each unit.
         fallback: whether the job has a second directory to save to.
         seed: seed for targets that are ``random``.
         env: ``TTP_*`` settings of the job, as pairs.

@@ -34,7 +34,10 @@ def promise(copies: str, alone: bool, how: str) -> str:
 
 
 class StateSource:
-    """Access to the training state of one rank, which an adapter implements. All methods run on processor threads.
+    """Access to the training state of one rank, which an adapter implements.
+
+    Its methods run on processor threads. A rank that goes on in its process also calls what it needs on the training
+    thread (``on_device``, and of torch's source ``why_not_at_rest`` and ``keep``), once the gate is closed for good.
 
     An adapter has to implement ``write_pieces``. The defaults of the other methods say that it cannot do the rest.
     """
