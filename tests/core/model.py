@@ -101,9 +101,6 @@ class Model(Invariants):
         self.world = layout.world_size
         self.outcomes: set[tuple[int | None, ...]] = set()
         self.hows: set[str] = set()
-        """What savers were told to do first."""
-        self.not_redone = 0
-        """Orders to make an update that came to a rank which had left the gate."""
         self.machines = Machines()
         self._started: dict[tuple[int, float, str], int] = {}
         cuts = [[split(s, n) for n in range(1, max(stripes, 1) + 1)] for s in layout.groups]
@@ -249,8 +246,7 @@ class Model(Invariants):
             if state.up[r]:
                 yield f"the stream of {r} breaks and loses", self._break(fewer, r, keep=False)
         if state.leaves and state.gates[r].parked and not state.gates[r].admitted:
-            fewer = state._replace(leaves=state.leaves - 1)
-            yield f"{r} leaves the gate", fewer.at_gate(r, parked=False, away=True)
+            yield f"{r} leaves the gate", state._replace(leaves=state.leaves - 1).at_gate(r, parked=False, away=True)
 
     def _break(self, state: State, r: int, *, keep: bool) -> State:
         return self._processor(state.cut(r, keep=keep), r, ev.StreamDown("broken"))
@@ -382,9 +378,9 @@ class Model(Invariants):
                 return state
             case act.OpenGate():
                 return state.at_gate(r, closed=False, acked=False, parked=False, admitted=False)
+            case act.Redo() if state.gates[r].parked:
+                return state.at_gate(r, admitted=True)
             case act.Redo():
-                if state.gates[r].parked:
-                    return state.at_gate(r, admitted=True)
                 self.not_redone += 1
                 inbox.append(ev.NotRedone("it does not stand at the gate"))
                 return state
@@ -401,9 +397,4 @@ class Model(Invariants):
         return self._processor(state, r, self._seen(state, r))
 
     def _seen(self, state: State, r: int) -> ev.Quiet:
-        """Return what the gate's owner sees while the gate is closed."""
-        gate = state.gates[r]
-        back = self.preimages and gate.version > gate.base and not gate.updating
-        return ev.Quiet(
-            gate.version, gate.phase, gate.parked, True, has_gradient=gate.parked, has_preimage=back, kept=self.copies
-        )
+        return state.gates[r].seen(self.copies, preimages=self.preimages)

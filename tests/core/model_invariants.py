@@ -27,6 +27,9 @@ class Invariants:
     kept: tuple[tuple[Shard, Version], ...]
     outcomes: set[tuple[int | None, ...]]
     hows: set[str]
+    """What savers were told to do first."""
+    not_redone = 0
+    """Orders to make an update that came to a rank which had left the gate."""
     _cuts: list[list[Shard]]
 
     def _check_decision(self, state: State, place: int, record: Record, path: Any) -> None:

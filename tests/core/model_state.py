@@ -9,6 +9,7 @@ from tests.core.machines import GONE
 from ttp.core import messages as m
 from ttp.core.controller.events import ControllerTimeouts
 from ttp.core.layout import Version
+from ttp.core.rank import events as ev
 from ttp.core.rank.machine import ProcessorMachine, RankTimeouts
 
 PATIENCE = ControllerTimeouts(
@@ -58,6 +59,13 @@ class Gate(NamedTuple):
     @property
     def phase(self) -> m.Phase:
         return m.Phase.UPDATING if self.updating else m.Phase.IDLE
+
+    def seen(self, kept: tuple[m.KeptCopy, ...], *, preimages: bool) -> ev.Quiet:
+        """Return what the gate's owner sees while the gate is closed."""
+        back = preimages and self.version > self.base and not self.updating
+        return ev.Quiet(
+            self.version, self.phase, self.parked, True, has_gradient=self.parked, has_preimage=back, kept=kept
+        )
 
 
 class Process(NamedTuple):

@@ -335,28 +335,6 @@ def test_an_update_that_comes_to_nothing_is_said(how: str) -> None:
     assert ">SaveFailed" in said
 
 
-def test_an_update_that_is_on_its_way_is_not_ordered_again() -> None:
-    """The thread that the first order has let through is away from the gate: a second order would find nobody there."""
-    rank = frozen()
-    rank.save(8, how=How.REDO)
-    assert rank.save(8, 1, how=How.REDO) == "CancelSave"
-    assert rank.save(7, 2) == "CancelSave >SaveFailed"
-    assert rank.save(8, 3, how=How.REDO) == ""
-    assert ">SaveFailed" in rank.after(40) and rank.save(8, 4, how=How.REDO) == "", "it may still be made"
-    assert rank.quiet(7, m.Phase.UPDATING) == ""
-    assert rank.quiet(8).startswith("StartSave")
-
-
-def test_an_update_that_cannot_be_made_is_refused_to_the_order_that_asks_for_it_by_then() -> None:
-    """Had the second order been carried out, its update could run when the answer to the first one comes."""
-    rank = frozen()
-    rank.save(8, how=How.REDO)
-    assert "Redo" not in rank.save(8, 1, how=How.REDO)
-    assert rank.event(ev.NotRedone("the training thread does not wait at the gate")) == ">SaveFailed"
-    assert rank.sent(m.SaveFailed).generation == 1
-    assert rank.save(7, 2) == "StartSave"
-
-
 BEGUN: dict[str, tuple[Callable[[Rank1], str], str]] = {
     "Redo": (lambda rank: rank.save(8, how=How.REDO), ">SaveFailed"),
     "StartSave": (lambda rank: rank.save(), ">SaveFailed"),
