@@ -322,6 +322,15 @@ def test_what_is_there_but_damaged_has_not_vanished() -> None:
     assert (talk.orders(RestoreDecision)[0].version, talk.orders(RestoreDecision)[0].error) == (5, "")
 
 
+def test_a_committed_checkpoint_that_ranks_call_foreign_is_no_new_beginning() -> None:
+    """It has lost its manifest, and the ranks cannot know from their directory that ttp wrote it."""
+    talk, foreign = restarted(), ("step: /save/step has no manifest.json",)
+    for rank in range(2):
+        talk.report(rank, replace(view(rank), skipped=foreign))
+    decision = talk.orders(RestoreDecision)[0]
+    assert decision.version == 7 and "the ranks find no checkpoint at all" in decision.error
+
+
 def test_what_one_rank_has_seen_has_not_vanished() -> None:
     talk = restarted()
     for _ in range(1 + len(LOOK_AGAIN_S)):

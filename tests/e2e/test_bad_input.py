@@ -265,14 +265,15 @@ def test_damage_that_one_rank_finds_in_its_share_is_damage_for_all(solo: Run, ch
     assert sorted(found) == sorted(trusting) == [False, True] and found != trusting, said
 
 
+@pytest.mark.parametrize(("lost", "reason"), [("__0_0.distcp", " is missing"), ("manifest.json", ": ttp did not write")])
 def test_a_job_whose_only_checkpoint_is_damaged_is_refused_and_does_not_begin_again(
-    solo: Run, checkpoint: Path, tmp_path: Path
+    solo: Run, checkpoint: Path, tmp_path: Path, lost: str, reason: str
 ) -> None:
-    (checkpoint / "__0_0.distcp").unlink()
+    (checkpoint / lost).unlink()
     said = two_ranks(tmp_path, checkpoint.parent, checkpoint.parent, steps=8)
     for code, out, err in said:
         assert code == 64 and "start" not in out, said
-        assert "no checkpoint is whole, and the newest is of step 4" in err and "__0_0.distcp is missing" in err
+        assert "no checkpoint is whole, and the newest is of step 4" in err and lost + reason in err
     checkpoint.rename(checkpoint.parent / "damaged")
     assert "start 0" in solo(checkpoint.parent, 8).stdout, "as the message says"
 

@@ -14,11 +14,13 @@ import pytest
 
 from tests.damage import flip
 from ttp.config import RankEnv
+from ttp.core.layout import Version
+from ttp.core.restore_choice import none_whole_note
 from ttp.errors import CheckpointError, RestoreError
-from ttp.store import catalog
+from ttp.store import catalog, names
 from ttp.store.choice import Found, check_chosen, look_back, warn_of_new_beginning
 from ttp.store.history import FILE, line_of
-from ttp.store.manifest import Manifest, load_with_digest
+from ttp.store.manifest import MANIFEST, Manifest, load_with_digest
 from ttp.store.writable import absolute
 
 if TYPE_CHECKING:
@@ -109,6 +111,30 @@ def test_a_directory_that_cannot_be_listed_is_no_start_from_nothing(world: World
     assert f"cannot list {world.save_dir}: Not a directory" in found.skipped
     with pytest.raises(CheckpointError, match="cannot list"):
         look_back(world.save_dir.with_name("absent"), world.save_dir)
+
+
+@pytest.mark.parametrize("left", [None, "{}"])
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_checkpoint_without_its_manifest_counts_if_a_launch_has_committed_it(
+    world: World, other: World, left: str | None, elsewhere: bool
+) -> None:
+    """Others use such names too, so only the log of the launches tells. The log and its directory may be copies."""
+    lost = world.make(12)
+    (lost / MANIFEST).write_text(left) if left else (lost / MANIFEST).unlink()
+    foreign, log = f"{lost.name}: {lost}", world.save_dir / "incidents/launches.log"
+    log.parent.mkdir()
+    for committed in (names.checkpoint_name(Version(8)), ""):
+        log.write_text(line_of("incarnation", 1, {}) + line_of("committed", 2, {"path": f"/was/{committed}"}))
+        (skipped,) = look_back(world.save_dir, other.save_dir).skipped
+        assert skipped.startswith(foreign)
+    log.write_text(line_of("incarnation", 1, {}) + line_of("committed", 2, {"path": f"/was/{lost.name}"}))
+    if elsewhere:
+        other.save_dir.mkdir()
+        log.parent.rename(other.save_dir / "incidents")
+    skipped, note = look_back(world.save_dir, other.save_dir).skipped
+    assert skipped.startswith(foreign) and note == none_whole_note(Version(12))
+    world.make(4)
+    assert versions(look_back(world.save_dir, other.save_dir)) == [4]
 
 
 def test_what_was_agreed_on_is_looked_at_where_it_lies(world: World, other: World) -> None:

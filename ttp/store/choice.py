@@ -72,7 +72,8 @@ def look_back(
         later: read no piece now, because the chosen checkpoint is read and verified completely when it is loaded.
 
     Raises:
-        CheckpointError: a directory cannot be listed, and no whole checkpoint is known.
+        CheckpointError: a directory cannot be listed, or the log of its launches cannot be read, and no whole
+            checkpoint is known.
     """
     search = _Search(share, older)
     memory = Held.of(save_dir)
@@ -87,7 +88,7 @@ def look_back(
     if search.newest is None and not (later and any(search.offers.values())):
         if search.unlisted:
             raise search.unlisted[0]
-        return Found(skipped=(*search.skipped, *_none_whole(chain.from_iterable(search.entries.values()))))
+        return Found(skipped=(*search.skipped, *_none_whole(search.entries)))
     where = search.places()
     candidates = sorted(where, key=lambda c: (c.version, c in search.verified), reverse=True)
     in_fallback = [c for c in candidates if where[c].parent == fallback_dir]
@@ -96,9 +97,14 @@ def look_back(
     return Found(tuple(candidates), (*search.skipped, *notes), frozenset(search.verified), where, readings)
 
 
-def _none_whole(entries: Iterable[CatalogEntry]) -> list[str]:
-    """Return a note if there are checkpoints among these entries, of which none is whole."""
-    newest = max((entry.version or Version(0) for entry in entries if entry.kind == "checkpoint"), default=Version(0))
+def _none_whole(entries: Mapping[Path, Iterable[CatalogEntry]]) -> list[str]:
+    """Return a note if there are checkpoints in these directories, of which none is whole.
+
+    A directory with a checkpoint's name but without a manifest is one if a launch has committed it.
+    """
+    committed = {Path(launch.path).name for directory in entries for launch in read_launches(directory)}
+    found = [e for e in chain.from_iterable(entries.values()) if e.kind == "checkpoint" or e.path.name in committed]
+    newest = max((entry.version or Version(0) for entry in found), default=Version(0))
     return [none_whole_note(newest)] if newest else []
 
 

@@ -146,7 +146,7 @@ def _read(path: Path) -> bytes:
         return read_plain(path, _SIZE_MAX)
     except (FileNotFoundError, NotADirectoryError):
         raise ForeignCheckpointError(
-            f"{path.parent} has no {MANIFEST}: ttp did not write it, or did not finish"
+            f"{path.parent} has no {MANIFEST}: ttp did not write it, or the file was lost"
         ) from None
     except OSError as problem:
         if problem.errno == errno.EFBIG:

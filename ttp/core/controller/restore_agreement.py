@@ -76,7 +76,8 @@ class Restoring:
         if away and self._looks < len(LOOK_AGAIN_S) and self._is_restart:
             self._look_again(away)
             return
-        if self._committed is not None and (damage or not error) and vanished(self._committed, views):
+        new = not (chosen.name or damage or error)  # what ranks call foreign is no checkpoint to them
+        if self._committed is not None and (new or ((damage or not error) and vanished(self._committed, views))):
             chosen, error = Candidate(self._committed[0], "", ""), _gone(*self._committed, chosen.version)
         elif damage:
             chosen, error = Candidate(version, "", ""), damage
