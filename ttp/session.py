@@ -118,9 +118,12 @@ class Session:
         """Let a program without ttp train one thing after another, decorated or not, as the environment says each time.
 
         Raises:
+            UsageError: ttp is switched on, and something is registered already.
             ConfigError: the environment is wrong.
         """
         if self.enabled:
+            if self.adapter is not None:
+                raise UsageError(_TWICE)
             return
         if self.adapter is not None:
             log.warning("%s. ttp is off, so the program goes on, and restore() serves the last call", _TWICE)
@@ -129,15 +132,12 @@ class Session:
             self.config = Config.from_env()
 
     def register(self, adapter: Adapter, save_dir: Path, layout: Layout | None, *, buddy: bool = False) -> None:
-        """Register an adapter, and join the job if ttp is switched on.
+        """Register an adapter, after ``renew``, and join the job if ttp is switched on.
 
         Raises:
-            UsageError: something is registered already.
             ConfigError: the environment does not describe a rank, or does not fit ``layout``.
             RefusedError: the controller does not accept this rank.
         """
-        if self.adapter is not None:
-            raise UsageError(_TWICE)
         if self.enabled:
             self._join(adapter, save_dir, layout, buddy)
         self.adapter, self.save_dir = adapter, save_dir

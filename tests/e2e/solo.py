@@ -63,7 +63,7 @@ def train(save_dir: str, steps: int, width: int) -> None:
         if step == start and os.environ.get("SOLO_TELL"):
             print("trained", flush=True)
         if step + 1 == int(os.environ.get("SOLO_MISUSE", "-1")):
-            ttp.wrap_optimizer(optimizer, model=model if "TTP_PORT" in os.environ else None)  # off: may be called twice
+            ttp.wrap_optimizer(optimizer, model=model if "TTP_PORT" in os.environ else None, save_dir=save_dir)
         if step + 1 == int(os.environ.get("SOLO_SAVE", "-1")):
             limit = int(os.environ.get("SOLO_FSIZE", "0"))
             if limit:
