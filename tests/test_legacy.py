@@ -88,11 +88,26 @@ def test_arguments_of_a_wrong_type_are_named(wrong: Any, caplog: pytest.LogCaptu
     assert legacy.ttp_init_processor(wrong, [0, 1], 2, 2) == legacy.ttp_init_processor(0, [0, 1], 2, wrong) == 1
     assert caplog.text.count(f"not whole numbers: {{'rank': {wrong!r}") == 2
     assert caplog.text.count(f"'world_size': {wrong!r}") == 2
+    assert legacy.ttp_init_processor(0, [0, 1], 2, 2, wrong) == 1
+    assert f"not whole numbers: {{'replica': {wrong!r}}}" in caplog.messages[-1]
     assert legacy.ttp_init_processor(0, wrong, 2, 2) == 1
     assert "dp_ranks" in caplog.messages[-1]
     for register in (legacy.ttp_register_save_ckpt_handler, legacy.ttp_register_rename_handler):
         with pytest.raises(TypeError, match="is a function"):
             register(wrong)
+
+
+@pytest.mark.parametrize("wrong", [None, "abc", 0, 65536, 1.5])
+def test_a_port_that_is_none_is_named_before_a_process_is_started(
+    wrong: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(legacy, "_program", Program())
+    for name in ("ttp.legacy.ensure_controller", "ttp.mindio.handlers.Participant"):
+        monkeypatch.setattr(name, None)
+    assert legacy.ttp_init_processor(0, [0], 1, 1) == 0
+    for start in (legacy.ttp_start_controller, legacy.ttp_start_processor):
+        assert start("127.0.0.1", wrong) == 1
+        assert f"port='{wrong}' is not valid: expected a port number from 1 to 65535" in caplog.messages[-1]
 
 
 @pytest.mark.parametrize(

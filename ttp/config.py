@@ -50,7 +50,8 @@ def _within(text: str, kind: type[int] | type[float], low: float, high: float, w
     raise ValueError(wanted)
 
 
-def _port(text: str) -> int:
+def port_number(text: str) -> int:
+    """Parse a port number. Raises ``ValueError``."""
     return int(_within(text, int, 1, 65535, "expected a port number from 1 to 65535"))
 
 
@@ -161,7 +162,7 @@ def _setting(env: str, parse: Callable[[str], Any], default: Any) -> Any:
 class Config:
     """The settings, as the environment gives them. The environment overrides arguments."""
 
-    port: int | None = _setting("TTP_PORT", _port, None)
+    port: int | None = _setting("TTP_PORT", port_number, None)
     """Port of the controller; its presence switches ttp on."""
 
     rescue_patience_s: float = _setting("TTP_OT", seconds, 360.0)
@@ -293,7 +294,7 @@ class Config:
     reschedule_s: float = _setting("TTP_RESCHEDULE_S", seconds, 270.0)
     """Seconds that restarting hosts wait for a missing one, under a rendezvous that hosts may join later."""
 
-    metrics_port: int | None = _setting("TTP_METRICS_PORT", _port, None)
+    metrics_port: int | None = _setting("TTP_METRICS_PORT", port_number, None)
     """Port on which controllers serve metrics for Prometheus; None: no metrics are served."""
 
     log_level: str = _setting("TTP_LOG", _one_of(*LOG_LEVELS, like=str.upper), "INFO")

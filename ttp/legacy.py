@@ -17,7 +17,7 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from ttp import session
-from ttp.config import Config, RankEnv
+from ttp.config import Config, RankEnv, of_launcher, port_number
 from ttp.core.layout import Rank
 from ttp.errors import RET_ERROR, RET_OK, TtpError, UsageError, told_by_code
 from ttp.launch.admission import admitted
@@ -117,10 +117,15 @@ def ttp_start_controller(bind_ip: str | None, port: int) -> None:
 
     Without ``bind_ip`` the address is ``XDL_IP``, else ``MASTER_ADDR``, else loopback.
     """
-    config = Config.from_env()
+    port, config = _port(port), Config.from_env()
     address = bind_ip or os.environ.get("XDL_IP") or os.environ.get("MASTER_ADDR") or "127.0.0.1"
     config, address = admitted(config, address)
     ensure_controller(address, replace(config, port=port), config.resolved_run_dir(), patience_s=START_S)
+
+
+def _port(port: object) -> int:
+    """Return the port that a program passes. Raises ``ConfigError``."""
+    return int(of_launcher({"port": str(port)}, "port", port_number, ""))
 
 
 @told_by_code(log, TtpError)
@@ -142,7 +147,7 @@ def ttp_init_processor(
         ranks = [int(r) for r in dp_ranks]
     except (TypeError, ValueError):
         raise UsageError(f"dp_ranks {dp_ranks!r} is not a list of ranks") from None
-    _check_whole(rank=rank, world_size=world_size)
+    _check_whole(rank=rank, world_size=world_size, replica=replica)
     if len(ranks) != dp_size or rank not in ranks:
         raise UsageError(f"rank {rank}, dp_ranks {ranks} and dp_size {dp_size} do not fit")
     _program.replicas = check_set(replica_set(ranks, replica), Rank(rank), world_size)
@@ -162,7 +167,7 @@ def ttp_start_processor(master_ip: str, port: int) -> None:
     env = RankEnv.from_env({**environ, "MASTER_ADDR": master_ip})
     if env.rank != _program.rank:
         raise UsageError(f"RANK={env.rank} is not the rank given to ttp_init_processor ({_program.rank})")
-    participant = Participant(env, replace(session.current().config, port=port))
+    participant = Participant(env, replace(session.current().config, port=_port(port)))
     participant.register(HandlerKind.SAVE, _program.write)
     participant.register(HandlerKind.RENAME, _program.finish)
     participant.set_replicas([_program.replicas])
