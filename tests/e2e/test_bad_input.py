@@ -265,7 +265,7 @@ def test_damage_that_one_rank_finds_in_its_share_is_damage_for_all(solo: Run, ch
     assert sorted(found) == sorted(trusting) == [False, True] and found != trusting, said
 
 
-@pytest.mark.parametrize(("lost", "reason"), [("__0_0.distcp", " is missing"), ("manifest.json", ": ttp did not write")])
+@pytest.mark.parametrize(("lost", "reason"), [("__0_0.distcp", " is missing"), ("manifest.json", ": ttp did not")])
 def test_a_job_whose_only_checkpoint_is_damaged_is_refused_and_does_not_begin_again(
     solo: Run, checkpoint: Path, tmp_path: Path, lost: str, reason: str
 ) -> None:

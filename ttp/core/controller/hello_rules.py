@@ -31,7 +31,8 @@ def starts_incarnation(job: Membership, hello: m.Hello) -> bool:
         return False
     if not (job.formed or job.ended):
         another = (hello.run_id, hello.layout_digest) != (job.run_id, job.layout.digest)
-        return not job.live and (another or hello.launch > job.gone.get(hello.rank, hello.launch))
+        gone = job.gone.get(hello.rank)
+        return not job.live and (another or (gone is not None and hello.launch > gone.hello.launch))
     relaunched = taken is not None and hello.run_id == job.run_id and hello.launch > taken.hello.launch
     return job.ended or not job.live or relaunched
 

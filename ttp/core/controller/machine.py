@@ -237,8 +237,8 @@ class ControllerMachine:
         """Take heartbeats. Return whether anything may follow from them."""
         speaking = self._speaking(who)
         for member in speaking.values():
-            if not self.job.formed:
-                self._formed_by(member.version, beat.version)
+            if not self.job.formed and beat.version > member.version > self.rescue.committing.base:
+                self._trains(member, now)  # the first change of a version may be an unreported restore
             member.last_seen, member.version, member.phase = now, beat.version, beat.phase
             member.mark, member.activity = beat.mark, beat.activity
         if not speaking:
@@ -274,18 +274,23 @@ class ControllerMachine:
             ends_a_doubt |= self._parts.silence.heard(host, now)
         return ends_a_doubt
 
-    def _formed_by(self, known: Version, version: Version) -> None:
+    def _trains(self, member: Member, now: float) -> None:
         """Note that the job is formed once a rank has made an update, which needs all ranks: others are unprotected.
 
-        The first change of a version may be an unreported restore; the next one is an update.
+        Ranks of a program without collectives train alone, so a rank may have come, and been lost, before others came.
         """
         job = self.job
-        if not version > known > self.rescue.committing.base or job.layout is None:
-            return
-        job.formed = True
+        assert job.layout is not None
+        job.formed, missed = True, job.missed(member.hello.launch)
+        for lost in missed:
+            job.members[lost.hello.rank] = lost
+            job.lose(lost.hello.rank, now)
         missing = compact_ranks(Rank(rank) for rank in range(job.layout.world_size) if rank not in job.members)
         facts = {"world_size": job.layout.world_size, "incarnation": job.incarnation, "hosts": job.hosts_told()}
         self._outbox.record("formed", **facts, unprotected_ranks=missing)
+        for lost in missed:
+            text = f"{lost.name} was lost before all ranks had joined: its stream ended without a goodbye"
+            self.rescue.fault(lost.hello.rank, m.FaultKind.LOST, text, now)
 
     def _report(self, connection: ev.ConnectionId, report: m.Report, now: float) -> None:
         member = self._speaking(((connection, report.rank),)).get(report.rank)
@@ -302,7 +307,7 @@ class ControllerMachine:
             case Restored():
                 self._parts.restoring.restored(report)
             case m.Goodbye():
-                self._goodbye(member, report)
+                self._goodbye(member, report, now)
             case m.StackTaken(_, incident, subject, text):
                 self._outbox.record("stack", rank=subject, witness=report.rank, text=text, of=incident)
             case m.Probed():
@@ -321,7 +326,7 @@ class ControllerMachine:
         if self._parts.restoring.decision is not None and not self._parts.restoring.decision.error:
             self.rescue.committing.restored(self._parts.restoring.decision.version)
 
-    def _goodbye(self, member: Member, report: m.Goodbye) -> None:
+    def _goodbye(self, member: Member, report: m.Goodbye, now: float) -> None:
         member.version = report.version
         self.rescue.program.moved(report.version)
         if report.reason is not m.GoodbyeReason.DONE:
@@ -331,6 +336,9 @@ class ControllerMachine:
         if report.reason is not m.GoodbyeReason.RELEASED:
             self.job.mark_done(report.rank)
             self._outbox.record(report.reason.value, rank=report.rank, version=report.version)
+        known = member.left or self.job.formed or self.job.ended
+        if member.done and not known and self.job.missed(member.hello.launch):
+            self._trains(member, now)
 
     # ------------------------------------------------------------------------------------------------------------ time
 

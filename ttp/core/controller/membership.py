@@ -83,8 +83,8 @@ class Ranks:
     Before that the job has not trained: ranks may join, leave and be replaced.
     """
     by_connection: dict[ConnectionId, set[Rank]] = field(default_factory=dict)
-    gone: dict[Rank, int] = field(default_factory=dict)
-    """Ranks that have left a job that is not formed yet, and the launch number of each."""
+    gone: dict[Rank, Member] = field(default_factory=dict)
+    """Ranks that have left a job that is not formed yet, as they were then."""
     first_on: dict[str, Rank | None] = field(default_factory=dict)
     """The first rank of a launcher on each host, by name; None: it is known that two machines have this name."""
     seats: set[Rank] = field(default_factory=set)
@@ -231,9 +231,17 @@ class Membership(Ranks):
     def forget(self, rank: Rank) -> None:
         """Forget a rank that left a job that is not formed yet: it or another process of this rank may join later."""
         self.detach(rank)
-        self.gone[rank] = self.members.pop(rank).hello.launch
+        self.gone[rank] = self.members.pop(rank)
         self.broken.discard(rank)
         self.done.discard(rank)
+
+    def missed(self, launch: int) -> list[Member]:
+        """Return the ranks that left before the job was formed, without a goodbye, and did not come back.
+
+        One of an older launch than ``launch`` is none of them, because its next process may still come.
+        """
+        gone = (member for rank, member in sorted(self.gone.items()) if rank not in self.members)
+        return [member for member in gone if not member.done and member.hello.launch >= launch]
 
     def lose(self, rank: Rank, now: float) -> None:
         """Note that a rank vanished without a goodbye: it is a suspect until the grace is over.
