@@ -47,6 +47,12 @@ def test_list_json(ttp: Ttp, save_dir: SaveDir) -> None:
     assert [r["name"] for r in ttp("list", save_dir.path, "--json", "--all").json][-1] == "notes.txt"
 
 
+def test_list_of_one_checkpoint_shows_that(ttp: Ttp, save_dir: SaveDir) -> None:
+    save_dir.checkpoint(9)
+    one = save_dir.checkpoint(12)
+    assert [row["name"] for row in ttp("list", one, "--json").json] == [one.name]
+
+
 def test_list_tells_a_missing_piece(ttp: Ttp, save_dir: SaveDir) -> None:
     (save_dir.checkpoint(12) / "job_0.msgpack").unlink()
     assert "job_0.msgpack is missing" in ttp("list", save_dir.path).out

@@ -8,26 +8,29 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from ttp.cli.directories import SaveDir, existing, fallback_of
+from ttp.cli.directories import CheckpointOrDir, existing, fallback_of, is_checkpoint
 from ttp.cli.output import Json, fields_of, print_json, say, screen, table, when_text
 from ttp.errors import CheckpointError
-from ttp.store.catalog import CatalogEntry, scan
+from ttp.store.catalog import CatalogEntry, look, scan
 from ttp.store.room import size_text
 
 All = Annotated[bool, typer.Option("--all", help="Also list directories that ttp did not make.")]
 
 
-def list_checkpoints(directory: SaveDir, everything: All = False, json: Json = False) -> None:
+def list_checkpoints(directory: CheckpointOrDir, everything: All = False, json: Json = False) -> None:
     """List the checkpoints of a job, newest first, with drafts that were never committed.
 
     Looks at names, manifests and sizes; `ttp verify` reads the contents. Kinds: checkpoint; draft (being written, or
     left over: never restored); superseded (another checkpoint of that version took its name); foreign (not ttp's). The
     directory in TTP_FALLBACK_DIR is listed like any other; a newer checkpoint in it is mentioned in one line.
 
-    JSON: a list with the keys name, path, kind, version (finished updates; null: unknown), whole, problem (null: none
-    found), size (bytes), created_unix_s, incident, cause, reason, world_size, incarnation (null without a manifest).
+    JSON: a list with the keys name, path, kind, version (finished updates; null: unknown), whole (by manifest and
+    sizes), problem (null: none found), size (bytes), created_unix_s, incident, cause, reason, world_size, incarnation
+    (null without a manifest).
     """
-    found = [e for e in scan(existing(directory)) if everything or e.kind != "foreign" or e.version is not None]
+    given = existing(directory)
+    entries = [look(given)] if is_checkpoint(given) else scan(given)
+    found = [e for e in entries if everything or e.kind != "foreign" or e.version is not None]
     if json:
         print_json([describe(entry) for entry in found])
     elif found:
@@ -35,7 +38,7 @@ def list_checkpoints(directory: SaveDir, everything: All = False, json: Json = F
         screen().print(table(columns, map(_row, found), right=("version", "size", "ranks")))
     else:
         say(f"there is no checkpoint in {directory}")
-    if not json and (note := _newer_elsewhere(found, existing(directory))):
+    if not json and (note := _newer_elsewhere(found, given)):
         say(note)
 
 

@@ -91,6 +91,8 @@ def verdict(
     (1): the job trains and has no verdict yet, or its launchers start it again, or wait for lost hosts; this is known
     only where `ttp status` finds the job, that is on its hosts. Launchers that are ending are waited for, up to 15 s.
 
+    With wrong arguments, or a directory to which ttp has written nothing, it exits with 64 as well, and prints no word.
+
     The command reads what the job left in its save_dir, needs no running job, and gives the same answer on every host.
     Batch scripts decide by it: `srun` returns only the largest of many exit codes. The reason is printed on stderr.
 
