@@ -102,8 +102,11 @@ def _none_whole(entries: Mapping[Path, Iterable[CatalogEntry]]) -> list[str]:
 
     A directory with a checkpoint's name but without a manifest is one if a launch has committed it.
     """
-    committed = {Path(launch.path).name for directory in entries for launch in read_launches(directory)}
-    found = [e for e in chain.from_iterable(entries.values()) if e.kind == "checkpoint" or e.path.name in committed]
+    named = [entry for entry in chain.from_iterable(entries.values()) if entry.version]
+    found = [entry for entry in named if entry.kind == "checkpoint"]
+    if foreign := [entry for entry in named if entry.kind == "foreign"]:
+        committed = {Path(launch.path).name for directory in entries for launch in read_launches(directory)}
+        found += [entry for entry in foreign if entry.path.name in committed]
     newest = max((entry.version or Version(0) for entry in found), default=Version(0))
     return [none_whole_note(newest)] if newest else []
 
