@@ -110,6 +110,15 @@ def test_a_new_process_does_not_take_the_place_of_one_whose_job_is_complete() ->
     assert talk.hello(1, nonce="b") == "Refused(rank_taken):1 [refused]"
 
 
+def test_a_new_process_takes_an_open_seat_while_the_fault_is_repaired() -> None:
+    talk = Talk()
+    talk.lost(2)
+    assert talk.machine.incident is not None
+    talk.machine.job.seats.add(Rank(2))
+    talk.streams[2] += 100
+    assert talk.hello(2, nonce="new").startswith("Welcome:2")
+
+
 def test_nobody_takes_the_place_of_a_lost_rank() -> None:
     talk = Talk()
     talk.lost(1)

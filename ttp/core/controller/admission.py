@@ -162,7 +162,8 @@ class Admission:
         incident = self._rescue.incident
         saving = incident is not None and incident.stage is not Stage.RELEASED and bool(self._job.live)
         known = self._job.members.get(hello.rank)
-        newcomer = not hello.incarnation and (known is None or known.hello.nonce != hello.nonce)
+        another = known is None or (known.hello.nonce != hello.nonce and not self._job.takes_seat(hello))
+        newcomer = not hello.incarnation and another
         relaunched = rules.starts_incarnation(self._job, hello)
         if incident is not None and saving and (newcomer or relaunched):
             incident.overtaken |= relaunched
