@@ -156,8 +156,11 @@ def _rank_taken(job: Membership, hello: m.Hello) -> Refusal | None:
 
 
 def _started_anew(job: Membership, taken: Member, hello: m.Hello) -> bool:
-    """Return whether a rank was started anew like other ranks here, so that the process in its seat is left over."""
-    return taken.adopted and is_new(hello) and job.mixes_starts()
+    """Return whether a rank was started anew like others here, which have not trained: ``taken`` is then left over."""
+    if not (taken.adopted and is_new(hello)) or job.new_at is None:
+        return False
+    members = job.members.values()
+    return any(not (mb.adopted or mb.seated) and mb.version <= mb.hello.base_version for mb in members)
 
 
 def mismatch(job: Membership, hello: m.Hello) -> Refusal | None:

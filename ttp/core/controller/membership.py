@@ -304,13 +304,6 @@ class Membership(Ranks):
         known = self.members.get(hello.rank) if hello.rank in self.seats else None
         return known is not None and known.hello.nonce != hello.nonce and not hello.incarnation
 
-    def mixes_starts(self) -> bool:
-        """Return whether a process that has not trained and one that another controller led are both in the job."""
-        members = self.members.values()
-        return any(mb.adopted for mb in members) and any(
-            not (mb.adopted or mb.seated) and mb.version <= mb.hello.base_version for mb in members
-        )
-
     def has_later(self, connection: ConnectionId, rank: Rank) -> bool:
         """Return whether a rank has opened another stream since this one: what comes on this one is late."""
         known = self.members.get(rank)
