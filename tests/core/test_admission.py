@@ -105,6 +105,16 @@ def test_what_an_earlier_start_holds_is_saved_before_the_new_one_begins() -> Non
     assert "[incarnation] Welcome:0" in said[0] and said[1:] == ["Welcome:1 [joined]", "Welcome:2 [joined] [formed]"]
 
 
+@pytest.mark.parametrize("version", [0, 7], ids=["untrained", "trained"])
+def test_a_rank_whose_stream_breaks_while_the_job_forms_is_of_this_start(version: int) -> None:
+    """It may have trained alone, in a program without collectives. Nobody takes its place, either."""
+    talk = Talk(joined=2)
+    talk.lost(1)
+    assert "Welcome:1 [reconnected]" in talk.back(1, version=version)
+    talk.streams[1] += 100
+    assert talk.hello(1, nonce="new") == "Refused(rank_taken):1 [refused]"
+
+
 def test_a_new_process_does_not_take_the_place_of_one_whose_job_is_complete() -> None:
     talk = Talk(incarnation=2, resume=True, term_seen=1)
     assert talk.hello(1, nonce="b") == "Refused(rank_taken):1 [refused]"

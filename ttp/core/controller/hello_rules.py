@@ -88,15 +88,15 @@ def of_another_start(job: Membership, hello: m.Hello, now: float, patience_s: fl
     must be saved. So new processes wait while an incomplete job of old ones is gathered and saved. An old process waits
     as long as new ones keep coming, but at most ``patience_s`` seconds after the last: then it counts as a survivor.
     """
-    known = job.members.get(hello.rank)
-    if not job.live or job.ended or job.complete or (known is not None and known.hello.nonce == hello.nonce):
+    if not job.live or job.ended or job.complete or job.met(hello) is not None:
         return None
     if hello.resume and has_trained(hello) and not job.formed and job.new_at is not None:
         text = f"rank {hello.rank} is of an earlier start of this job: a new one is forming; try again in a moment"
         return (m.RefusalCode.BUSY, text) if now < job.new_at + patience_s else None
     if not is_new(hello) or job.new_at is not None or job.takes_seat(hello):
         return None
-    here = known or next((job.members[rank] for rank in job.live if has_trained(job.members[rank].hello)), None)
+    trained = (job.members[rank] for rank in job.live if has_trained(job.members[rank].hello))
+    here = job.members.get(hello.rank) or next(trained, None)
     if here is None:
         return None
     return m.RefusalCode.BUSY, (

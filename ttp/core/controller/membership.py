@@ -193,8 +193,8 @@ class Membership(Ranks):
             self.detach(hello.rank)
             self.back_at = now if hello.rank in self.suspects else self.back_at
             self._clear(hello.rank)
-        same = known is not None and known.hello.nonce == hello.nonce
-        adopted = known.adopted if known is not None and same else hello.incarnation > 0
+        met = self.met(hello)
+        adopted = met.adopted if met is not None else hello.incarnation > 0
         member = Member(hello, connection, hello.version, hello.phase, now, adopted=adopted)
         if not hello.incarnation:
             self.new_at = now
@@ -234,6 +234,11 @@ class Membership(Ranks):
         self.gone[rank] = self.members.pop(rank)
         self.broken.discard(rank)
         self.done.discard(rank)
+
+    def met(self, hello: m.Hello) -> Member | None:
+        """Return what is known of the process of ``hello``, also if it was forgotten; None: it is new here."""
+        known = self.members.get(hello.rank) or self.gone.get(hello.rank)
+        return known if known is not None and known.hello.nonce == hello.nonce else None
 
     def missed(self, launch: int) -> list[Member]:
         """Return the ranks that left before the job was formed, without a goodbye, and did not come back.
