@@ -14,7 +14,9 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves
 
 from ttp.adapters.torch.local_state.extra_state import ExtraState, path_of
@@ -35,6 +37,11 @@ _LATE = (
     "right after ttp.restore(). If it is the next iteration that sets it, from what ttp.restore() has returned, there "
     "is nothing to do"
 )
+_GIVEN_AS = (
+    "%s changes after optimizer.step(): a checkpoint has it as it was when that step ended, so a run that resumes from "
+    "it lacks the last change. Give it to wrap_optimizer() as {}=, which waits for that change, and not as extra_state="
+)
+_ARGUMENTS: dict[type, str] = {LRScheduler: "scheduler", GradScaler: "scaler"}
 _AVERAGE = (
     "%s seems to be an average of the weights, and changes between the end of an update and the next backward pass: a "
     "checkpoint has it as it was when the update ended, and a resumed run lacks the last change. Call ttp.step_done() "
@@ -77,6 +84,8 @@ class LateChanges:
             return
         with suppress(Exception):  # raised by the object
             keys = _changed_keys(before, after)
+            if not keys:  # large arrays are copies, equal to those before
+                return
             if not (late and self.ended):
                 self._in_time.update((name, key) for key in keys)
                 return
@@ -88,10 +97,12 @@ class LateChanges:
             self._late.update((name, key) for key in keys)
             always = [key for key in keys if self._late[name, key] == _VERSIONS_WATCHED]
             if news := [key for key in always if (name, key) not in self._in_time and not over]:
-                self._tell(_LATE, name, sorted(map(repr, filter(None, news))))
+                thing = self._extra.object(name)
+                own = next((argument for kind, argument in _ARGUMENTS.items() if isinstance(thing, kind)), "")
+                self._tell(_GIVEN_AS.format(own) if own else _LATE, name, sorted(map(repr, filter(None, news))))
 
     def _tell(self, text: str, name: str, keys: Sequence[str]) -> None:
-        if text is _LATE and self._turns.by_hand:
+        if text is not _AVERAGE and self._turns.by_hand:
             return
         self._told.add(name)
         if tells():

@@ -116,6 +116,38 @@ class TestToldOnce:
         runs(tmp_path, state, after=lambda number: setattr(state, "step", number + 1), accumulates=3)
         assert len(told()) == 1
 
+    def test_an_average_that_begins_late_and_gives_copies(self, tmp_path: Path, told: Callable[[], Told]) -> None:
+        model = nn.Sequential(nn.Linear(6, 600), nn.Linear(600, 600))
+        state = Box(average={name: t.clone() for name, t in model.state_dict().items()})
+        optimizer = adamw(model)
+        Loop(tmp_path, model, optimizer, extra_state=state).start(tmp_path / "pages")
+        for number in range(7):
+            model(data()).square().mean().backward()
+            optimizer.step()
+            if number >= 4:
+                for name, tensor in model.state_dict().items():
+                    state.average[name].lerp_(tensor, 0.1)
+        (text,) = told()
+        assert "seems to be an average of the weights" in text
+
+    @pytest.mark.parametrize("kind", ["scheduler", "scaler"])
+    def test_what_has_an_argument_of_its_own(self, kind: str, tmp_path: Path, told: Callable[[], Told]) -> None:
+        """Such an object cannot change before the backward pass."""
+        model = net()
+        optimizer = adamw(model)
+        scaler = torch.amp.GradScaler("cpu", growth_interval=1)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        state = {"scheduler": scheduler, "scaler": scaler}[kind]
+        Loop(tmp_path, model, optimizer, extra_state={"it": state}).start(tmp_path / "pages")
+        for _ in range(5):
+            scaler.scale(model(data()).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            scheduler.step()
+        (text,) = told()
+        assert text.startswith("extra_state['it'] (") and f"Give it to wrap_optimizer() as {kind}=" in text
+        assert "Change it before" not in text
+
     def test_with_several_optimizers(self, tmp_path: Path, told: Callable[[], Told]) -> None:
         several(tmp_path, state := Box(step=0), after=lambda number: setattr(state, "step", number + 1))
         assert len(told()) == 1
