@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ttp.adapters.torch.loop.hook import Hook
 from ttp.adapters.torch.sharding.data_parallel import ddps_around, instances_of
@@ -110,21 +111,24 @@ class ForwardHooks:
 
 
 def called(model: nn.Module) -> Iterator[nn.Module]:
-    """Return the modules that the loop calls: ``model``, or its parts if it is a container without a forward pass."""
-    if type(model).forward is not nn.Module.forward or "forward" in vars(model):  # of torch.compile, in the object
+    """Return the modules that the loop calls: ``model``, or its parts if it is a container without a forward pass.
+
+    What ``torch.compile`` returns has its forward pass in the object. The module inside of it is returned too: loops
+    often evaluate that one, as it is not compiled again for each shape.
+    """
+    whole = type(model).forward is not nn.Module.forward
+    if whole or "forward" in vars(model):
         yield model
-        return
-    for child in model.children():
-        yield from called(child)
+    if not whole:
+        for child in model.children():
+            yield from called(child)
 
 
 def _inside(wrapper: nn.Module) -> nn.Module:
-    """Return the module inside of wrappers of torch: their names of it are private, or free to others."""
-    inside = dict(wrapper.named_children())
-    for name in ("_orig_mod", "module"):
-        if name in inside:
-            return _inside(inside[name])
-    return wrapper
+    """Return the module inside of DistributedDataParallel and of what ``torch.compile`` returns."""
+    name = "module" if isinstance(wrapper, DistributedDataParallel) else "_orig_mod"
+    inner = dict(wrapper.named_children()).get(name)
+    return wrapper if inner is None else _inside(inner)
 
 
 def _with_inner(call: _Call, inner: nn.Module, _wrapper: nn.Module, args: Any) -> None:

@@ -183,7 +183,7 @@ class Attachment(Bracket):
             self._stage = ABANDONED
         self._heard = True
         if self._entered != self._ended:
-            self._forwards.look_again()
+            self._look_for_wrappers()
         self._calls.before_backward()
         self._pass()
         if not self._turns.simple:
@@ -192,6 +192,12 @@ class Attachment(Bracket):
             self._untouched.backward()
         if not self._no_sync.withholds():
             self._capture.capture(self._next_version(), False)
+
+    def _look_for_wrappers(self) -> None:
+        try:
+            self._forwards.look_again()
+        except Exception:  # of a module that another thread is making
+            self._say_once(HAD_AN_ERROR, exc_info=True)
 
 
 # ------------------------------------------------------------------------------------------------------------- triggers

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.adapters.torch import stub_processor
 from ttp.adapters.torch.loop import forward_hooks
+from ttp.adapters.torch.loop.bracket import EVALUATING, HAD_AN_ERROR
 from ttp.adapters.torch.loop.forward_hooks import ForwardHooks
 
 pytestmark = [pytest.mark.usefixtures("world_of_one"), pytest.mark.filterwarnings("default")]
@@ -52,6 +53,15 @@ class Job(stub_processor.Loop):
             self.call(torch.randn(6, 4)).square().mean().backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
+
+
+class Named(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module, self.head = module, nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.module(x))
 
 
 @pytest.fixture(autouse=True)
@@ -157,6 +167,25 @@ def test_of_a_compiled_module_in_a_ddp(start: Any) -> None:
     assert ddp.seen == [True, True, True]
 
 
+def test_of_the_module_in_a_compiled_one_that_is_evaluated_without_it(start: Any) -> None:
+    model = layers()
+    job = start(torch.compile(model, backend="eager"))
+    job.train(1)
+    with torch.no_grad():
+        model(torch.randn(6, 4))  # its batches may have other shapes, for which it would be compiled again
+    assert job.processor.activity == EVALUATING, "else an evaluation on one rank looks like a hang"
+
+
+def test_of_a_ddp_around_a_model_with_a_frozen_part_of_a_usual_name(start: Any) -> None:
+    model = Named(layers())
+    model.module.eval()
+    job = start(model)
+    job.call = ddp = job.wrap(model)
+    ddp.over = lambda: job.adapter._post_step._stage.name == "OVER"
+    job.train(3)
+    assert ddp.seen == [True, True, True]
+
+
 def test_before_hooks_that_wait_as_those_of_fsdp_do(start: Any) -> None:
     model, over, jobs = layers(), list[bool](), list[Any]()
     model.register_forward_pre_hook(lambda *_: over.append(jobs[0].source.post_step_done()), prepend=True)
@@ -195,6 +224,14 @@ class TestTheSearch:
         model = layers()
         start(model, model.__class__.forward.__get__(model)).train(20)
         assert len(searches) == 5, "after 1, 2, 4, 8 and 16 iterations in which no hook was called"
+
+    def test_an_error_of_it_does_not_reach_the_program(
+        self, start: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr(forward_hooks, "instances_of", lambda _kind: [object()])  # half made on another thread
+        model = layers()
+        start(model, model.__class__.forward.__get__(model)).train(3)
+        assert HAD_AN_ERROR in [each.getMessage() for each in caplog.records]
 
 
 def test_a_wrapper_is_not_kept_alive_and_loses_the_hooks_when_the_adapter_leaves(start: Any) -> None:
