@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -182,14 +183,37 @@ def test_a_restart_does_not_wait_for_storage_or_a_network_that_hangs(
 def test_a_job_without_an_id_is_not_refused_for_its_own_controller(
     pid: int | None, launch: int, tmp_path: Path, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks that keep their processes, or joined before rank 0. Another host's controller may have the same port."""
+    """Another host's controller may have the same port."""
     monkeypatch.setattr(other_jobs, "controller_pid", lambda *where: pid if where == ("here", 5, "ours") else -1)
-    monkeypatch.setattr(other_jobs, "ENDING_S", 0)
-    for answer in (status(tmp_path, run_id="none"), *([between(tmp_path, "none")] if not launch else [])):
-        jobs.launch(5, "released", run_id="none")
-        jobs.answers[5] = [answer]
-        with contextlib.nullcontext() if pid == 70 else pytest.raises(DirectoryInUseError):
-            jobs.refuse_shared("none", dataclasses.replace(CONFIG, port=5), launch)
+    jobs.launch(5, "released", run_id="none")
+    jobs.answers[5] = [status(tmp_path, run_id="none")]
+    with contextlib.nullcontext() if pid == 70 else pytest.raises(DirectoryInUseError):
+        jobs.refuse_shared("none", dataclasses.replace(CONFIG, port=5), launch)
+
+
+@pytest.mark.parametrize("run_id", ["none", "theirs"])
+def test_the_controller_of_a_host_where_rank_0_ran_before_refuses_no_rank_0_of_another_host(
+    run_id: str, tmp_path: Path, jobs: Jobs
+) -> None:
+    """The launcher of that host lives and takes part in the launch; the host of rank 0 is new, and counts from 0."""
+    jobs.launch(5, "released", run_id=run_id)
+    jobs.answers[5] = [between(tmp_path, run_id)]
+    jobs.refuse_shared(run_id)
+    assert len(jobs.asked) == (run_id == "none")
+
+
+def test_a_rank_0_that_keeps_its_process_under_another_controller_is_no_other_job(
+    tmp_path: Path, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A standby controller leads the job, at a port or a host of its own."""
+    jobs.launch(5, "leads", run_id="none")
+    jobs.answers[99] = [status(tmp_path, run_id="none")]
+    with pytest.raises(DirectoryInUseError):
+        jobs.refuse_shared("none", dataclasses.replace(CONFIG, host="far"), launch=1)
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+    with pytest.raises(DirectoryInUseError):
+        jobs.refuse_shared("none", dataclasses.replace(CONFIG, host="near"), launch=1)
+    jobs.refuse_shared("none", dataclasses.replace(CONFIG, host="far"), launch=1)
 
 
 def test_the_last_launches_are_asked_the_newest_first(tmp_path: Path, jobs: Jobs) -> None:
@@ -214,7 +238,7 @@ def test_a_job_that_is_ending_is_waited_for(tmp_path: Path, jobs: Jobs, caplog: 
     jobs.refuse_shared()
     assert len(jobs.asked) == 4
     assert [record.message.partition(":")[2] for record in caplog.records] == [
-        f" the job that saves to {tmp_path} now is ending"
+        f" the job that saves to {tmp_path} now is ending or starts again"
     ]
 
 

@@ -11,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 import queue
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -102,7 +104,9 @@ def _await_end(launch: Launch, save_dir: Path, config: Config, env: RankEnv) -> 
             return None if env.launch else status
         if not warned:
             warned = True
-            log.warning("waiting up to %.0f s: the job that saves to %s now is ending", ENDING_S, save_dir)
+            log.warning(
+                "waiting up to %.0f s: the job that saves to %s now is ending or starts again", ENDING_S, save_dir
+            )
         time.sleep(_POLL_S)
     return None
 
@@ -145,9 +149,12 @@ def refuses_to_say(launch: Launch, config: Config) -> bool:
 
 
 def _runs(status: Any, launch: Launch, save_dir: Path) -> bool:
-    """Return whether a status is that of the launch's job, and its rank 0 lives, or its launcher may start it again."""
+    """Return whether a status is that of the launch's job, and its rank 0 lives, or its launcher may start it again.
+
+    That launcher may be one of this job's own if both have no id: rank 0 ran on its host before.
+    """
     same = status.run_id == launch.run_id and Path(status.save_dir).resolve() == save_dir.resolve()
-    return same and (_rank_0(status).state in LIVES or status.between_launches)
+    return same and (_rank_0(status).state in LIVES or (status.between_launches and launch.run_id != NO_ID))
 
 
 def _rank_0(status: Any) -> Any:
@@ -155,8 +162,16 @@ def _rank_0(status: Any) -> Any:
 
 
 def _is_own(status: Any, launch: Launch, config: Config, env: RankEnv) -> bool:
-    """Return whether a status is of this job's own controller: without an id, its earlier launches have the same."""
-    if env.run_id != NO_ID or config.port != split(launch.controller)[1]:
+    """Return whether a status is of this job, whose earlier launches have the same id if it has none.
+
+    Its rank 0 is then this process, which goes on (perhaps under a standby controller), or its controller this job's.
+    """
+    if env.run_id != NO_ID:
+        return False
+    first = _rank_0(status)
+    if (first.pid, first.host) == (os.getpid(), config.host or socket.gethostname()):
+        return True
+    if config.port != split(launch.controller)[1]:
         return False
     return bool(status.pid == controller_pid(env.master_addr, config.port, config.token))
 
