@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from tests.waiting import until
 from ttp.cli import verdict
 from ttp.core import messages as m
 from ttp.core.layout import Rank, Version
+from ttp.launch import other_jobs
 from ttp.store.history import FILE, Launch, read_launches
 
 
@@ -64,3 +66,21 @@ def test_a_job_runs_while_its_launcher_waits_for_other_hosts_between_two_launche
         monkeypatch.setattr(verdict, "PATIENCE_S", 60)
         launcher.kill()
     assert ttp("verdict", tmp_path).out == f"{word}\n", "a launcher that is killed, and whose controller still listens"
+
+
+@pytest.mark.parametrize(("end", "asked"), [({"kind": "released", "exit_code": 75}, 1), ({"kind": "restored"}, 2)])
+def test_other_jobs_of_this_host_are_asked_only_about_a_launch_without_an_end(
+    tmp_path: Path, ttp: Ttp, monkeypatch: pytest.MonkeyPatch, end: dict[str, object], asked: int
+) -> None:
+    """There may be hundreds of their run directories, and a controller that hangs takes seconds."""
+    (tmp_path / "incidents").mkdir()
+    lines = ({"kind": "incarnation", "run_id": "7", "unix_s": 5, "controller": "127.0.0.1:1"}, end)
+    (tmp_path / "incidents" / FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found: list[object] = []
+    monkeypatch.setattr(verdict, "known_ports", lambda: [2])
+    monkeypatch.setattr(verdict, "_status", found.append)
+    monkeypatch.setattr(other_jobs, "status_of", lambda *launch: (found.append(launch), False))
+    monkeypatch.delenv("TTP_PORT", raising=False)
+    monkeypatch.delenv("TTP_RUN_DIR", raising=False)
+    assert ttp("verdict", tmp_path).out == ("lost\n" if asked == 2 else "saved\n")
+    assert len(found) == asked

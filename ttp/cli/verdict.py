@@ -238,11 +238,15 @@ def _running(place: Path, launches: list[Launch], run_id: str | None) -> Verdict
 
 
 def _statuses(launches: list[Launch], config: Config) -> Iterator[Any]:
-    """Yield what controllers answer: those of this host's jobs, and the one that led the last launch."""
+    """Yield what controllers answer: those of this host's jobs, and the one that led the last launch.
+
+    If that has an end, the others know no more of it, and one that hangs takes seconds.
+    """
     from ttp.launch.other_jobs import status_of
 
     named = (None,) if os.environ.get("TTP_PORT") or os.environ.get("TTP_RUN_DIR") else ()
-    for port in named or known_ports():
+    has_end = bool(launches) and launches[-1].code is not None
+    for port in named or (known_ports() if not has_end else ()):
         yield _status(port)
     with contextlib.suppress(TtpError, ValueError):
         yield status_of(launches[-1], config)[0] if launches else None
