@@ -79,7 +79,12 @@ def test_other_jobs_of_this_host_are_asked_only_about_a_launch_without_an_end(
     found: list[object] = []
     monkeypatch.setattr(verdict, "known_ports", lambda: [2])
     monkeypatch.setattr(verdict, "_status", found.append)
-    monkeypatch.setattr(other_jobs, "status_of", lambda *launch: (found.append(launch), False))
+
+    def status_of(launch: Launch, _config: object) -> tuple[None, bool]:
+        found.append(launch)
+        return None, False
+
+    monkeypatch.setattr(other_jobs, "status_of", status_of)
     monkeypatch.delenv("TTP_PORT", raising=False)
     monkeypatch.delenv("TTP_RUN_DIR", raising=False)
     assert ttp("verdict", tmp_path).out == ("lost\n" if asked == 2 else "saved\n")

@@ -339,6 +339,7 @@ def test_only_the_directory_of_a_job_says_that_no_launch_has_failed(tmp_path: Pa
     (tmp_path / "incidents" / FILE).write_text(lines)
     said = ttp("incidents", tmp_path)
     assert (said.code, said.out) == (0, "") and "the last launch is not here" in said.err
+    assert ttp("incidents", tmp_path / "incidents").err == said.err
     write(tmp_path, "one", SAVED)
     assert ttp("incidents", tmp_path).err == ""
     lines += line_of("incarnation", 1.9e9, {"run_id": "job"}) + line_of("released", 2e9, {"exit_code": 70})

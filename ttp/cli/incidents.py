@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from ttp.cli.directories import SaveDir, existing, holds_ours
+from ttp.cli.directories import SaveDir, existing, holds_ours, save_dir_of
 from ttp.cli.incident_reader import IncidentLog, id_of, incident_files, read_incident, readable
 from ttp.cli.output import Json, complain, count_text, fields_of, print_json, say, screen, table, when_text
 from ttp.cli.spans import restore_span, send, spans, trace_id
@@ -121,7 +121,7 @@ def complain_of_lacking(directory: Path, ends: Iterable[float], *, last: bool = 
         last: look only at the last launch.
     """
     try:
-        launches = read_launches(directory)
+        launches = read_launches(save_dir_of(directory))
     except CheckpointError:
         return False
     began = [launch.began_unix_s for launch in launches]
