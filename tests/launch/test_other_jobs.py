@@ -193,13 +193,16 @@ def test_a_job_without_an_id_is_not_refused_for_its_own_controller(
 
 @pytest.mark.parametrize("run_id", ["none", "theirs"])
 def test_the_controller_of_a_host_where_rank_0_ran_before_refuses_no_rank_0_of_another_host(
-    run_id: str, tmp_path: Path, jobs: Jobs
+    run_id: str, tmp_path: Path, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The launcher of that host lives and takes part in the launch; the host of rank 0 is new, and counts from 0."""
     jobs.launch(5, "released", run_id=run_id)
     jobs.answers[5] = [between(tmp_path, run_id)]
     jobs.refuse_shared(run_id)
     assert len(jobs.asked) == (run_id == "none")
+    monkeypatch.setattr(other_jobs, "ENDING_S", 0)
+    with pytest.raises(DirectoryInUseError, match="between two launches"):
+        jobs.refuse_shared("with an id")
 
 
 def test_a_rank_0_that_keeps_its_process_under_another_controller_is_no_other_job(

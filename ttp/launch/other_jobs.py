@@ -116,7 +116,7 @@ def _status(launch: Launch, save_dir: Path, config: Config, env: RankEnv) -> Any
     try:
         status, listening = status_of(launch, config)
         if status is not None:
-            return status if _runs(status, launch, save_dir) and not _is_own(status, launch, config, env) else None
+            return status if _runs(status, launch, save_dir, env) and not _is_own(status, launch, config, env) else None
         if listening and refuses_to_say(launch, config):
             log.warning(NOT_ASKED, launch.controller, launch.run_id, save_dir)
     except Exception as problem:  # a failing check must not keep a job from starting
@@ -148,13 +148,13 @@ def refuses_to_say(launch: Launch, config: Config) -> bool:
         return False
 
 
-def _runs(status: Any, launch: Launch, save_dir: Path) -> bool:
+def _runs(status: Any, launch: Launch, save_dir: Path, env: RankEnv) -> bool:
     """Return whether a status is that of the launch's job, and its rank 0 lives, or its launcher may start it again.
 
     That launcher may be one of this job's own if both have no id: rank 0 ran on its host before.
     """
     same = status.run_id == launch.run_id and Path(status.save_dir).resolve() == save_dir.resolve()
-    return same and (_rank_0(status).state in LIVES or (status.between_launches and launch.run_id != NO_ID))
+    return same and (_rank_0(status).state in LIVES or (status.between_launches and launch.run_id != env.run_id))
 
 
 def _rank_0(status: Any) -> Any:
