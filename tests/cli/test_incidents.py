@@ -349,14 +349,14 @@ def test_only_the_directory_of_a_job_says_that_no_launch_has_failed(tmp_path: Pa
 
 def test_an_incident_that_a_full_disk_did_not_take_is_missed_after_the_restart(tmp_path: Path, ttp: Ttp) -> None:
     """Nothing was said of 186 lost versions, and no text named the directory in which their incident is."""
-    known = {"run_id": "job", "controller": "n1:1234", "run_dir": "/tmp/ttp-0/1234"}
+    known = {"run_id": "job", "controller": "n1:1234", "run_dir": "/run/job"}
     lines = line_of("incarnation", 1.7e9, known) + line_of("released", 1.75e9, {"exit_code": 70})
     lines += line_of("incarnation", 1.76e9, {"run_id": "job"})
     (tmp_path / "incidents").mkdir()
     (tmp_path / "incidents" / FILE).write_text(lines)
     said = ttp("incidents", tmp_path)
     assert said.out == "" and "the incident that ended the launch of 2023-11-14" in said.err
-    assert "/tmp/ttp-0/1234/incidents on n1" in said.err
+    assert "/run/job/incidents on n1" in said.err
     write(tmp_path, "one", SAVED)
     said = ttp("incidents", tmp_path, "--json")
     assert len(said.json) == 1 and "the launch of 2023-11-14" in said.err, "this one is of the second launch"

@@ -187,7 +187,7 @@ async def test_a_controller_that_takes_over_knows_the_hosts_of_ranks_that_it_nev
         ({f"node-{n:04}.cluster": f"{8 * n}-{8 * n + 7}" for n in range(1250)}, 10_000),
         ({f"node-{n:04}.cluster": ",".join(str(n + 1250 * k) for k in range(8)) for n in range(1250)}, 10_000),
         ({f"node-{n}": f"{n}" for n in range(100_000)}, 0),
-        ({"a": "0-1", "b": "x", "c": "5-99999999999", "d": "", "e": 3}, 3),
+        ({"a": "0-1", "b": "x", "c": "5-99999999999", "d": "", "e": 3, "f": "5-" + "9" * 30}, 3),
         (["a"], 0),
     ],
 )

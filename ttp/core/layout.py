@@ -153,10 +153,10 @@ def parse_ranks(text: str) -> list[int]:
     found: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")
-        ranks = range(int(first), int(last or first) + 1)
-        if len(found) + len(ranks) > WORLD_SIZE_MAX:
+        begin, end = int(first), int(last or first) + 1
+        if len(found) + end - begin > WORLD_SIZE_MAX:  # len() of a range does not take every number
             raise ValueError(f"more than {WORLD_SIZE_MAX} ranks")
-        found += ranks
+        found += range(begin, end)
     return found
 
 
