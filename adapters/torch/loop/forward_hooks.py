@@ -5,7 +5,7 @@ The loop may call another object than the registered model: a DistributedDataPar
 rebuilds its buckets), and compiled code calls no hook of the modules inside of it. So wrappers get the hooks too.
 
 A program may make a wrapper at any time. If none of the hooked modules was called in an iteration, all objects of the
-process are searched. The search takes about 0.1 s, so it is made after 1, 2, 4, 8, ... such iterations only, until it
+process are searched. The search takes 0.1 to 0.2 s, so it is made after 1, 2, 4, 8, ... such iterations only, until it
 finds something.
 """
 
