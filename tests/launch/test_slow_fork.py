@@ -53,3 +53,19 @@ def test_a_launcher_waits_no_longer_than_a_while(
     monkeypatch.setattr(module, "FORK_S", 0.0)
     assert silent.worker(COMMAND, os.environ, None, None) is None
     assert state(tmp_path) == "the process to fork from gets no further"
+
+
+@pytest.mark.parametrize("unread", [b"", b"hurry"])
+def test_a_process_that_is_killed_while_it_imports_is_named_with_its_end(
+    silent: WarmStarter, tmp_path: Path, unread: bytes
+) -> None:
+    assert silent._process is not None and silent._socket is not None
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    silent._socket.close()
+    silent._ready, silent._socket = None, ours
+    if unread:
+        ours.send(unread)
+    silent._process.kill()
+    theirs.close()  # as the kernel does it then; unread words end the connection with an error
+    silent.look()
+    assert state(tmp_path) == "the process to fork from has ended with -9; see warm.log in the run directory"

@@ -95,7 +95,7 @@ class WarmStarter:
         elif self._ready is None:
             self._hear(0.0)
         elif self._process.poll() is not None:
-            self._give_up(f"the process to fork from has ended with {self._process.returncode}")
+            self._give_up(self._how_it_ended())
 
     def imports(self) -> bytes | None:
         """Return the imports that the ranks of this host have listed, as ``prepare`` takes them; None: nothing yet."""
@@ -242,10 +242,13 @@ class WarmStarter:
         assert self._socket is not None
         if not readable(self._socket.fileno(), within_s):
             return
-        data = self._socket.recv(MESSAGE_BYTES)
+        try:
+            data = self._socket.recv(MESSAGE_BYTES)
+        except ConnectionResetError:  # it had not read all of what was sent to it
+            data = b""
         said = json.loads(data) if data else {}
         if said.get("state") != "ready":
-            self._give_up(said.get("reason", "the process to fork from has ended; see warm.log in the run directory"))
+            self._give_up(said.get("reason") or self._how_it_ended())
             return
         self._ready = Ready(said["modules"], said["bytes"], said["seconds"], frozenset(said["read"]), said["read_all"])
         logger.info(
@@ -253,6 +256,13 @@ class WarmStarter:
             self._ready.modules, self._ready.size / 2**20, self._ready.seconds,
         )  # fmt: skip
         self._note("ready")
+
+    def _how_it_ended(self) -> str:
+        """Return how the process has ended. Its socket closes a little earlier than that is known."""
+        assert self._process is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(STALL_S)
+        return f"the process to fork from has ended with {self._process.returncode}; see warm.log in the run directory"
 
     def _fork(self, order: dict[str, Any], command: Sequence[str], outputs: tuple[int, int]) -> ForkedWorker | None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
