@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +19,7 @@ from ttp.config import Config
 from ttp.launch.warm import starter as module
 from ttp.launch.warm.starter import Ready, WarmStarter
 
+READY = {"state": "ready", "modules": 1, "bytes": 0, "seconds": 0.0, "read": [], "read_all": ""}
 COMMAND = [sys.executable, "-u", __file__]
 
 
@@ -69,3 +72,25 @@ def test_a_process_that_is_killed_while_it_imports_is_named_with_its_end(
     theirs.close()  # as the kernel does it then; unread words end the connection with an error
     silent.look()
     assert state(tmp_path) == "the process to fork from has ended with -9; see warm.log in the run directory"
+
+
+@pytest.mark.parametrize(("ticks", "warm"), [(1, True), (200, False), (0, False)])
+def test_a_restart_waits_for_imports_that_go_on_however_slowly(
+    silent: WarmStarter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ticks: int, warm: bool
+) -> None:
+    """On a host with many other processes a second by the clock brings a hundredth of one: for each worker as well.
+
+    A process that has used up the time of any import, or that gets none at all, is not waited for.
+    """
+    clock, spent, looks = itertools.count(), itertools.count(step=ticks), itertools.count()
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(module, "_ticks", lambda pid: next(spent))
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    assert silent._socket is not None
+    silent._socket.close()
+    silent._ready, silent._socket = None, ours
+    theirs.send(json.dumps(READY).encode())
+    monkeypatch.setattr(module, "readable", lambda descriptor, within_s: next(looks) >= 100)
+    assert silent._wait_ready() is warm
+    assert (state(tmp_path) == "ready") is warm
+    theirs.close()

@@ -39,7 +39,10 @@ MESSAGE_BYTES = 1 << 20
 STALL_S = 3.0
 """Seconds that a restart waits for a process that makes no progress. Then workers are started as always."""
 IMPORT_S = 30.0
-"""Seconds that a restart waits for one that does: it imports what each worker would otherwise import for itself."""
+"""Seconds of processor time that one which does may take while a restart waits: it imports what each worker would
+otherwise import for itself. On a busy host that takes longer by the clock, for each worker as well."""
+IMPORT_BUSY_S = 10 * IMPORT_S
+"""Seconds by the clock after which a restart waits no longer, however little processor time was to be had."""
 FORK_S = 10.0
 """Seconds that a worker may take to be forked. It takes a tenth of one, but cores may be busy; a start takes longer."""
 NO_FURTHER = "the process to fork from gets no further"
@@ -228,13 +231,15 @@ class WarmStarter:
     def _wait_ready(self) -> bool:
         """Wait until the process has imported everything; False: it does not get there, and was given up."""
         self.hurry()
-        until_s, used, moved_s = time.monotonic() + IMPORT_S, -1, time.monotonic()
+        began_s = moved_s = time.monotonic()
+        first = used = _ticks(self._process.pid) if self._process is not None else 0
         while self._ready is None and self._process is not None:
             self._hear(0.05)
             now_s, spent = time.monotonic(), _ticks(self._process.pid) if self._process is not None else 0
             if spent > used:
                 used, moved_s = spent, now_s
-            if self._process is not None and (now_s > until_s or now_s - moved_s > STALL_S):
+            enough = used - first > IMPORT_S * os.sysconf("SC_CLK_TCK") or now_s - began_s > IMPORT_BUSY_S
+            if self._process is not None and (enough or now_s - moved_s > STALL_S):
                 self._give_up(NO_FURTHER)
         return self._ready is not None
 
