@@ -280,3 +280,18 @@ def test_a_launcher_whose_ranks_are_gone_waits_until_those_of_other_hosts_have_s
     monkeypatch.setattr(job_verdict, "_ask", verdict)
     host.before_workers("127.0.0.1", first_node=False)
     assert host.close(several_nodes=True, code=1) == 75
+
+
+@pytest.mark.parametrize(("said", "code", "saved"), [(None, 75, True), (75, -9, True), (70, 75, False), (0, 1, False)])
+def test_a_restart_of_a_saved_job_loses_nothing_until_a_rank_has_joined(
+    host: Host, monkeypatch: pytest.MonkeyPatch, said: int | None, code: int, saved: bool
+) -> None:
+    """A launcher that gets SIGTERM before that leaves with 75, whatever its controller knows at that moment."""
+    monkeypatch.setattr(host, "_verdict", lambda: GetVerdictResponse(code=said))
+    assert not host.saved_before
+    assert host.restart_helps({0: code}, 1)
+    host.look({})
+    assert host.saved_before is saved
+    host.leases.arm(os.getpid())
+    host.look({})
+    assert not host.saved_before

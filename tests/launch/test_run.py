@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from torch.distributed.elastic.multiprocessing import SignalException
 
 from tests.launch.conftest import FRESH, Job, Start
 from tests.ports import free_port
@@ -281,6 +282,24 @@ def test_a_restart_that_cannot_begin_leaves_the_job_saved(monkeypatch: pytest.Mo
     monkeypatch.setattr("torch.distributed.run.run", torchrun)
     monkeypatch.setattr(launch, "_our_agent", lambda _: nullcontext())
     assert launch.run(Config()) == 75
+
+
+@pytest.mark.parametrize(
+    ("code", "saved_before", "leaves"), [(1, True, 75), (1, False, 143), (75, False, 75), (70, True, 70)]
+)
+def test_sigterm_before_the_ranks_have_joined(
+    monkeypatch: pytest.MonkeyPatch, code: int, saved_before: bool, leaves: int
+) -> None:
+    """143 at the first start, and 75 at a restart of a saved job: the moment does not matter."""
+    launch = _TorchLaunch(["x.py"])
+
+    def torchrun(_: object) -> None:
+        launch._remember(SimpleNamespace(job_code=code, saved_before=saved_before))
+        raise SignalException("Process 1 got signal: 15", signal.SIGTERM)
+
+    monkeypatch.setattr("torch.distributed.run.run", torchrun)
+    monkeypatch.setattr(launch, "_our_agent", lambda _: nullcontext())
+    assert launch.run(Config()) == leaves
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,11 @@ class TtpAgent(LocalElasticAgent):
         """Return the exit codes of the workers of the last attempt by global rank; negative for a signal."""
         return {rank: code for rank, worker in self._workers().items() if (code := worker.poll()) is not None}
 
+    @property
+    def saved_before(self) -> bool:
+        """Whether the launch before was saved, and no rank of this host has joined the job since."""
+        return self._host.saved_before
+
     def _prepare(self, store: Any) -> None:
         """On a host that stands by, import ahead of need the modules that the ranks of the job have imported."""
         spec = self._worker_group.spec

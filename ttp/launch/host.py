@@ -71,6 +71,8 @@ class Host:
         self.stops = WorkerStops(self.leases, self.again, self._watch, config.rescue_patience_s)
         self.seat: Callable[[], str] = lambda: ""
         """Returns whether a dead worker can be started alone; see ``ttp.core.controller.continuing``. Thread safe."""
+        self.saved_before = False
+        """Whether the launch before was saved, and no rank of this host has joined the job since."""
         self.leases.sweep()
         self._too_early = is_of_another_job(run_dir, config.token, config.port or 0)
         if not self._too_early:
@@ -162,6 +164,7 @@ class Host:
         Tell once in a restart of ranks that keep the others waiting.
         """
         self.leases.keep()
+        self.saved_before = self.saved_before and not self.leases.used()
         ended = [str(rank) for rank, worker in workers.items() if worker.poll() == EXIT_TRAINED]
         left = 0 < len(ended) < len(workers) and not self.leases.used()
         if self._early.keeps_waiting(time.monotonic(), left):
@@ -185,8 +188,10 @@ class Host:
             logger.error(text, wrong[0], EXIT_BAD_CONFIG)
         if wrong or self._starts_in_vain(codes.values()):
             return False
-        answer = self._verdict() if left and EXIT_NOT_SAVED in codes.values() else None
-        if answer is None or not answer.final:
+        answer = self._verdict() if left else None
+        known = answer is not None and answer.HasField("code")
+        self.saved_before = answer.code == EXIT_SAVED if known else EXIT_SAVED in codes.values()
+        if answer is None or not answer.final or EXIT_NOT_SAVED not in codes.values():
             return True
         logger.error("the job is not started again: %s", answer.text)
         return False

@@ -250,6 +250,9 @@ class _TorchLaunch(Launch):
         except SignalException as problem:
             print(problem, file=sys.stderr)
             code = self._code(EXIT_FAILED)
+            if code == EXIT_FAILED and self._agent is not None and self._agent.saved_before:
+                logger.warning("no rank had joined the job again: nothing is lost since it was saved")
+                return EXIT_SAVED
             return 128 + problem.sigval if code == EXIT_FAILED else code
         except ChildFailedError as problem:
             print(problem, file=sys.stderr)
