@@ -18,6 +18,8 @@ import pytest
 from ttp.config import Config, RankEnv
 from ttp.errors import DirectoryInUseError
 from ttp.launch import other_jobs
+from ttp.launch.preparation import settled
+from ttp.launch.run_dir import note_port, noted_port, prepare_run_dir
 from ttp.launch.token_file import write_token
 from ttp.store.history import read_launches
 from ttp.store.names import INCIDENTS
@@ -298,3 +300,35 @@ def test_a_history_that_cannot_be_read_keeps_no_job_from_starting(
     (told,) = [(record.levelno, record.getMessage()) for record in caplog.records]
     assert told[0] == logging.DEBUG and told[1].startswith(f"cannot look for other jobs in {tmp_path}: ")
     assert not jobs.asked
+
+
+@pytest.mark.parametrize(
+    ("theirs", "answer", "told"),
+    [
+        (5, SimpleNamespace(attached=True, between_launches=False), True),
+        (5, SimpleNamespace(attached=False, between_launches=True), True),
+        (5, SimpleNamespace(attached=False, between_launches=False, ranks=[]), False),  # it has ended
+        (5, None, False),
+        (1, SimpleNamespace(attached=True, between_launches=False), False),  # the same job
+    ],
+)
+def test_a_second_job_in_a_run_directory_is_told(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    theirs: int,
+    answer: Any,
+    told: bool,
+) -> None:
+    """Its port and token take the place of those of the first one, of which commands then know nothing."""
+    for name in ("TTP_PORT", "TTP_TOKEN", "TTP_RUN_DIR"):
+        monkeypatch.setenv(name, "")
+    run_dir = prepare_run_dir(tmp_path / "run")
+    write_token(run_dir, "theirs")
+    note_port(run_dir, theirs)
+    asked: list[tuple[int, str]] = []
+    monkeypatch.setattr(other_jobs, "ask_status", lambda _, port, token: asked.append((port, token)) or answer)
+    with settled(Config(port=1, run_dir=str(run_dir)), several_nodes=False):
+        assert noted_port(run_dir) == 1
+    assert asked == ([(5, "theirs")] if theirs != 1 else [])
+    assert (f"TTP_PORT=5 runs in the run directory {run_dir}" in caplog.text) is told

@@ -21,7 +21,8 @@ from typing import Any
 from ttp.config import Config, RankEnv
 from ttp.errors import EXIT_NOT_SAVED, EXIT_SAVED, ConfigError, DirectoryInUseError
 from ttp.inbox import Inbox
-from ttp.launch.presence import LIVES, ask_status, controller_pid, is_local, listens, probe
+from ttp.launch.presence import LIVES, ask_status, attached, controller_pid, is_local, listens, probe
+from ttp.launch.run_dir import noted_port
 from ttp.launch.token_file import read_token
 from ttp.processor.aside import aside
 from ttp.store.history import Launch, read_launches
@@ -192,6 +193,20 @@ def is_of_another_job(run_dir: Path, token: str, port: int) -> bool:
     except ConfigError:
         return False
     return found not in (None, token) and listens(LOOPBACK, port, CONNECT_S)
+
+
+def warn_of_job_in(run_dir: Path, port: int) -> None:
+    """Log that another job of this user runs in a run directory that is about to be used by the job of ``port``."""
+    noted = noted_port(run_dir)
+    if noted in (None, port):
+        return
+    with contextlib.suppress(ConfigError):
+        status = ask_status(LOOPBACK, noted, read_token(run_dir) or "")
+        if status is not None and (status.between_launches or attached(status)):
+            log.warning(
+                "a job with TTP_PORT=%d runs in the run directory %s: commands such as ttp status no longer find it "
+                "there. Give each job on a host a TTP_RUN_DIR of its own", noted, run_dir
+            )  # fmt: skip
 
 
 def _refusal(status: Any, launch: Launch, save_dir: Path) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 from ttp.config import CONTINUITY_MODES, Config, saved_exit_code
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED, ConfigError
 from ttp.launch.log_format import formatter
-from ttp.launch.other_jobs import is_of_another_job
+from ttp.launch.other_jobs import is_of_another_job, warn_of_job_in
 from ttp.launch.ports import hold_port
 from ttp.launch.run_dir import note_port, prepare_run_dir
 from ttp.launch.shared_token import new_token
@@ -135,6 +135,7 @@ def _settle(config: Config, several_nodes: bool) -> Config:
     if not config.token and not config.insecure and not several_nodes:
         config = dataclasses.replace(config, token=new_token())
     run_dir = prepare_run_dir(config.resolved_run_dir())
+    warn_of_job_in(run_dir, config.port)
     if config.token and not is_of_another_job(run_dir, config.token, config.port or 0):
         write_token(run_dir, config.token)
     if config.run_dir and config.port:
