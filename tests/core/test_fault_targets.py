@@ -92,7 +92,7 @@ def test_before_it_is_formed() -> None:
     assert meant(job(7), 0) == (
         (),
         "the job is still forming (7 of 8 ranks) and has nothing to lose yet: no such rank can be accused, and nothing "
-        "was done",
+        "was done. Report it again once `ttp status` shows its ranks as live",
     )
 
 
@@ -101,7 +101,9 @@ def test_before_anybody_is_there_and_after_everybody_was() -> None:
     talk = job()
     for rank in range(8):
         talk.goodbye(rank)
-    assert "the job is over" in meant(talk, 0)[1]
+    assert meant(talk, 0)[1] == "the job is over: no such rank can be accused, and nothing was done"
+    between = fault_targets(talk.machine.job, [Rank(0)], "", between=True).problem
+    assert "between two launches" in between and between.endswith("once `ttp status` shows its ranks as live")
 
 
 def test_how_a_rank_died_is_recorded_when_the_others_have_left_already() -> None:

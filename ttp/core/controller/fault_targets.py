@@ -41,7 +41,9 @@ def fault_targets(
         between: whether a job without ranks is between two launches, and not over.
     """
     if not job.formed or job.layout is None or (job.ended and not exited):
-        return FaultTargets((), f"{_not_training(job, between)}: no such rank can be accused, and nothing was done")
+        again = "" if job.ended and not between else ". Report it again once `ttp status` shows its ranks as live"
+        why = _not_training(job, between)
+        return FaultTargets((), f"{why}: no such rank can be accused, and nothing was done{again}")
     wanted, problems = set(ranks), []
     missing = range(job.layout.world_size) if exited and job.gather_until is not None else ()
     strangers = sorted(rank for rank in wanted if rank not in job.members and rank not in missing)
