@@ -198,3 +198,23 @@ def test_it_is_seen_like_any_other(tmp_path: Path) -> None:
         assert not _ignores(process.pid, signal.SIGTERM)
         assert start_of(process.pid) > 0
         assert "no handler that dumps stacks" in take(process.pid, tmp_path, 1.0)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
+def test_a_rank_asks_for_time_on_a_disk_that_is_full(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Core dumps of the failure may have filled it. Else the launcher would end a rank in a save of half a minute."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16k,mode=0700", "none", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        leases, launchers = Leases(tmp_path / "run"), Leases(tmp_path / "run")
+        leases.arm(10)
+        with pytest.raises(OSError, match="No space"):
+            (tmp_path / "core").write_bytes(b"x" * 20_000)
+        assert launchers.deadlines() == {}
+        leases.grant(10, 1234.5678901234567)
+        assert launchers.deadlines() == {10: 1234.5678901234567}
+        leases.revoke(10)
+        assert (launchers.armed(), launchers.deadlines(), caplog.text) == ({10}, {}, "")
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)

@@ -7,7 +7,8 @@ A launcher that sees one worker die stops the others. Files tell it which of the
     run_dir/ended/<pid>    training and the program have ended here; only the interpreter still shuts down
 
 The first two files are removed when the process ends well; ``sweep`` removes those of killed processes. Everything here
-works if directories or files are missing, and never raises: a full disk must not stop a training job.
+works if directories or files are missing, and never raises: a full disk must not stop a training job. So an armed
+process has a file for its lease already, because the core dumps of a failure may have filled the disk.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ logger = logging.getLogger("ttp.launch.leases")
 
 FRESH_S = 3600.0
 """Seconds between two touches of all files in the run directory."""
+ROOM = 32
+"""Characters of a lease: more than any number takes."""
+NO_LEASE = "0".ljust(ROOM)
 
 
 class Leases:
@@ -44,6 +48,7 @@ class Leases:
     def arm(self, pid: int) -> None:
         """Note that a processor runs in ``pid``."""
         remove(self._ended / str(pid))
+        write_whole(self._leases / str(pid), NO_LEASE)
         write_whole(self._armed / str(pid), "")
 
     def disarm(self, pid: int) -> None:
@@ -62,11 +67,13 @@ class Leases:
             pid: the process.
             deadline_s: in seconds of ``time.monotonic()``.
         """
-        write_whole(self._leases / str(pid), repr(float(deadline_s)))
+        write_whole(self._leases / str(pid), repr(float(deadline_s)).ljust(ROOM))
 
     def revoke(self, pid: int) -> None:
         """End the lease: the process has finished saving."""
-        remove(self._leases / str(pid))
+        path = self._leases / str(pid)
+        if not _overwritten(path, NO_LEASE.encode()):
+            remove(path)
 
     def armed(self) -> set[int]:
         """Return the processes that armed themselves, did not disarm, and have not begun to end. Some may be dead."""
@@ -86,7 +93,7 @@ class Leases:
         for path in entries(self._leases):
             with contextlib.suppress(OSError, ValueError):
                 deadline_s = float(path.read_text())
-                if math.isfinite(deadline_s):
+                if math.isfinite(deadline_s) and deadline_s > 0:
                     found[int(path.name)] = deadline_s
         return found
 
@@ -133,12 +140,30 @@ def entries(directory: Path) -> list[Path]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file so that readers see the whole text or the old one. Never raises; logs a failure."""
+    """Write a file so that readers see the whole text or the old one. Never raises; logs a failure.
+
+    If the disk takes no new file, the text is written into the old one, if that is as long.
+    """
     try:
         make_private(path.parent)
-        replace_file(path, text.encode())
+        try:
+            replace_file(path, text.encode())
+        except OSError:
+            if not _overwritten(path, text.encode()):
+                raise
     except OSError as problem:
         logger.warning("cannot write %s (%s): the launcher may not wait for this rank to save", path, problem)
+
+
+def _overwritten(path: Path, data: bytes) -> bool:
+    """Write into a file that is exactly as long, which needs no space. Never raises; returns whether it was done."""
+    with contextlib.suppress(OSError):
+        handle = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            return os.fstat(handle).st_size == len(data) and os.pwrite(handle, data, 0) == len(data)
+        finally:
+            os.close(handle)
+    return False
 
 
 def remove(path: Path) -> bool:
