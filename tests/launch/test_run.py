@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import signal
@@ -16,6 +18,8 @@ from typing import Any
 import psutil
 import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from tests.launch.conftest import FRESH, Job, Start
 from tests.ports import free_port
@@ -300,6 +304,41 @@ def test_sigterm_before_the_ranks_have_joined(
     monkeypatch.setattr("torch.distributed.run.run", torchrun)
     monkeypatch.setattr(launch, "_our_agent", lambda _: nullcontext())
     assert launch.run(Config()) == leaves
+
+
+class Unread(io.StringIO):
+    """A pipe whose reader has gone."""
+
+    def write(self, _: str) -> int:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    def fileno(self) -> int:  # for faulthandler
+        return 2
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        SignalException("Process 1 got signal: 15", signal.SIGTERM),
+        ChildFailedError("train.py", {0: ProcessFailure(0, 1, 75, "none")}),
+        RendezvousError("the other host has left"),
+        RuntimeError("of torch"),
+    ],
+)
+def test_nobody_reads_what_the_launcher_says(monkeypatch: pytest.MonkeyPatch, problem: Exception) -> None:
+    """``ttp run 2>&1 | tee log``, where tee is gone: the job is saved, and its exit code must say so."""
+    launch = _TorchLaunch(["x.py"])
+
+    def torchrun(_: object) -> None:
+        launch._remember(SimpleNamespace(job_code=75))
+        raise problem
+
+    monkeypatch.setattr("torch.distributed.run.run", torchrun)
+    monkeypatch.setattr(launch, "_our_agent", lambda _: nullcontext())
+    with monkeypatch.context() as gone:
+        gone.setattr(sys, "stderr", Unread())
+        code = launch.run(Config())
+    assert code == 75
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import signal
@@ -213,6 +214,12 @@ def _nodes(nnodes: str) -> int:
         raise ConfigError(f"--nnodes {nnodes!r} is neither a number nor MIN:MAX") from None
 
 
+def _show(what: object) -> None:
+    """Print to stderr, if anybody reads it: an error would take the place of the job's exit code."""
+    with contextlib.suppress(OSError):
+        print(what, file=sys.stderr)
+
+
 def _of_meeting(problem: Exception) -> str:
     """Return the message for hosts that cannot meet: torch raises the same for a lost host and a wrong address."""
     reason = (str(problem.__cause__ or problem) or type(problem).__name__).partition("\nException raised from")[0]
@@ -248,22 +255,22 @@ class _TorchLaunch(Launch):
                 raise
             logger.error("the job is not started again here: %s", problem)
         except SignalException as problem:
-            print(problem, file=sys.stderr)
+            _show(problem)
             code = self._code(EXIT_FAILED)
             if code == EXIT_FAILED and self._agent is not None and self._agent.saved_before:
                 logger.warning("no rank had joined the job again: nothing is lost since it was saved")
                 return EXIT_SAVED
             return 128 + problem.sigval if code == EXIT_FAILED else code
         except ChildFailedError as problem:
-            print(problem, file=sys.stderr)
+            _show(problem)
         except HostMissingError:
             pass  # the log has said it
         except (RendezvousError, DistError) as problem:
-            print(_of_meeting(problem), file=sys.stderr)
+            _show(_of_meeting(problem))
         except Exception as problem:
             if self._agent is None and isinstance(problem, (ValueError, AssertionError, RuntimeError, OSError)):
                 return refuse(str(problem) or f"torch's launcher does not accept these flags: {problem!r}")
-            traceback.print_exc()
+            _show(traceback.format_exc())
         else:
             return self._code(EXIT_TRAINED)
         return self._code(EXIT_FAILED)
