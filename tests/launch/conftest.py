@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
+import io
 import json
 import os
 import signal
@@ -29,6 +31,16 @@ LAUNCHERS = {"ttp-run": "ttp.launch.run", "torchrun": "torch.distributed.run"}
 OF_MINDSPORE = "ttp-run-mindspore"
 FRESH = "in a Python of its own: "
 """Before the name of a launcher, that is not forked then."""
+
+
+class Unread(io.StringIO):
+    """A pipe whose reader has gone."""
+
+    def write(self, _: str) -> int:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    def fileno(self) -> int:  # for faulthandler
+        return 2
 
 
 class Job:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import stat
@@ -15,7 +16,7 @@ from ttp.errors import ConfigError
 from ttp.launch.leases import Leases, worker_of, write_whole
 from ttp.launch.proc_files import start_of
 from ttp.launch.run_dir import prepare_run_dir
-from ttp.launch.token_file import read_token, write_token
+from ttp.launch.token_file import forget_token, read_token, write_token
 from ttp.launch.worker_stops import _ignores
 from ttp.processor.liveness.stacks import take
 
@@ -198,6 +199,19 @@ def test_it_is_seen_like_any_other(tmp_path: Path) -> None:
         assert not _ignores(process.pid, signal.SIGTERM)
         assert start_of(process.pid) > 0
         assert "no handler that dumps stacks" in take(process.pid, tmp_path, 1.0)
+
+
+def test_a_token_on_a_disk_that_has_become_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job has ended, and an error would take the place of its exit code."""
+
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    write_token(prepare_run_dir(tmp_path / "run"), "sesame")
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "unlink", refused)
+        forget_token(tmp_path / "run", "sesame")
+    assert read_token(tmp_path / "run") == "sesame"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")

@@ -327,7 +327,12 @@ def test_a_second_job_in_a_run_directory_is_told(
     write_token(run_dir, "theirs")
     note_port(run_dir, theirs)
     asked: list[tuple[int, str]] = []
-    monkeypatch.setattr(other_jobs, "ask_status", lambda _, port, token: asked.append((port, token)) or answer)
+
+    def ask(_: str, port: int, token: str) -> Any:
+        asked.append((port, token))
+        return answer
+
+    monkeypatch.setattr(other_jobs, "ask_status", ask)
     with settled(Config(port=1, run_dir=str(run_dir)), several_nodes=False):
         assert noted_port(run_dir) == 1
     assert asked == ([(5, "theirs")] if theirs != 1 else [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from datetime import datetime, timezone
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters, dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 
-from tests.launch.conftest import Job, Start
+from tests.launch.conftest import Job, Start, Unread
 from tests.ports import free_port
 from ttp.launch import refusal
 
@@ -83,3 +84,12 @@ def test_the_beats_of_hosts_that_wait_do_not_keep_a_host_from_telling_them(monke
     refusal.tell(flags, 1, "refused")
     beat()
     assert holder.state.closed and refusal.heard(waiting) == "refused"
+
+
+def test_the_others_are_told_if_nobody_reads_the_launchers_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(refusal, "_tell", lambda flags, hosts, text, ends: told.append(text))
+    with monkeypatch.context() as gone:
+        gone.setattr(sys, "stderr", Unread())
+        refusal.tell(SimpleNamespace(rdzv_backend="c10d", rdzv_endpoint="here:1"), 2, "refused")
+    assert told == ["refused"]

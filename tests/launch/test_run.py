@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import io
 import json
 import os
 import signal
@@ -21,7 +19,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from tests.launch.conftest import FRESH, Job, Start
+from tests.launch.conftest import FRESH, Job, Start, Unread
 from tests.ports import free_port
 from tests.waiting import until
 from ttp.cli.connection import find
@@ -304,16 +302,6 @@ def test_sigterm_before_the_ranks_have_joined(
     monkeypatch.setattr("torch.distributed.run.run", torchrun)
     monkeypatch.setattr(launch, "_our_agent", lambda _: nullcontext())
     assert launch.run(Config()) == leaves
-
-
-class Unread(io.StringIO):
-    """A pipe whose reader has gone."""
-
-    def write(self, _: str) -> int:
-        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
-
-    def fileno(self) -> int:  # for faulthandler
-        return 2
 
 
 @pytest.mark.parametrize(

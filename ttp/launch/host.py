@@ -189,8 +189,8 @@ class Host:
         if wrong or self._starts_in_vain(codes.values()):
             return False
         answer = self._verdict() if left else None
-        known = answer is not None and answer.HasField("code")
-        self.saved_before = answer.code == EXIT_SAVED if known else EXIT_SAVED in codes.values()
+        job = [int(answer.code)] if answer is not None and answer.HasField("code") else codes.values()
+        self.saved_before = EXIT_SAVED in job
         if answer is None or not answer.final or EXIT_NOT_SAVED not in codes.values():
             return True
         logger.error("the job is not started again: %s", answer.text)

@@ -195,7 +195,7 @@ def is_of_another_job(run_dir: Path, token: str, port: int) -> bool:
     return found not in (None, token) and listens(LOOPBACK, port, CONNECT_S)
 
 
-def warn_of_job_in(run_dir: Path, port: int) -> None:
+def warn_of_job_in(run_dir: Path, port: int | None) -> None:
     """Log that another job of this user runs in a run directory that is about to be used by the job of ``port``."""
     noted = noted_port(run_dir)
     if noted in (None, port):

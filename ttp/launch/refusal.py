@@ -7,6 +7,7 @@ running, or may find another host.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import time
@@ -31,7 +32,8 @@ def tell(flags: Any, hosts: int, text: str) -> None:
     """
     if flags.rdzv_backend != BACKEND or not flags.rdzv_endpoint:
         return
-    print(f"ttp run: telling the other hosts to stop too (up to {TELL_S:g} s)", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # nobody may read it any more
+        print(f"ttp run: telling the other hosts to stop too (up to {TELL_S:g} s)", file=sys.stderr, flush=True)
     try:
         _tell(flags, hosts, text, time.monotonic() + TELL_S)
     except Exception as problem:  # no store, or it is gone: this host leaves with its own message

@@ -39,8 +39,8 @@ def read_token(run_dir: Path) -> str | None:
 
 
 def forget_token(run_dir: Path, token: str) -> None:
-    """Remove the token file of a job that is over. The token of another job stays."""
-    with contextlib.suppress(ConfigError):
+    """Remove the token file of a job that is over. The token of another job stays. Never raises."""
+    with contextlib.suppress(ConfigError, OSError):  # such as of a disk that has become read-only meanwhile
         if read_token(run_dir) == token:
             (run_dir / TOKEN_FILE).unlink(missing_ok=True)
 
