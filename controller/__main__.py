@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.run_dir is not None:
             make_private(args.run_dir)
     except (ConfigError, OSError) as problem:
-        print(f"ttp controller: {problem}", file=sys.stderr)
+        _say(f"{problem}")
         return EXIT_BAD_CONFIG
     files_max = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with contextlib.suppress(OSError, ValueError):  # a sandbox may forbid it
@@ -135,6 +135,12 @@ def patience_of(config: Config, args: argparse.Namespace) -> ControllerTimeouts:
     )
 
 
+def _say(text: str) -> None:
+    """Print why no controller runs here. Its launcher goes by the exit code, also if the disk of the log is full."""
+    with contextlib.suppress(OSError):
+        print(f"ttp controller: {text}", file=sys.stderr)
+
+
 def _why_not(bind: str, port: int) -> str:
     """Return why the port cannot be bound, and what to do."""
     try:
@@ -165,10 +171,10 @@ async def serve(config: Config, args: argparse.Namespace, port: int) -> int:
         driver = Driver(patience_of(config, args), journal, host, port, HandlerRecovery)
         server = await start_server(driver, config, port)
     except ConfigError as problem:
-        print(f"ttp controller: {problem}", file=sys.stderr)
+        _say(f"{problem}")
         return EXIT_BAD_CONFIG
     except RuntimeError:
-        print(f"ttp controller: port {port} on {bind} cannot be used: {_why_not(bind, port)}", file=sys.stderr)
+        _say(f"port {port} on {bind} cannot be used: {_why_not(bind, port)}")
         return EXIT_PORT_TAKEN if may_be_bound(bind, port) else EXIT_BAD_CONFIG
     log.info("ttp %s controller, pid %s, listens on %s:%s", __version__, os.getpid(), bind, port)
     loop = asyncio.get_running_loop()

@@ -20,14 +20,15 @@ import grpc
 import pytest
 
 from tests.controller.conftest import Controller, ended, hello
+from tests.launch.conftest import Unread
 from tests.waiting import until
 from ttp.cli.incident_reader import incident_files, read_incident
 from ttp.cli.main import main as cli
 from ttp.config import Config
-from ttp.controller.__main__ import RING_CHECK_S, _why_not, parser, patience_of
+from ttp.controller.__main__ import RING_CHECK_S, _why_not, main, parser, patience_of
 from ttp.core import messages as m
 from ttp.core.layout import Layout, Rank, Shard, Version
-from ttp.errors import EXIT_PORT_TAKEN
+from ttp.errors import EXIT_BAD_CONFIG, EXIT_PORT_TAKEN
 from ttp.launch.ring import Ring, write_ring
 from ttp.polling import poll
 from ttp.wire.channel import MESSAGE_BYTES_MAX
@@ -204,6 +205,13 @@ def test_the_controller_ends_when_the_job_is_over(start: Any) -> None:
     for rank in ranks:
         assert rank.expect(m.Finished)
     assert controller.process.wait(60) == 0
+
+
+def test_a_log_on_a_full_disk_does_not_change_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as log:
+        log.setattr(sys, "stderr", Unread())
+        code = main(["--port", "0"])
+    assert code == EXIT_BAD_CONFIG
 
 
 def test_the_controller_ends_when_it_is_abandoned(start: Any) -> None:

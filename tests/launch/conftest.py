@@ -34,7 +34,7 @@ FRESH = "in a Python of its own: "
 
 
 class Unread(io.StringIO):
-    """A pipe whose reader has gone."""
+    """A pipe whose reader has gone; a file on a full disk fails in the same way."""
 
     def write(self, _: str) -> int:
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
