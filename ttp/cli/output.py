@@ -103,6 +103,15 @@ def silence(stream: TextIO) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
+@contextmanager
+def unread() -> Iterator[None]:
+    """Go on if the output of the block cannot be written or nobody reads it: for a command whose exit code says all."""
+    try:
+        yield
+    except (OSError, SystemExit):  # rich exits so when the reader has closed the pipe
+        silence(sys.stdout)
+
+
 class Complaints:
     """Prints messages on stderr, but not the same message twice in a row."""
 

@@ -15,7 +15,7 @@ import typer
 from ttp.cli.connection import connected, find, known_ports
 from ttp.cli.directories import SaveDir, existing, fallback_of, holds_ours, save_dir_of
 from ttp.cli.incident_reader import IncidentLog, incident_files, readable
-from ttp.cli.output import Json, complain, print_json, say, seconds
+from ttp.cli.output import Json, complain, print_json, say, seconds, unread
 from ttp.config import Config
 from ttp.core.controller.job_verdict import FRUITLESS_MAX, Verdict
 from ttp.errors import (
@@ -122,10 +122,13 @@ def verdict(
         job = run_id or (launches[-1].run_id if launches else "")
         facts = {"word": WORDS[code], "exit_code": code, "text": text, "run_id": job}
         over = launches[:-1] if code == EXIT_RUNNING and launches and launches[-1].code is None else launches
-        print_json(facts | {"launches": len(launches), "fruitless": fruitless(over)})
+        with unread():
+            print_json(facts | {"launches": len(launches), "fruitless": fruitless(over)})
     else:
-        say(WORDS[code])
-        complain(text)
+        with unread():
+            say(WORDS[code])
+        with unread():
+            complain(text)
     raise typer.Exit(code)
 
 
