@@ -15,6 +15,8 @@ import pytest
 from tests.cli.conftest import REPOSITORY, Ttp
 from ttp.cli import main as module
 from ttp.core.messages import PROTOCOL_MAJOR, PROTOCOL_MINOR
+from ttp.store.history import FILE, line_of
+from ttp.store.names import INCIDENTS
 
 COMMANDS = ["status", "save", "report-fault", "list", "verify", "inspect", "incidents", "simulate", "version"]
 
@@ -171,6 +173,24 @@ def test_a_reader_that_has_seen_enough() -> None:
     done = run(sys.executable, "-m", "ttp", "--help", stdout=writing)
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+@pytest.mark.parametrize("out", ["a full disk", "a closed pipe"])
+def test_the_verdict_counts_where_its_word_cannot_be_written(out: str, flags: list[str], tmp_path: Path) -> None:
+    """The log of a batch job may be on the disk that is full, and what was saved must be started again."""
+    (tmp_path / INCIDENTS).mkdir()
+    released = line_of("released", 111.0, {"exit_code": 75, "text": "saved"})
+    (tmp_path / INCIDENTS / FILE).write_text(line_of("incarnation", 100.0, {"run_id": "job"}) + released)
+    reading, writing = os.pipe()
+    os.close(reading)
+    full = os.open("/dev/full", os.O_WRONLY)
+    where = full if out == "a full disk" else writing
+    command = [sys.executable, "-m", "ttp", "verdict", str(tmp_path), *flags]
+    done = subprocess.run(command, stdout=where, stderr=where, check=False)
+    os.close(writing)
+    os.close(full)
+    assert done.returncode == 75
 
 
 def test_version(ttp: Ttp) -> None:

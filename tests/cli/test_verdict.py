@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,23 +100,6 @@ def test_one_word_and_its_exit_code(name: str, place: Path, ttp: Ttp) -> None:
     code, out, err = ttp("verdict", place)
     assert (out, code) == (f"{word}\n", wanted)
     assert err.strip(), "why is said too"
-
-
-@pytest.mark.parametrize("flags", [[], ["--json"]])
-@pytest.mark.parametrize("out", ["a full disk", "a closed pipe"])
-def test_the_code_counts_where_the_word_cannot_be_written(out: str, flags: list[str], place: Path) -> None:
-    """The log of a batch job may be on the disk that is full, and what was saved must be started again."""
-    (place / "incidents" / FILE).write_text(begins() + SAVED)
-    reading, writing = os.pipe()
-    os.close(reading)
-    full = os.open("/dev/full", os.O_WRONLY)
-    where = full if out == "a full disk" else writing
-    done = subprocess.run(
-        [sys.executable, "-m", "ttp", "verdict", str(place), *flags], stdout=where, stderr=where, check=False
-    )
-    os.close(writing)
-    os.close(full)
-    assert done.returncode == 75
 
 
 @pytest.mark.parametrize(("presence", "word"), [("refused", "running"), ("controller", "lost"), ("nobody", "lost")])
