@@ -295,6 +295,7 @@ def test_a_restart_of_a_saved_job_loses_nothing_until_a_rank_has_joined(
     monkeypatch.setattr(host, "_verdict", lambda: GetVerdictResponse(code=said))
     assert not host.saved_before
     assert host.restart_helps({0: code}, 1)
+    assert not host.is_drained()
     host.look({})
     assert host.saved_before is saved
     host.leases.arm(os.getpid())

@@ -188,10 +188,9 @@ class Host:
             logger.error(text, wrong[0], EXIT_BAD_CONFIG)
         if wrong or self._starts_in_vain(codes.values()):
             return False
-        answer = self._verdict() if left else None
-        job = [int(answer.code)] if answer is not None and answer.HasField("code") else codes.values()
-        self.saved_before = EXIT_SAVED in job
-        if answer is None or not answer.final or EXIT_NOT_SAVED not in codes.values():
+        self.saved_before = EXIT_SAVED in codes.values()  # ``is_drained`` hears what became of the whole job
+        answer = self._verdict() if left and EXIT_NOT_SAVED in codes.values() else None
+        if answer is None or not answer.final:
             return True
         logger.error("the job is not started again: %s", answer.text)
         return False
@@ -214,7 +213,10 @@ class Host:
         Args:
             or_another: whether another drained host counts, too, because no host can take its place.
         """
-        drained = () if (answer := self._verdict()) is None else answer.drained
+        answer = self._verdict()
+        drained = () if answer is None else answer.drained
+        if answer is not None and answer.HasField("code"):
+            self.saved_before = answer.code == EXIT_SAVED
         if self._name in drained:
             logger.warning("this host is drained: it leaves the job")
         elif drained and or_another:
