@@ -136,7 +136,10 @@ class TorchSource(Standing):
 
         If an exchange of weights, which may hang, comes before them, it is enough to know which calls will follow.
         """
-        return self.post_step is None or self.post_step.done() or (self.exchanges and self.post_step.foreseen())
+        if (post_step := self.post_step) is None:
+            return True
+        done = post_step.done() or (self.exchanges and post_step.foreseen())
+        return done and post_step.done_on_devices(self.finished.finished_version())
 
     def inspect(self, version: Version) -> tuple[tuple[ShardDigest, ...], tuple[str, ...]]:
         """See ``StateSource``."""

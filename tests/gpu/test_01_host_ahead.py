@@ -20,3 +20,7 @@ def test_bytes_equal_a_reference(run_case: RunCase, optimizer: str, scaled: bool
         "ahead:host_ahead" + json.dumps({"optimizer": optimizer, "scaled": scaled, "lead": lead}) for lead in (0, 2)
     ]
     run_case(*cases)
+
+
+def test_an_average_that_is_queued_behind_the_update(run_case: RunCase) -> None:
+    run_case("ahead:average_behind")

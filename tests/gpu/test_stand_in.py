@@ -34,6 +34,7 @@ MADE_UP = [
         for kind in ("adam-foreach", "adam-rate-there", "nadam", "sgd")
     ),
     'ahead:host_ahead{"scaled": true, "lead": 2}',
+    "ahead:average_behind",
     'ahead:host_ahead{"optimizer": "adam-fused", "scaled": true, "lead": 1}',
     "copies:every_form",
     "copies:many_streams",

@@ -239,6 +239,10 @@ class Fence:
         """Return the newest version whose event the devices have reached. For any thread; does not wait."""
         return self._pick(device.finished() for device in self._devices) if self._devices else self._recorded
 
+    def passed(self, version: int) -> bool:
+        """Return whether the devices have reached the event of ``version``, or none was queued. For any thread."""
+        return version > self._recorded or self.finished_version() >= version
+
     def wait(self, version: int, timeout_s: float) -> bool:
         """Wait up to ``timeout_s`` seconds for ``version``; return whether it came. Not for the training thread."""
         return poll(lambda: self.finished_version() >= version, timeout_s if self._devices else 0.0)

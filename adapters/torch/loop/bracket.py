@@ -351,11 +351,11 @@ class Bracket:
         except Exception:
             self._say_once(HAD_AN_ERROR, exc_info=True)
         try:
-            self._fence.record(version)
+            self._calls.after_update()
         except Exception:
             self._say_once(HAD_AN_ERROR, exc_info=True)
         try:
-            self._calls.after_update()
+            self._fence.record(version)  # behind what is noted of the weights, which a save compares with them
         except Exception:
             self._say_once(HAD_AN_ERROR, exc_info=True)
         self._stage = NONE

@@ -39,6 +39,7 @@ from ttp.adapters.torch.device.accelerator import (
     NUMBER_S,
     AllEvents,
     Event,
+    Fence,
     Numbers,
     Runtime,
     holder,
@@ -98,7 +99,7 @@ class PostStepState:
         scheduler: an LR scheduler (anything with ``step`` and ``state_dict``), or a list of them; None: none.
         scaler: a ``GradScaler``, or None.
         averages: whether averages of the weights (EMA) are part of the post-step.
-        runtimes: the devices on which a scaler may have its numbers, or an optimizer its learning rate.
+        runtimes: the devices of the training.
 
     Raises:
         UsageError: the scheduler's state cannot be stored.
@@ -113,7 +114,7 @@ class PostStepState:
         averages: bool = False,
         runtimes: Sequence[Runtime] = (),
     ) -> None:
-        self._runtimes, self._numbers = runtimes, Numbers(runtimes)
+        self._runtimes, self._numbers, self._followed = runtimes, Numbers(runtimes), Fence(runtimes)
         self._optimizers = tuple(optimizers)
         self._habits = tuple(map(Habit, listed(scheduler)))
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
@@ -140,11 +141,13 @@ class PostStepState:
         self._put_back.begin()
         self._snapshot = self._take(version)
         self._stage = _OVER
+        self._followed.record(version)
 
     def forward_entered(self, training: bool) -> None:
         """Note that a forward pass begins. An evaluation may precede the scheduler's step: it ends no post-step."""
-        if self._snapshot.copied is not None and any(runtime.capturing() for runtime in self._runtimes):
-            return  # what is copied on a device now would become part of the CUDA graph: the gate is early enough
+        queues = self._stage is not _OVER or self._snapshot.copied is not None
+        if queues and any(runtime.capturing() for runtime in self._runtimes):
+            return  # what is queued on a device now would become part of the CUDA graph: the gate is early enough
         if training and self._put_back.looked not in (None, self._snapshot.version):
             self._look_at_settings()
         if self._stage is _OVER:
@@ -152,6 +155,7 @@ class PostStepState:
         if training:
             self._end_post_step()
         else:
+            self._followed.record(self._snapshot.version)
             self._stage = _ENTERED
 
     def _look_at_settings(self) -> None:
@@ -185,11 +189,13 @@ class PostStepState:
 
     def step_done(self) -> None:
         """Note that the user's loop has declared the step done, post-step included."""
+        self._followed.record(self._snapshot.version)
         self._snapshot = self._after(self._snapshot, training=True)
         self._stage = _OVER
 
     def _end_post_step(self) -> None:
         last = self._snapshot
+        self._followed.record(last.version)  # before the stage, by which a thread that saves knows that it was queued
         now = self._after(last, training=True)
         for habit, before, after in zip(self._habits, last.schedules, now.schedules, strict=True):
             habit.post_step_ended(habit.steps_since(before, after))
@@ -209,6 +215,13 @@ class PostStepState:
         schedules = all(habit.done(before) for habit, before in zip(self._habits, last.schedules, strict=True))
         scaled = last.scale is None or last.scale.was_updated() or self._never_updates
         return schedules and scaled and not (self._averages or self._in_doubt)
+
+    def done_on_devices(self, version: int) -> bool:
+        """Return whether devices that have finished ``version`` have also done what the host has queued after it.
+
+        An average of the weights is queued there, behind the event of the version.
+        """
+        return self._followed.passed(version)
 
     def foreseen(self) -> bool:
         """Return whether it is known which calls follow an update, so that a save can record them as due."""

@@ -1,10 +1,10 @@
 """The state of a gradient scaler belongs to the version, whenever it is saved and on whichever device its
-numbers are. So does a learning rate that is a tensor on a device.
+numbers are. So do a learning rate that is a tensor on a device, and an average of the weights there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from tests.adapters.torch.fake_runtime import FakeRuntime
 from tests.adapters.torch.hooked import exponential
 from tests.adapters.torch.loops import Loop
 from ttp.adapters.torch.device import accelerator
+from ttp.adapters.torch.device.accelerator import Fence
 from ttp.adapters.torch.device.to_host import HostCopier
 from ttp.adapters.torch.loop import post_step_state
 from ttp.adapters.torch.loop.post_step_state import PostStepState
@@ -184,11 +185,13 @@ class TestScaleOnADevice:
     def test_while_a_graph_is_captured_its_update_stays_due(self, loop: Loop, runtime: Any) -> None:
         self.iteration(loop)
         runtime.device.capturing = True
-        with pytest.raises(CheckpointError, match="CUDA graph"):  # the hooks log it
-            loop.post_step.forward_entered(True)
+        loop.post_step.forward_entered(True)
         runtime.device.capturing = False
         state = loop.state(1)
         assert state.scaler["scale"] == 1024.0 and state.scaler_pending
+        loop.post_step.at_gate()
+        state = loop.state(1)
+        assert state.scaler["scale"] == 2048.0 and not state.scaler_pending
 
     def test_a_number_that_was_written_over_is_an_error(self, loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(accelerator, "_NUMBERS", 8)
@@ -258,3 +261,44 @@ class TestRateOnADevice:
         assert loop.state().scheduler_pending
         loop.post_step.at_gate()
         assert not loop.state().scheduler_pending and loop.rate == 0.5**4
+
+
+class TestAverageOnADevice:
+    """The device does what the host has queued behind an update only after the event of its version."""
+
+    @pytest.mark.parametrize(
+        "ends",
+        [
+            lambda loop: loop.forward(),
+            lambda loop: loop.forward(training=False),
+            lambda loop: loop.post_step.at_gate(),
+            lambda loop: loop.post_step.step_done(),
+        ],
+        ids=["forward pass", "evaluation", "gate", "by hand"],
+    )
+    def test_it_belongs_to_the_version_when_the_device_has_it(
+        self, runtime: Any, ends: Callable[[Loop], object]
+    ) -> None:
+        loop, finished = Loop(averages=True, runtimes=[runtime]), Fence([runtime])
+        average = runtime.device.put(torch.zeros(2)).add_(1)
+        loop.forward()
+        loop.update()
+        finished.record(1)
+        assert not loop.post_step.done() and loop.post_step.done_on_devices(1), "the host has not queued it"
+        runtime.device.hang()
+        average.add_(1)
+        ends(loop)
+        assert finished.finished_version() == 1 and loop.post_step.done()
+        assert not loop.post_step.done_on_devices(1)
+        runtime.device.release()
+        assert loop.post_step.done_on_devices(1)
+
+    def test_of_an_older_version_which_the_device_holds_behind_a_hang(self, runtime: Any) -> None:
+        loop = Loop(averages=True, runtimes=[runtime])
+        for hangs in (False, True):
+            loop.forward()
+            if hangs:
+                runtime.device.hang()
+            loop.update()
+        loop.forward()
+        assert loop.post_step.done_on_devices(1) and not loop.post_step.done_on_devices(2)
