@@ -109,7 +109,10 @@ class CudaRuntime:
 
     def event(self, *, side: bool) -> Event:
         """See ``Runtime``."""
-        return _Recorded(self._index, self._side if side else torch.cuda.current_stream(self._index))
+        if not side:
+            return _Recorded(self._index, torch.cuda.current_stream(self._index))
+        with _at(self._index):  # another thread may capture a CUDA graph
+            return _Recorded(self._index, self._side)
 
     def side_waits_for(self, event: Any) -> None:
         """See ``Runtime``. The event is one that ``event`` returned."""

@@ -55,7 +55,7 @@ class Library:
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     library: Any = Library()
-    event = SimpleNamespace(record=lambda stream: None, query=library.asked, synchronize=library.asked)
+    event = SimpleNamespace(record=lambda _: library.asked(), query=library.asked, synchronize=library.asked)
     library.Event = lambda blocking: event
     library.Stream = lambda device, priority: f"torch's, priority {priority}"
     library.ExternalStream = lambda handle, device: f"own, {handle}"
@@ -80,7 +80,7 @@ def test_a_thread_asks_with_the_device_of_the_state_as_the_current_one(library: 
     event.synchronize()
     with runtime.on_side():
         pass
-    assert library.asked_on == [OURS] * 4 and library.current == FIRST
+    assert library.asked_on == [OURS] * 5 and library.current == FIRST
     assert library.capture_is_whole and not library.relaxed
 
 
