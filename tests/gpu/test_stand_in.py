@@ -23,6 +23,7 @@ ON_THE_HOST = [
     "steady:default_device",
     "graphs:forward_and_backward",
     "graphs:captured_late",
+    "graphs:of_the_compiler",
     "graphs:saved_meanwhile",
     "graphs:whole_step",
     "going_on:self_test",

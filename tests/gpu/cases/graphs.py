@@ -65,6 +65,40 @@ def captured_late(stand: Stand) -> None:
                 assert same_bytes(found[name], buffer), f"page of version {version}: {name}"
 
 
+def of_the_compiler(stand: Stand) -> None:
+    """Each replay of the graphs that ``torch.compile`` makes uses their memory again, also that of the buffers."""
+
+    def settled() -> torch.nn.Module:
+        model = Statistics()
+        model.drop.p = 0.0
+        return model
+
+    def compiled(model: torch.nn.Module) -> Any:
+        how: dict[str, Any] = {"mode": "reduce-overhead"} if stand.real else {"backend": "eager"}
+        return torch.compile(model, **how)
+
+    def make() -> Training:
+        return Training(stand, make=settled, wrap=compiled)
+
+    wanted = references(make, 9)
+    training = make()
+    buffers = [name for name, _ in training.module.named_buffers()]
+    with stand.protected():
+        training.protect()
+        training.gradient()
+        for version in range(1, 9):
+            training.update()
+            training.gradient()
+            found = decode(written(0, version).data).buffers
+            differ = [name for name in buffers if not same_bytes(found[name], wanted[version][f"model.{name}"])]
+            assert not differ, f"page of version {version}: {differ}"
+        version, checkpoint = stand.save()
+        assert version == 8
+        assert_same(saved_tensors(checkpoint), wanted[8])
+        training.update()
+        assert_same(training.state(), wanted[9])
+
+
 def saved_meanwhile(stand: Stand) -> None:
     """A save asks the device for its events, on other threads, while a graph is captured, and may not break it."""
     wanted = references(lambda: Training(stand, make=still), 4)
