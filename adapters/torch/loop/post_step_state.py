@@ -145,7 +145,7 @@ class PostStepState:
 
     def forward_entered(self, training: bool) -> None:
         """Note that a forward pass begins. An evaluation may precede the scheduler's step: it ends no post-step."""
-        queues = self._stage is not _OVER or self._snapshot.copied is not None
+        queues = self._runtimes and (self._stage is not _OVER or self._snapshot.copied is not None)
         if queues and any(runtime.capturing() for runtime in self._runtimes):
             return  # what is queued on a device now would become part of the CUDA graph: the gate is early enough
         if training and self._put_back.looked not in (None, self._snapshot.version):
