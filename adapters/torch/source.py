@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from ttp.adapters.torch.device.host_values import HostValues
 from ttp.adapters.torch.device.to_host import HostCopier
@@ -387,6 +388,14 @@ def _module_state(module: nn.Module, image: Image | None) -> dict[str, Any]:
     if any(map(is_distributed, module.parameters())):  # a hook of its state_dict() would change the live module
         found = module_tensors(module)
         return found if image is None else {key: image.of(value) for key, value in found.items()}
+    state = module.state_dict()  # some classes of others have one that takes no keep_vars
     if image is None:
-        return module.state_dict()
-    return {key: image.of(value) for key, value in module.state_dict(keep_vars=True).items()}
+        return state
+    live = {_place(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+    copied: dict[str, Any] = tree_map_only(Tensor, lambda value: image.of(live.get(_place(value), value)), dict(state))
+    return copied
+
+
+def _place(tensor: Tensor) -> tuple[Hashable, ...]:
+    """Return what a tensor has in common with those that are detached from it."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()

@@ -149,12 +149,24 @@ def test_what_comes_back_is_what_went_in(value: Any) -> None:
         torch.ones(2, requires_grad=True),
         torch.tensor([1 + 2j]).conj(),
         [[[[[[[[()]]]]]]]],
+        {"size": torch.Size([3, 4]), "dtype": torch.bfloat16, "on": [torch.device("cpu"), torch.device("cuda:1")]},
     ],
     ids=lambda value: type(value).__name__,
 )
 def test_states_that_trainings_have(value: Any) -> None:
     assert same(decode(encode(value)), value)
     assert encode(decode(encode(value))) == encode(value)  # ranks that have restored theirs have the digest of others
+
+
+def test_what_a_state_dict_says_about_itself_comes_back_with_it() -> None:
+    """``load_state_dict()`` reads it: a TensorDict its sizes and nesting, spectral_norm() whether to solve for v."""
+    state = {"model": torch.nn.Sequential(torch.nn.BatchNorm1d(2)).state_dict()}
+    for encoded in (encode(state), RepeatedEncoder("state").encode(state)):
+        back = decode(encoded)
+        assert same(back, state) and same(back["model"]._metadata, state["model"]._metadata)
+    state["model"]._metadata["0"]["version"] = Foo()
+    with pytest.raises(EncodingError, match=r"state\['model'\]\._metadata\['0'\]\['version'\]: object of type .*Foo"):
+        RepeatedEncoder("state").encode(state)
 
 
 def test_arrays_come_back_writable() -> None:
@@ -249,7 +261,7 @@ def test_a_flipped_bit_or_a_missing_end_is_noticed(value: Any, data: st.DataObje
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.sampled_from([*range(1, 9), 16, 17, 18, 32, 99]), values())
+@given(st.sampled_from([*range(1, 11), 16, 17, 18, 32, 33, 99]), values())
 def test_forged_extensions_give_a_value_or_a_clear_error(code: int, value: Any) -> None:
     body = msgpack.packb(msgpack.ExtType(code, encode(value)[12:]), unicode_errors="surrogatepass")
     try:
@@ -288,6 +300,9 @@ BOMBS = {
     "no dtype of torch": extension(32, ["load", [1], b"", False, False]),
     "no device of torch": extension(32, ["float32", [1], bytes(4), False, False, "moon"]),
     "half a pair": extension(5, [1]),
+    "a word of no torch": extension(33, ["load", "x"]),
+    "a size of words": extension(33, ["Size", ["x"]]),
+    "a description of a number": extension(10, [1, {}]),
     "a list as a key": extension(5, [[1], 1]),
     "no list": extension(1, 1),
     "a kind of tomorrow": bytes(msgpack.packb(msgpack.ExtType(99, b""))),

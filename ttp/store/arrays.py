@@ -172,15 +172,57 @@ def unpack_tensor(fields: list[Any]) -> Any:
     import torch
 
     name, shape, data, requires_grad, is_parameter, *device = fields
-    dtype = getattr(torch, name, None) if _TORCH_DTYPE.fullmatch(name) else None
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"torch has no dtype {name!r}")
+    dtype = _dtype(name)
     _check_shape(shape, dtype.itemsize, data)
     flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
     tensor = flat.reshape(shape)
     if device and (here := _here(device[0])) is not None:
         tensor = tensor.to(here)
     return torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
+
+
+def pack_torch_word(value: Any) -> list[Any] | None:
+    """Describe a ``torch.Size``, ``torch.dtype`` or ``torch.device`` by values that msgpack can pack.
+
+    Returns:
+        ``[name of the type, description]``, for ``unpack_torch_word``; None: it is none of them.
+    """
+    import torch
+
+    if type(value) is torch.Size:
+        return ["Size", list(value)]
+    if type(value) is torch.dtype:
+        return ["dtype", str(value).removeprefix("torch.")]
+    if type(value) is torch.device:
+        return ["device", *(_elsewhere(value) or ["cpu"])]
+    return None
+
+
+def unpack_torch_word(kind: str, described: Any) -> Any:
+    """Make what ``pack_torch_word`` has described.
+
+    Raises:
+        ValueError: torch has no such thing.
+    """
+    import torch
+
+    if kind == "dtype":
+        return _dtype(described)
+    if kind == "device":
+        return _here(described) or torch.device(described)
+    if kind != "Size":
+        raise ValueError(f"torch has no {kind!r} that is stored")
+    return torch.Size(described)
+
+
+def _dtype(name: str) -> Any:
+    """Return torch's dtype with this name. Raises ValueError if there is none."""
+    import torch
+
+    dtype = getattr(torch, name, None) if _TORCH_DTYPE.fullmatch(name) else None
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"torch has no dtype {name!r}")
+    return dtype
 
 
 _home: dict[str, Any] = {}

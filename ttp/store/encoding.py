@@ -12,9 +12,10 @@ each such array.
 ``decode`` allocates at most a multiple of its input: a first pass that builds no objects checks all lengths, and shapes
 are compared with the number of bytes.
 
-Supported types: None, bool, int of any size, float, complex, str, bytes, bytearray, list, tuple, dict, OrderedDict,
-Counter, set, frozenset, numpy arrays and scalars of plain dtypes, torch tensors and parameters (strided, any dtype;
-they come back on the CPU, or on a device if they were on such a one and the process uses it).
+Supported types: None, bool, int of any size, float, complex, str, bytes, bytearray, list, tuple, dict, OrderedDict
+(with the ``_metadata`` that ``state_dict()`` of modules and of tensordicts adds), Counter, set, frozenset, numpy arrays
+and scalars of plain dtypes, torch tensors and parameters (strided, any dtype; they come back on the CPU, or on a device
+if they were on such a one and the process uses it), torch's sizes, dtypes and devices.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ _CHECKSUM_SIZE = 8
 DEPTH_MAX = 100
 """Most levels of nested containers. Deeper nesting is a mistake, most likely a container inside itself."""
 
-_TUPLE, _SET, _FROZENSET, _BIG_INT, _PAIRS, ORDERED, _BYTEARRAY, _COMPLEX, _COUNTER = range(1, 10)
-NUMPY_ARRAY, _NUMPY_SCALAR, _LAID_OUT, TENSOR = 16, 17, 18, 32
+_TUPLE, _SET, _FROZENSET, _BIG_INT, _PAIRS, ORDERED, _BYTEARRAY, _COMPLEX, _COUNTER, _DESCRIBED = range(1, 11)
+NUMPY_ARRAY, _NUMPY_SCALAR, _LAID_OUT, TENSOR, _TORCH_WORD = 16, 17, 18, 32, 33
 
 NATIVE = frozenset({type(None), bool, int, float, str, bytes})
 
@@ -163,8 +164,11 @@ def _foreign(obj: Any) -> Any:
                 return _laid_out(obj, extension(NUMPY_ARRAY, pack(arrays.pack_array(obj))))
             if isinstance(obj, numpy.generic):
                 return extension(_NUMPY_SCALAR, pack(arrays.pack_array(numpy.asarray(obj))))
-        if (torch := sys.modules.get("torch")) is not None and isinstance(obj, torch.Tensor):
-            return _laid_out(obj, extension(TENSOR, pack(arrays.pack_tensor(obj))))
+        if (torch := sys.modules.get("torch")) is not None:
+            if isinstance(obj, torch.Tensor):
+                return _laid_out(obj, extension(TENSOR, pack(arrays.pack_tensor(obj))))
+            if (word := arrays.pack_torch_word(obj)) is not None:
+                return extension(_TORCH_WORD, pack(word))
     except arrays.NotPlainError as problem:
         raise RefusedError(str(problem)) from None
     kind = type(obj)
@@ -218,13 +222,23 @@ def _extended(code: int, inside: Callable[[Any, int], list[Any]]) -> Callable[[A
     return lambda obj, depth: extension(code, pack(inside(obj, depth)))
 
 
+def _ordered(obj: Any, depth: int) -> Any:
+    return described(obj, extension(ORDERED, pack(_pairs(obj, depth))), depth)
+
+
+def described(obj: Any, packed: Any, depth: int) -> Any:
+    """Add the ``_metadata`` of an OrderedDict, if any, to its packed items: ``load_state_dict()`` may need it."""
+    metadata = getattr(obj, "_metadata", None)
+    return extension(_DESCRIBED, pack([packed, _part(metadata, depth, ".{}", "_metadata")])) if metadata else packed
+
+
 _CONTAINERS: dict[type, Callable[[Any, int], Any]] = {
     list: _list,
     tuple: _extended(_TUPLE, _list),
     set: _extended(_SET, _members),
     frozenset: _extended(_FROZENSET, _members),
     dict: _as_dict,
-    OrderedDict: _extended(ORDERED, _pairs),
+    OrderedDict: _ordered,
     Counter: _extended(_COUNTER, _pairs),
 }
 
@@ -254,12 +268,14 @@ class _Decoder:
             _PAIRS: lambda payload: dict(self._pairs(payload)),
             ORDERED: lambda payload: OrderedDict(self._pairs(payload)),
             _COUNTER: lambda payload: Counter(dict(self._pairs(payload))),
+            _DESCRIBED: self._described,
             _BYTEARRAY: bytearray,
             _COMPLEX: lambda payload: complex(*self._list(payload)),
             NUMPY_ARRAY: lambda payload: arrays.unpack_array(self._array(payload)),
             _NUMPY_SCALAR: lambda payload: arrays.unpack_array(self._list(payload))[()],
             _LAID_OUT: lambda payload: arrays.lay_out(*self._list(payload)),
             TENSOR: lambda payload: arrays.unpack_tensor(self._array(payload)),
+            _TORCH_WORD: lambda payload: arrays.unpack_torch_word(*self._list(payload)),
         }
 
     def unpack(self, body: bytes | memoryview) -> Any:
@@ -291,6 +307,10 @@ class _Decoder:
         if len(fields) > 2 and type(fields[2]) is int:
             fields[2] = self._apart[fields[2]]
         return fields
+
+    def _described(self, payload: bytes) -> Any:
+        ordered, ordered._metadata = self._list(payload)
+        return ordered
 
     def _pairs(self, payload: bytes) -> Iterable[tuple[Any, Any]]:
         flat = self._list(payload)

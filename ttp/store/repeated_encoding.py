@@ -20,6 +20,7 @@ from ttp.store.encoding import (
     RefusedError,
     big_int,
     checksum,
+    described,
     encode,
     extension,
     pack,
@@ -92,7 +93,7 @@ class RepeatedEncoder:
             ordered = kind is OrderedDict
             pack_header = self._packer.pack_array_header if ordered else self._packer.pack_map_header
             packed = self._inside(part, pack_header(len(value) << ordered), value.items(), depth + 1, keyed=True)
-            return self._packed(extension(ORDERED, packed)) if ordered else packed
+            return self._packed(described(value, extension(ORDERED, packed), depth + 1)) if ordered else packed
         if kind is list and depth < DEPTH_MAX:
             return self._list(part, value, depth + 1)
         if arrays.may_be_apart(value, APART_BYTES):

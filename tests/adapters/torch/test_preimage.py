@@ -106,6 +106,21 @@ def test_a_torn_update_is_undone(start: Callable[..., Job], kind: str) -> None:
     assert restored(path, OPTIMIZERS[kind], 2) == job.seen[2]
 
 
+def test_an_average_whose_state_dict_takes_no_arguments(start: Callable[..., Job]) -> None:
+    """Like that of torchrl's environments, which are modules."""
+    job = start(OPTIMIZERS["sgd"])
+    whole = job.average.state_dict
+
+    def state_dict() -> Any:
+        return whole()
+
+    vars(job.average)["state_dict"] = state_dict
+    job.train(2)
+    job.break_in_update()
+    path = job.save(2, How.UNDO)
+    assert restored(path, OPTIMIZERS["sgd"], 2) == job.seen[2]
+
+
 class Turning(SGD):
     """Its state lies row by row after the first update and column by column after others (eigh and then QR: SOAP)."""
 
