@@ -41,19 +41,23 @@ class _Registered:
 class ForwardHooks:
     """Registers hooks on the modules that the loop calls.
 
+    The module inside of a registered DistributedDataParallel is hooked too: loops often evaluate that one.
+
     Args:
         model: the registered model.
         ddps: the DistributedDataParallel modules that reduce its gradients, as far as they are known.
     """
 
     def __init__(self, model: nn.Module, ddps: Iterable[Ddp] = ()) -> None:
-        self._model, self._called = model, [*called(model)]
+        around = [model] if isinstance(model, DistributedDataParallel) else []
+        self._model = model.module if around else model
+        self._called = [*called(self._model)]
         self._wrappers: list[tuple[weakref.ref[nn.Module], nn.Module]] = []  # each with the module inside of it
         self._registered: list[_Registered] = []
         self._missed = 0
         self.outside = False
         """Whether a wrapper of the model is known, so that the loop calls that one."""
-        self.wrapped(ddps)
+        self.wrapped([*around, *ddps])
 
     def register(self, call: _Call, *, outside: _Call | None = None, prepend: bool = True) -> Callable[[], None]:
         """Call a function at the beginning of each forward pass.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -167,12 +168,16 @@ def test_of_a_compiled_module_in_a_ddp(start: Any) -> None:
     assert ddp.seen == [True, True, True]
 
 
-def test_of_the_module_in_a_compiled_one_that_is_evaluated_without_it(start: Any) -> None:
+@pytest.mark.parametrize("wrap", [functools.partial(torch.compile, backend="eager"), DistributedDataParallel])
+def test_of_the_module_inside_that_is_evaluated_without_its_wrapper(start: Any, wrap: Any) -> None:
+    """Its batches may have other shapes, for which it would be compiled again; or other ranks take no part."""
     model = layers()
-    job = start(torch.compile(model, backend="eager"))
+    job = start(wrap(model))
     job.train(1)
     with torch.no_grad():
-        model(torch.randn(6, 4))  # its batches may have other shapes, for which it would be compiled again
+        model(torch.randn(6, 4))
+    assert job.processor.activity == EVALUATING, "else an evaluation on one rank looks like a hang"
+    assert job.source.post_step_done(), "else a save waits for what may follow the update"
     assert job.processor.activity == EVALUATING, "else an evaluation on one rank looks like a hang"
 
 
