@@ -50,7 +50,7 @@ class ForwardHooks:
 
     def __init__(self, model: nn.Module, ddps: Iterable[Ddp] = ()) -> None:
         around = [model] if isinstance(model, DistributedDataParallel) else []
-        self._model = model.module if around else model
+        self._model: nn.Module = around[0].module if around else model
         self._called = [*called(self._model)]
         self._wrappers: list[tuple[weakref.ref[nn.Module], nn.Module]] = []  # each with the module inside of it
         self._registered: list[_Registered] = []
@@ -88,6 +88,7 @@ class ForwardHooks:
         known = {id(wrapper()) for wrapper, _ in self._wrappers} | set(map(id, self._called))
         for wrapper in wrappers:
             if id(wrapper) not in known:
+                known.add(id(wrapper))
                 inner, self.outside, self._missed = _inside(wrapper), True, 0
                 self._wrappers.append((weakref.ref(wrapper), inner))
                 for registered in self._registered:
