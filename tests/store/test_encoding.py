@@ -164,6 +164,10 @@ def test_what_a_state_dict_says_about_itself_comes_back_with_it() -> None:
     for encoded in (encode(state), RepeatedEncoder("state").encode(state)):
         back = decode(encoded)
         assert same(back, state) and same(back["model"]._metadata, state["model"]._metadata)
+    encoder, live = RepeatedEncoder("state"), state["model"]._metadata["0"]
+    for version in (2, 3, torch.ones(2), torch.zeros(2), 3):
+        live["version"] = version
+        assert same(decode(encoder.encode(state))["model"]._metadata, state["model"]._metadata)
     state["model"]._metadata["0"]["version"] = Foo()
     with pytest.raises(EncodingError, match=r"state\['model'\]\._metadata\['0'\]\['version'\]: object of type .*Foo"):
         RepeatedEncoder("state").encode(state)

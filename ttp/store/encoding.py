@@ -223,13 +223,14 @@ def _extended(code: int, inside: Callable[[Any, int], list[Any]]) -> Callable[[A
 
 
 def _ordered(obj: Any, depth: int) -> Any:
-    return described(obj, extension(ORDERED, pack(_pairs(obj, depth))), depth)
-
-
-def described(obj: Any, packed: Any, depth: int) -> Any:
-    """Add the ``_metadata`` of an OrderedDict, if any, to its packed items: ``load_state_dict()`` may need it."""
+    packed = extension(ORDERED, pack(_pairs(obj, depth)))
     metadata = getattr(obj, "_metadata", None)
-    return extension(_DESCRIBED, pack([packed, _part(metadata, depth, ".{}", "_metadata")])) if metadata else packed
+    return described(packed, _part(metadata, depth, ".{}", "_metadata")) if metadata else packed
+
+
+def described(packed: Any, metadata: Any) -> Any:
+    """Add the ``_metadata`` of an OrderedDict to its packed items: ``load_state_dict()`` may need it."""
+    return extension(_DESCRIBED, pack([packed, metadata]))
 
 
 _CONTAINERS: dict[type, Callable[[Any, int], Any]] = {

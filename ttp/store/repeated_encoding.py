@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
@@ -45,7 +47,7 @@ _NOTHING = object()
 class _Part:
     """The cached encoding of the value at one place of the state."""
 
-    __slots__ = ("copy", "inside", "key", "last", "packed")
+    __slots__ = ("copy", "inside", "key", "last", "metadata", "packed")
 
     def __init__(self, key: bytes) -> None:
         self.key = key
@@ -53,6 +55,7 @@ class _Part:
         self.inside: dict[Any, _Part] = {}
         self.copy: list[Any] | None = None
         self.packed = b""
+        self.metadata: tuple[Any, Any] = (None, None)  # of an OrderedDict: a copy, and it encoded
 
 
 class RepeatedEncoder:
@@ -93,13 +96,26 @@ class RepeatedEncoder:
             ordered = kind is OrderedDict
             pack_header = self._packer.pack_array_header if ordered else self._packer.pack_map_header
             packed = self._inside(part, pack_header(len(value) << ordered), value.items(), depth + 1, keyed=True)
-            return self._packed(described(value, extension(ORDERED, packed), depth + 1)) if ordered else packed
+            return self._described(part, value, extension(ORDERED, packed), depth + 1) if ordered else packed
         if kind is list and depth < DEPTH_MAX:
             return self._list(part, value, depth + 1)
         if arrays.may_be_apart(value, APART_BYTES):
             self.apart.append(value)
             return self._packed(_array_apart(value, len(self.apart) - 1))
         return self._packed(to_plain(value, depth))
+
+    def _described(self, part: _Part, value: Any, packed: Any, depth: int) -> bytes:
+        metadata = getattr(value, "_metadata", None)
+        if metadata:
+            last, encoded = part.metadata
+            same = False
+            with contextlib.suppress(Exception):  # such as of a tensor, which is neither true nor false
+                same = last == metadata
+            if not same:
+                encoded = to_plain(metadata, depth)
+                part.metadata = copy.deepcopy(metadata), encoded
+            packed = described(packed, encoded)
+        return self._packed(packed)
 
     def _list(self, part: _Part, value: list[Any], depth: int) -> bytes:
         kinds = set(map(type, value))
