@@ -26,10 +26,12 @@ from ttp.adapters.torch.adapter import TorchAdapter
 from ttp.adapters.torch.around_update import with_marks
 from ttp.adapters.torch.device.cuda import devices_of
 from ttp.adapters.torch.local_state.capture import LocalCapture
-from ttp.adapters.torch.local_state.extra_state import ExtraState, by_name
+from ttp.adapters.torch.local_state.extra_state import ExtraState, by_name, path_of
 from ttp.adapters.torch.loop.barrier import UpdateBarrier
 from ttp.adapters.torch.loop.hooks import Attachment, Calls
+from ttp.adapters.torch.loop.late_changes import LateChanges
 from ttp.adapters.torch.loop.post_step_state import PostStepState
+from ttp.adapters.torch.loop.turns import Turns
 from ttp.adapters.torch.loop.unwrap_optimizer import combined
 from ttp.adapters.torch.restoring.compare import hand_to
 from ttp.adapters.torch.restoring.rank_local import Restore
@@ -101,7 +103,7 @@ class MegatronAdapter(TorchAdapter):
         self._barrier: UpdateBarrier | None = None
         self._post_step: PostStepState | None = None
         self._syncs = ParamSyncs(self._chunks)
-        self._looked = False  # at the state that the optimizers have after an update
+        self._late: LateChanges | None = None
 
     def _look(self, optimizer: Any, args: Any, extra_state: Any) -> bytes:
         """Find the state of this rank; what is refused here is refused on all ranks. Returns what others must know."""
@@ -152,18 +154,23 @@ class MegatronAdapter(TorchAdapter):
         calls = Calls(
             before_gate=lambda: self._at_gate(processor, barrier),
             after_update=self._updated,
-            after_end=self._look_at_state,
+            after_end=self._after_end,
             before_forward=begins,
             before_backward=partial(begins, forward=False),
         )
         if source.preimage is not None:
             calls = calls._replace(before_update=source.preimage.before_update)
+        stepping = self._held.stepping
+        turns = Turns([type(each).__name__ for each in stepping], chained=True)
+        self._late = LateChanges(self._extra, (), turns)  # an average may not be given as a module here
+        self.capture.on_changed = self._late.changed
         self._attachment = Attachment(
-            [[optimizer] for optimizer in self._held.stepping],
+            [[optimizer] for optimizer in stepping],
             self._chunks[0],
             processor,
             self.capture,
             post_step=self._post_step,
+            turns=turns,
             fence=source.finished,
             version=lambda: processor.gate.version,
             calls=with_marks(calls, source, processor.gate) if source.on_device else calls,
@@ -188,11 +195,12 @@ class MegatronAdapter(TorchAdapter):
         if self._barrier is not None:
             self._barrier.updated()
 
-    def _look_at_state(self) -> None:
+    def _after_end(self) -> None:
         """Refuse, after the first update, an optimizer whose state cannot be saved."""
-        if not self._looked:
-            self._looked = True
+        assert self._late is not None
+        if not self._late.ended:
             refuse_unsaved(self._held.inners)
+        self._late.ended += 1
 
     def _why_wait(self) -> str:
         return "Megatron's optimizer exchanges weights between ranks"
@@ -255,4 +263,12 @@ def _extra_state(given: Any, progress: Progress) -> dict[str, Any]:
     ours = {PROGRESS: progress, STREAMS: TrackedStreams()}
     if taken := named.keys() & ours.keys():
         raise UsageError(f"extra_state may not be named {', '.join(sorted(taken))}")
+    for name, thing in named.items():
+        if isinstance(thing, nn.Module):
+            raise UsageError(
+                f"{path_of(name)} is an nn.Module ({type(thing).__name__}), which ttp cannot save with Megatron. Give "
+                "an object that is no nn.Module, whose state_dict() and load_state_dict() call those of the module: "
+                "its state is then copied in each step. If it changes after optimizer.step(), as an average of the "
+                "weights does, call ttp.step_done() at the end of each iteration, and once before the loop"
+            )
     return named | ours

@@ -42,6 +42,8 @@ class Progress:
         optimizers: Megatron's optimizers, without chains.
     """
 
+    ttp_completes_itself = True  # what the loop counts after the update is added beforehand
+
     def __init__(self, args: Any, optimizers: Sequence[Any]) -> None:
         self._args = args
         self._scalers = [s for s in (getattr(each, "grad_scaler", None) for each in optimizers) if s is not None]
@@ -190,6 +192,8 @@ def _calculator() -> Any:
 
 class TrackedStreams:
     """An extra state of this rank: the named random streams of Megatron's tracker."""
+
+    ttp_completes_itself = True  # they are complete once the last backward pass begins: only forward passes draw
 
     def state_dict(self) -> dict[str, Any]:
         """Return all streams, and this rank's place in the model (see ``_place``)."""

@@ -60,7 +60,7 @@ class ExtraState:
         self._constant = {n: o for n, o in others.items() if getattr(o, "ttp_constant", False) is True}
         self._changing = {n: o for n, o in others.items() if n not in self._constant}
         self.completed = {n for n, o in others.items() if getattr(o, "ttp_completes_itself", False) is True}
-        """Names of the objects of ttp's callbacks that take from other ranks what a rank that died lacks."""
+        """Names of objects of ttp that lack nothing on a rank that died in its update, or take it from other ranks."""
         for name, value in {**self._changing, **self._constant}.items():
             _encoded(name, value, on_host=name in self._constant)
         self._encoders = {name: RepeatedEncoder(path_of(name)) for name in self._changing}

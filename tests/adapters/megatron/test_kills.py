@@ -50,8 +50,18 @@ def test_no_step_is_lost(
     job.kill(dead, phase)
     assert job.versions() == [f"tft_saved_checkpoints-step_{saved}"]
     assert job.live(1) == [0] * 4, job.story()
+    assert "its extra_state" not in job.story(), "Megatron's random streams are complete before the update"
     job.run_state("unhurt", steps=KILLED_AT)
     job.assert_resumed_as_unhurt()
+
+
+def test_a_count_that_the_loop_raises_after_the_update_is_told_once(nursery: Nursery, tmp_path: Path) -> None:
+    """A checkpoint has it as it was before. The counters of Megatron's own loop are complete."""
+    env = {"TTP_TOKEN": "a secret", "MASTER_ADDR": "127.0.0.1", "TTP_RUN_DIR": str(tmp_path / "run")}
+    assert nursery.run(tmp_path, "counting", ranks=2, env=env, controller=True, steps=6) == [0, 0]
+    told = [(tmp_path / f"rank{rank}.out").read_text() for rank in range(2)]
+    assert [text.count("changes after optimizer.step()") for text in told] == [1, 0]
+    assert "extra_state['late'] ('value') changes after" in told[0]
 
 
 @pytest.mark.parametrize(("what", "said"), [("optimizer", "optimizer_cpu_offload"), ("save_dir", "save_dir")])

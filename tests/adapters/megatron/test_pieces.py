@@ -257,6 +257,14 @@ def test_names_of_ttps_own_state_are_taken() -> None:
             _extra_state({name: mine}, progress)
 
 
+def test_a_module_as_extra_state_is_refused() -> None:
+    """It was in no checkpoint, without a word."""
+    progress: Any = object.__new__(Progress)
+    for given in (nn.Linear(1, 1), {"average": nn.Linear(1, 1)}):
+        with pytest.raises(UsageError, match=r"extra_state.* is an nn.Module \(Linear\).*no nn.Module"):
+            _extra_state(given, progress)
+
+
 def test_a_checkpoint_of_another_program_or_model_is_refused_before_anything_is_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

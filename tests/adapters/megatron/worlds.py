@@ -199,6 +199,38 @@ def summary(training: Training) -> dict[str, str]:
     }
 
 
+class Count:
+    """A number of the loop."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state["value"]
+
+
+@ttp.ttp_to_persist
+def counting(steps: int) -> None:
+    """Train with two numbers of the loop: it raises one before each forward pass, and one after each update."""
+    from ttp.adapters.megatron import protect
+
+    _join("counting", Shape())
+    training, early, late = Training(Shape(instances=2)), Count(), Count()
+    counts = {"early": early, "late": late}
+    save_dir = _directory() / "checkpoints"
+    protect(
+        training.chunks, training.optimizer, training.scheduler, training.args, save_dir=save_dir, extra_state=counts
+    )
+    for _ in range(steps):
+        early.value += 1
+        training.step()
+        late.value += 1
+    dist.barrier()
+
+
 @ttp.ttp_to_persist
 def refused_on_rank_1(what: str) -> None:
     """Protect a training whose optimizer or save_dir is wrong on rank 1 only."""
