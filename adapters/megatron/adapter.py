@@ -37,7 +37,7 @@ from ttp.adapters.torch.restoring.compare import hand_to
 from ttp.adapters.torch.restoring.rank_local import Restore
 from ttp.adapters.torch.saving.job_state import JobState
 from ttp.adapters.torch.saving.preimage import PreImage
-from ttp.adapters.torch.sharding.exchange import connected, gather_or_refuse
+from ttp.adapters.torch.sharding.exchange import connected, gather_or_refuse, tells
 from ttp.adapters.torch.sharding.names import ModelNames, first_of
 from ttp.core.layout import Layout, Version
 from ttp.errors import ConfigError, UsageError
@@ -47,6 +47,14 @@ if TYPE_CHECKING:
     from ttp.processor.processor import Processor
 
 log = logging.getLogger("ttp.adapters.megatron")
+
+_LEARNT = 2
+"""Number of versions after which a loop that calls ``ttp.step_done()`` has called it."""
+_CLIPPED = (
+    "qk_clip is set: a checkpoint lacks what Megatron's clip_qk() changes in the weights after optimizer.step(), so a "
+    "resumed run has other bits. Call ttp.step_done() behind clip_qk(), at the end of each iteration, and once before "
+    "the loop, right after ttp.restore()"
+)
 
 
 class MegatronAdapter(TorchAdapter):
@@ -103,7 +111,6 @@ class MegatronAdapter(TorchAdapter):
         self._barrier: UpdateBarrier | None = None
         self._post_step: PostStepState | None = None
         self._syncs = ParamSyncs(self._chunks)
-        self._late: LateChanges | None = None
 
     def _look(self, optimizer: Any, args: Any, extra_state: Any) -> bytes:
         """Find the state of this rank; what is refused here is refused on all ranks. Returns what others must know."""
@@ -150,20 +157,19 @@ class MegatronAdapter(TorchAdapter):
         if self._undo is not None:
             source.preimage = PreImage(self._together, (), source.runtimes)
         barrier = self._barrier = self._make_barrier(processor)
-        begins = self._progress.iteration_begins
+        begins, stepping = self._progress.iteration_begins, self._held.stepping
+        turns = Turns([type(each).__name__ for each in stepping], chained=True)
+        late = LateChanges(self._extra, (), turns)  # an average may not be given as a module here
+        self.capture.on_changed = late.changed
         calls = Calls(
             before_gate=lambda: self._at_gate(processor, barrier),
             after_update=self._updated,
-            after_end=self._after_end,
+            after_end=partial(self._after_end, late, turns),
             before_forward=begins,
             before_backward=partial(begins, forward=False),
         )
         if source.preimage is not None:
             calls = calls._replace(before_update=source.preimage.before_update)
-        stepping = self._held.stepping
-        turns = Turns([type(each).__name__ for each in stepping], chained=True)
-        self._late = LateChanges(self._extra, (), turns)  # an average may not be given as a module here
-        self.capture.on_changed = self._late.changed
         self._attachment = Attachment(
             [[optimizer] for optimizer in stepping],
             self._chunks[0],
@@ -195,12 +201,13 @@ class MegatronAdapter(TorchAdapter):
         if self._barrier is not None:
             self._barrier.updated()
 
-    def _after_end(self) -> None:
-        """Refuse, after the first update, an optimizer whose state cannot be saved."""
-        assert self._late is not None
-        if not self._late.ended:
+    def _after_end(self, late: LateChanges, turns: Turns) -> None:
+        """After the first update refuse an optimizer whose state cannot be saved; after the second look at the loop."""
+        if not late.ended:
             refuse_unsaved(self._held.inners)
-        self._late.ended += 1
+        late.ended += 1
+        if late.ended == _LEARNT and not turns.by_hand and tells() and any(map(_clips, self._chunks)):
+            log.warning(_CLIPPED)
 
     def _why_wait(self) -> str:
         return "Megatron's optimizer exchanges weights between ranks"
@@ -256,6 +263,11 @@ class MegatronAdapter(TorchAdapter):
     def _same_places(self, restore: Restore) -> bool:
         manifest = restore.manifest
         return restore.world_size == manifest.world_size and dict(manifest.groups) == dict(self._held.layout.groups)
+
+
+def _clips(chunk: nn.Module) -> bool:
+    """Return whether Megatron may change weights of this chunk after the update."""
+    return any(getattr(getattr(module, "config", None), "qk_clip", False) is True for module in chunk.modules())
 
 
 def _extra_state(given: Any, progress: Progress) -> dict[str, Any]:

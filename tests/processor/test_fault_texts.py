@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import logging
@@ -88,6 +89,18 @@ def test_a_collective_that_fails_is_one_line(caplog: pytest.LogCaptureFixture, m
     line = called_torch_at(problem)
     assert line.startswith("test_fault_texts.py:" if module != "train" else "<string>:")
     assert f"rank 3: a collective failed at {line}" in record.message and "reset by peer" in record.message
+
+
+def test_a_collective_that_fails_at_the_end_of_a_block_names_the_block() -> None:
+    """It named a line of contextlib, which runs the block of torch's coalesced collectives."""
+    library = types.ModuleType("torch.distributed.distributed_c10d")
+    exec("def block(problem):\n yield\n raise problem", vars(library))
+    try:
+        with contextlib.contextmanager(library.block)(RuntimeError(GLOO)):
+            pass
+    except RuntimeError as problem:
+        found = called_torch_at(problem)
+    assert found.startswith("test_fault_texts.py:")
 
 
 @pytest.mark.parametrize(

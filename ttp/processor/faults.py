@@ -12,6 +12,7 @@ _COLLECTIVE = re.compile(
     re.IGNORECASE,
 )
 _LIBRARIES = ("torch", "ttp")
+_WRAPPERS = ("contextlib", "functools", "typing_extensions")  # through which torch calls its own functions
 _SIGNED = re.compile(r"gloo/transport|ProcessGroup(Gloo|NCCL)|NCCL error")  # by torch's C++ code
 _STAGE = re.compile(r"\s*(\[Stage \d+\] failed to run forward|Failed to run stage backward)")
 _KINDS = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "DistError", "ConnectionError")
@@ -65,7 +66,7 @@ def called_torch_at(problem: BaseException) -> str:
     found, within, trace = "", "", problem.__traceback__
     while trace is not None:
         within = str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0]
-        if within not in _LIBRARIES:
+        if within not in (*_LIBRARIES, *_WRAPPERS):
             found = f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}"
         trace = trace.tb_next
     return found if within in _LIBRARIES or _SIGNED.search(_text(problem)) else ""

@@ -25,6 +25,9 @@ from ttp.adapters.megatron.replica_groups import IDLE, layout_of
 from ttp.adapters.megatron.restore import Wants, _is_saved, _refuse_foreign, restore_into
 from ttp.adapters.megatron.source import MegatronSource, _updated
 from ttp.adapters.megatron.stock import JOB_KEY, progress_of
+from ttp.adapters.torch.local_state.extra_state import ExtraState
+from ttp.adapters.torch.loop.late_changes import LateChanges
+from ttp.adapters.torch.loop.turns import Turns
 from ttp.adapters.torch.saving.job_state import JobState
 from ttp.core.layout import Layout, Rank, Shard
 from ttp.errors import CheckpointError, ConfigError, UsageError
@@ -263,6 +266,23 @@ def test_a_module_as_extra_state_is_refused() -> None:
     for given in (nn.Linear(1, 1), {"average": nn.Linear(1, 1)}):
         with pytest.raises(UsageError, match=r"extra_state.* is an nn.Module \(Linear\).*no nn.Module"):
             _extra_state(given, progress)
+
+
+@pytest.mark.parametrize(("clips", "by_hand", "told"), [(True, False, 1), (True, True, 0), (False, False, 0)])
+def test_weights_that_megatron_clips_after_the_update_are_told(
+    clips: bool, by_hand: bool, told: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A checkpoint of any version lacked what ``clip_qk()`` changes after its update, without a word."""
+    adapter: Any = object.__new__(MegatronAdapter)
+    adapter._chunks = [nn.Identity()]
+    adapter._chunks[0].config = SimpleNamespace(qk_clip=clips)
+    adapter._held = SimpleNamespace(inners=())
+    turns = Turns(["Adam"], chained=True)
+    turns.by_hand, late = by_hand, LateChanges(ExtraState(), (), turns)
+    for _ in range(4):
+        adapter._after_end(late, turns)
+    texts = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert len(texts) == told and all("qk_clip" in each and "ttp.step_done()" in each for each in texts)
 
 
 def test_a_checkpoint_of_another_program_or_model_is_refused_before_anything_is_changed(
