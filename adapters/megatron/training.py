@@ -12,6 +12,7 @@ import ttp
 from ttp.adapters.megatron.rank_state import set_streams, streams_now
 from ttp.api import register
 from ttp.errors import ConfigError
+from ttp.processor.uncaught import tell_launcher_of_mistakes
 
 
 def protect(
@@ -80,8 +81,10 @@ def install(
         buddy: see ``protect``.
         training: the module to hook; None: ``megatron.training.training``.
 
-    ``setup_model_and_optimizer`` then raises ``ConfigError`` if Megatron has loaded a later iteration than ttp.
+    ``setup_model_and_optimizer`` then raises what ``protect`` raises, and ``ConfigError`` if Megatron has loaded a
+    later iteration than ttp. These errors end the process with 64 instead of 1: a restart would not help.
     """
+    tell_launcher_of_mistakes()
     module: Any = training or importlib.import_module("megatron.training.training")
     streams: dict[str, Any] = {}  # as the restore has left them, until the training begins
     how = {"extra_state": extra_state, "undo": undo, "buddy": buddy}

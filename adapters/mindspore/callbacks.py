@@ -14,7 +14,6 @@ from mindspore.train import Callback
 from ttp import api, session
 from ttp.adapters.mindspore.adapter import MindSporeAdapter
 from ttp.adapters.mindspore.constraints import SLICING, check_sink, parallel_mode
-from ttp.adapters.mindspore.exit_code import tell_launcher_of_mistakes
 from ttp.adapters.mindspore.joining import join, meet_at, optimizer_of
 from ttp.adapters.mindspore.layouts import RankGroups
 from ttp.adapters.mindspore.local_state import Position
@@ -22,6 +21,7 @@ from ttp.adapters.mindspore.source import SaveFunction
 from ttp.adapters.mindspore.switch import require_switched_on
 from ttp.adapters.mindspore.wrapper import OptTTPWrapper
 from ttp.errors import ConfigError, UsageError
+from ttp.processor.uncaught import tell_launcher_of_mistakes
 
 DEFAULT_PORT = 30051
 """Port of the controller if neither program nor launcher gives one: the port of the example in MindSpore's documents.

@@ -10,11 +10,11 @@ from typing import Any
 
 from ttp import session
 from ttp.adapters.mindspore.constraints import SLICING, parallel_mode
-from ttp.adapters.mindspore.exit_code import tell_launcher_of_mistakes
 from ttp.adapters.mindspore.joining import join, optimizer_of
 from ttp.adapters.mindspore.layouts import RankGroups
 from ttp.adapters.mindspore.local_state import Position
 from ttp.errors import ConfigError
+from ttp.processor.uncaught import tell_launcher_of_mistakes
 
 log = logging.getLogger("ttp.adapters.mindspore")
 

@@ -29,9 +29,9 @@ import numpy as np
 from mindspore import Tensor, context, nn, ops
 
 from ttp.adapters.mindspore.constraints import check_optimizer_parallel
-from ttp.adapters.mindspore.exit_code import tell_launcher_of_mistakes
 from ttp.adapters.mindspore.switch import may_be_protected
 from ttp.errors import UsageError
+from ttp.processor.uncaught import tell_launcher_of_mistakes
 
 _STATE = (
     "param_rank optim_filter loss_scale dynamic_weight_decay grad_centralization dynamic_lr global_step is_group "

@@ -10,10 +10,10 @@ from mindspore import nn
 
 from ttp import api, session
 from ttp.adapters.mindspore.adapter import MindSporeAdapter
-from ttp.adapters.mindspore.exit_code import tell_launcher_of_mistakes
 from ttp.adapters.mindspore.wrapper import OptTTPWrapper
 from ttp.core.layout import Layout
 from ttp.errors import UsageError
+from ttp.processor.uncaught import tell_launcher_of_mistakes
 
 
 def wrap(

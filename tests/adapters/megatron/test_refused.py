@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -295,6 +297,26 @@ def test_what_the_adapter_for_torch_asks_has_an_answer() -> None:
     adapter.detach()
 
 
+WRONG = """
+from types import SimpleNamespace
+from ttp.adapters.megatron import training
+from ttp.errors import ConfigError
+def protect(*_, **__):
+    raise ConfigError("Set it to False")
+training.protect = protect
+args = SimpleNamespace(save="kept")
+module = SimpleNamespace(setup_model_and_optimizer=lambda: ([], None, None), train=len, get_args=lambda: args)
+training.install(training=module)
+module.setup_model_and_optimizer()
+"""
+
+
+def test_what_is_refused_in_megatrons_own_program_ends_it_with_64() -> None:
+    """It is raised outside of ``train()``. With 1 a launcher would start the job again, in vain."""
+    ended = subprocess.run([sys.executable, "-c", WRONG], capture_output=True, text=True, check=False)
+    assert (ended.returncode, "ConfigError: Set it to False" in ended.stderr) == (64, True), ended.stderr
+
+
 @pytest.mark.parametrize("loaded", [0, 5, 6])
 def test_an_older_checkpoint_of_ttp_does_not_replace_what_megatron_has_loaded(
     loaded: int, monkeypatch: pytest.MonkeyPatch
@@ -306,6 +328,7 @@ def test_an_older_checkpoint_of_ttp_does_not_replace_what_megatron_has_loaded(
         args.iteration = 5
         return 5
 
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setattr(training, "protect", lambda *_, **__: None)
     monkeypatch.setattr(ttp, "restore", restore)
     monkeypatch.setattr(training, "streams_now", dict)

@@ -1,4 +1,4 @@
-"""Makes a program without ``ttp.ttp_to_persist`` exit with 64 after a configuration error: a restart would not help."""
+"""Makes a program exit with 64 after a configuration error outside of ``train()``: a restart would not help."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _MISTAKES = (ConfigError, RefusedError, UsageError)
 def tell_launcher_of_mistakes() -> None:
     """Make uncaught configuration and usage errors end this process with 64 instead of 1, from now on.
 
-    Call it before each place where such an error may occur: MindSpore's ``init()`` replaces ``sys.excepthook``, which
-    undoes earlier calls.
+    Call it before each place where such an error may occur: a framework may replace ``sys.excepthook``, as MindSpore's
+    ``init()`` does, which undoes earlier calls.
     """
     before = sys.excepthook
     if isinstance(before, _Hook):
