@@ -46,6 +46,10 @@ _MADE_LATE = (
     "%s were added to the model after wrap_optimizer(). ttp.restore() refuses a restarted program until its model has "
     "them: make all layers before wrap_optimizer(), and add only their param groups later"
 )
+_CAST = (
+    "the dtype of %s has changed since wrap_optimizer(): ttp.restore() refuses a restarted program until its model has "
+    "the dtypes of the checkpoint. Cast the model first, then make the optimizer, then call wrap_optimizer()"
+)
 _LIMITED = (
     "no file of this process may be larger than %s bytes (RLIMIT_FSIZE, `ulimit -f`), and this rank may have to write "
     "%s bytes of training state to one file: such a save fails with errno 27. Raise the limit where the job is launched"
@@ -125,6 +129,7 @@ class Trial:
         self._devices = _devices(model)
         fixed = names.buffers.keys() - names.of_any_shape
         self._shapes = {name: tuple(buffer.shape) for name, buffer in names.buffers.items() if name in fixed}
+        self._dtypes = {name: parameter.dtype for name, parameter in names.parameters.items()}
         self._made = {id(parameter) for parameter in names.parameters.values()}
         self._groups = [len(each.param_groups) for each in self._optimizers]
         self._said: set[str] = set()
@@ -144,6 +149,9 @@ class Trial:
         if not self._checked:
             self._checked = True
             self._refuse_replaced()
+            now = self._names.parameters
+            if cast := [name for name, dtype in self._dtypes.items() if name in now and now[name].dtype != dtype]:
+                _log.warning(_CAST, first_of(cast, _LISTED_MAX))
             if self.fresh():
                 self.begins_fresh()
                 if any(map(_has_state, self._optimizers)):

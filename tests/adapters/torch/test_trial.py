@@ -256,6 +256,14 @@ class TestWhatChangesAfterWrapping:
         with pytest.raises(UsageError, match="moved from cuda:0 to cpu after wrap_optimizer"):
             job.step()
 
+    def test_a_model_that_is_cast_is_told_once(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        """A restarted program that restores before it casts was refused: "belongs to another model"."""
+        job = Job(tmp_path).wrap()
+        job.model.double().register_forward_pre_hook(lambda _, inputs: (inputs[0].double(),))
+        job.step(3)
+        (said,) = (text for text in caplog.messages if "dtype" in text)
+        assert said.startswith("the dtype of 0.weight, 0.bias") and "Cast the model first" in said
+
     @pytest.mark.supports("param groups added later")
     def test_a_group_that_is_added_is_saved(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         job = Job(tmp_path).wrap()
