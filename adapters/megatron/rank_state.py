@@ -42,7 +42,7 @@ class Progress:
         optimizers: Megatron's optimizers, without chains.
     """
 
-    ttp_completes_itself = True  # what the loop counts after the update is added beforehand
+    ttp_completes_itself = True  # the running iteration is added to the counters, and replicas lend the loss scale
 
     def __init__(self, args: Any, optimizers: Sequence[Any]) -> None:
         self._args = args
