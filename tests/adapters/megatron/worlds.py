@@ -23,6 +23,7 @@ import ttp
 from tests.adapters.megatron import shims
 from tests.adapters.megatron.gpt import Shape, Training
 from tests.adapters.megatron.hurting import Hurt
+from tests.adapters.torch.stub_processor import Stateful
 
 
 def _directory() -> Path:
@@ -199,35 +200,22 @@ def summary(training: Training) -> dict[str, str]:
     }
 
 
-class Count:
-    """A number of the loop."""
-
-    def __init__(self) -> None:
-        self.value = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.value = state["value"]
-
-
 @ttp.ttp_to_persist
 def counting(steps: int) -> None:
     """Train with two numbers of the loop: it raises one before each forward pass, and one after each update."""
     from ttp.adapters.megatron import protect
 
     _join("counting", Shape())
-    training, early, late = Training(Shape(instances=2)), Count(), Count()
+    training, early, late = Training(Shape(instances=2)), Stateful(value=0), Stateful(value=0)
     counts = {"early": early, "late": late}
     save_dir = _directory() / "checkpoints"
     protect(
         training.chunks, training.optimizer, training.scheduler, training.args, save_dir=save_dir, extra_state=counts
     )
     for _ in range(steps):
-        early.value += 1
+        early.state["value"] += 1
         training.step()
-        late.value += 1
+        late.state["value"] += 1
     dist.barrier()
 
 
