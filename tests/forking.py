@@ -1,11 +1,13 @@
 """Forks processes from one that has imported torch: a start costs a tenth of a second, not three to five.
 
 The ranks of launchers that are forked here are forked too, from their first start, as in a warm restart. If
-``TTP_CONTINUITY`` is set, their first start is cold, as it is for users.
+``TTP_CONTINUITY`` is set, their first start is cold, as it is for users. The controllers of forked processes are always
+forked.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import json
 import multiprocessing
@@ -18,13 +20,14 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver, popen_forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from ttp.config import Config
-from ttp.launch import host
+from ttp.launch import controller_process, host
 from ttp.launch.warm import template
 from ttp.launch.warm.rules import digest
 from ttp.launch.warm.starter import Ready, WarmStarter
@@ -42,8 +45,10 @@ PRELOAD = [
     "ttp.api",
     "ttp.controller.driver",
     "ttp.controller.service",
+    "ttp.controller.spans",
     "ttp.launch.agent",
     "ttp.launch.warm.template",
+    "ttp.mindio.protocol.handler_recovery",
     "ttp.processor.processor",
     "ttp.adapters.torch.adapter",
     "ttp.adapters.torch.sharding.replicated_optimizer",
@@ -72,9 +77,22 @@ def fork(target: Callable[..., None], arguments: tuple[object, ...], *, daemon: 
         shared._forkserver_address, shared._forkserver_alive_fd = os.environ[SERVER], os.pipe()[1]
         shared.ensure_running = resource_tracker.ensure_running
     _server.set_forkserver_preload(PRELOAD)
-    process = _server.Process(target=target, args=arguments, daemon=daemon)
+    forkserver.ensure_running()
+    process = _server.Process(target=_begin, args=(shared._forkserver_address, target, arguments), daemon=daemon)
     process.start()
     return process
+
+
+def _begin(server: str, target: Callable[..., None], arguments: tuple[object, ...]) -> None:
+    """Call ``target`` in a process whose controllers are forked from that server, too."""
+    shared: Any = forkserver._forkserver
+    shared._forkserver_address, shared.ensure_running = server, resource_tracker.ensure_running
+    popen: Any = popen_forkserver  # else a controller would first import the main module, a training program perhaps
+    popen.spawn = SimpleNamespace(get_preparation_data=lambda _name: {"sys_path": sys.path})
+    place: Any = controller_process
+    names = {name: getattr(subprocess, name) for name in ("DEVNULL", "TimeoutExpired")}
+    place.subprocess = SimpleNamespace(Popen=ForkedController, **names)
+    target(*arguments)
 
 
 class ForkedPython:
@@ -129,8 +147,28 @@ class ForkedPython:
         self.send_signal(signal.SIGKILL)
 
 
+class ForkedController(ForkedPython):
+    """A controller, started as ``subprocess.Popen`` would. /proc shows its command, and whose it is.
+
+    To ``multiprocessing`` it is no child of its caller, which may be daemonic, and does not wait for it at its end.
+    """
+
+    def __init__(self, command: Sequence[str], *, stdout: int, env: dict[str, str], **_: object) -> None:
+        log, done = Path(f"/proc/self/fd/{stdout}").readlink(), len(controller_process.COMMAND)
+        arguments = ("ttp.controller", command[done:], env, log, Path.cwd(), (), command)
+        process: Any = _server.Process(target=_main, args=arguments, daemon=False)
+        process._popen = popen_forkserver.Popen(process)
+        self._process = process
+
+
 def _main(
-    program: str | Path, arguments: list[str], env: dict[str, str], log: Path, cwd: Path, imports: Sequence[str]
+    program: str | Path,
+    arguments: list[str],
+    env: dict[str, str],
+    log: Path,
+    cwd: Path,
+    imports: Sequence[str],
+    shown: Sequence[str] = (),
 ) -> None:
     multiprocessing.set_start_method("fork", force=True)  # the default of a fresh one, for workers of loaders
     os.setsid()
@@ -139,6 +177,8 @@ def _main(
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), stream)
     os.environ.clear()
     os.environ |= env | {"JOB_LAUNCHER_PID": str(os.getpid())}
+    if shown:
+        _show(shown)
     sys.path[:0] = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", *sys.path)]
     sys.argv = [str(program), *arguments]
     forking: AbstractContextManager[None] = nullcontext()
@@ -149,9 +189,21 @@ def _main(
             from ttp.launch.warm import torch_workers
 
             forking = torch_workers.forking(starter(Config(), log.parent))
-    _register_plugins()
+    if program == "torch.distributed.run":
+        _register_plugins()
     with forking:
         _run(program)
+
+
+def _show(command: Sequence[str]) -> None:
+    """Write a command, and the variables by which tests find processes, over those that /proc shows of this process."""
+    begin, end, begin_env, end_env = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:49])
+    variables = [f"{name}={os.environ[name]}" for name in ("TTP_RUN_DIR", "JOB_DIR") if name in os.environ]
+    for words, start, last in ((command, begin, end), (variables, begin_env, end_env)):
+        said = b"".join(os.fsencode(word) + b"\0" for word in words)
+        assert len(said) <= last - start, f"{len(said)} bytes do not fit in {last - start}"
+        ctypes.memset(start, 0, last - start)
+        ctypes.memmove(start, said, len(said))
 
 
 def _run(program: str | Path) -> None:

@@ -174,6 +174,12 @@ class Job:
         raise AssertionError(f"version {version} was not reached:\n{self.story()}")
 
 
+def processes(module: str, argument: object) -> list[psutil.Process]:
+    """Return the processes that run this module with this argument."""
+    words = {module, str(argument)}
+    return [process for process in psutil.process_iter(["cmdline"]) if words <= set(process.info["cmdline"] or ())]
+
+
 MakeJob = Callable[..., Job]
 Unbroken = Callable[[Job], list[dict[str, Any]]]
 """Returns the results of the same job without ttp and faults; see conftest.py."""

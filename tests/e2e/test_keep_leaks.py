@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.e2e.harness import Job, MakeJob
+from tests.e2e.harness import Job, MakeJob, processes
 from tests.e2e.test_keep import KEEP, again, met
 from tests.waiting import until
 from ttp.processor import import_list
@@ -86,10 +86,10 @@ def settled(job: Job, wanted: Counter[str], threads: Counter[str]) -> None:
 def of_all(job: Job) -> dict[str, Held]:
     """Return what each long-lived process holds: the launcher, its helpers, and rank 0, which is never killed here."""
     launcher = psutil.Process(job.processes[0].pid)
-    found = {"launcher": launcher, "rank 0": psutil.Process(met(job)[0])}
+    (controller,) = processes("ttp.controller", job.directory / "run")
+    found = {"launcher": launcher, "rank 0": psutil.Process(met(job)[0]), "controller": controller}
     for child in launcher.children(recursive=True):
-        words = " ".join(child.cmdline())
-        found |= {name: child for name in ("ttp.controller", "warm.template") if name in words}
+        found |= {name: child for name in ("warm.template",) if name in " ".join(child.cmdline())}
     return {name: held(process.pid) for name, process in found.items()}
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests.disks.bad_disk import BadDisk, Rule
 from tests.e2e import shards
-from tests.e2e.harness import Job, MakeJob, Unbroken
+from tests.e2e.harness import Job, MakeJob, Unbroken, processes
 from tests.e2e.test_keep import KEEP, KILL, again
 from tests.waiting import until
 from ttp.store.catalog import find_whole
@@ -156,20 +156,9 @@ def test_nobody_leaves_with_75_before_it_is_durable(job: Job, bad_disk: BadDisk)
     assert versions(job) == [5] and job.committed() == [5], job.story()
 
 
-def named(process: psutil.Process, word: str) -> bool:
-    try:
-        return word in process.cmdline()
-    except psutil.Error:
-        return False
-
-
 def writers(job: Job) -> list[psutil.Process]:
     """Return the processes that copy the checkpoint to the storage."""
     return processes("ttp.launch.shadow", held(job).root)
-
-
-def processes(module: str, argument: object) -> list[psutil.Process]:
-    return [p for p in psutil.process_iter() if named(p, module) and named(p, str(argument))]
 
 
 @pytest.mark.slow

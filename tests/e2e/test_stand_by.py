@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.e2e.harness import Job, MakeJob, Unbroken
+from tests.e2e.harness import Job, MakeJob, Unbroken, processes
 from tests.waiting import until
 from ttp.processor.local_state.pages import Page, page_name, read_page
 
@@ -57,7 +57,9 @@ def await_version(job: Job, version: int) -> None:
 def without_power(job: Job, host: str) -> None:
     """Kill all processes of this host at once."""
     launcher = psutil.Process(job.processes[job.hosts.index(host)].pid)
+    run_dir = job.directory / "run" / host
     lost = [launcher, *launcher.children(recursive=True)]
+    lost += [each for place in (run_dir, run_dir / "standby") for each in processes("ttp.controller", place)]
     for process in lost:  # nobody sees the end of another one
         process.suspend()
     for process in lost:
