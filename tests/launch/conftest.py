@@ -130,8 +130,8 @@ class Controller:
     def __init__(self, port: int, run_dir: Path, env: dict[str, str]) -> None:
         self.port, self.run_dir = port, run_dir
         run_dir.mkdir(mode=0o700, exist_ok=True)
-        command = [sys.executable, str(HERE / "stub_controller.py"), "--port", str(port), "--run-dir", str(run_dir)]
-        self.process = subprocess.Popen(command, env=env, start_new_session=True)
+        arguments = ["--port", port, "--run-dir", run_dir]
+        self.process = ForkedPython(HERE / "stub_controller.py", arguments, env, run_dir / "stub.log")
         until(lambda: (run_dir / "started").exists() or self.process.poll() is not None, PATIENCE_S)
         assert self.process.poll() is None
 
