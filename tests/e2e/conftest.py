@@ -58,7 +58,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dic
     known: dict[Any, list[dict[str, Any]]] = {}
 
     def results(job: Job) -> list[dict[str, Any]]:
-        names = "JOB_WIDE", "JOB_KIND", "JOB_OVERFLOW"
+        names = "JOB_KIND", "JOB_OVERFLOW"
         env: dict[str, str] = {name: job.env[name] for name in names if name in job.env}
         key = (job.ranks, job.steps, job.script.stem, *env.items())
         if key not in known:

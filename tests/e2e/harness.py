@@ -199,14 +199,13 @@ def newest_of_survivors(job: Job, life: int, dead: set[int]) -> int:
     return max(versions)
 
 
-def watch_events(job: Job, replay: int = 0) -> Iterator[tuple[str, dict[str, Any]]]:
+def watch_events(job: Job) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the controller's events as ``(kind, facts)`` until the controller ends."""
     deadline = time.monotonic() + 60
     while True:
         channel = open_channel("127.0.0.1", job.port)
         try:
-            request = pb.WatchEventsRequest(replay=replay)
-            for event in stub(channel).WatchEvents(request, metadata=metadata(job.token())):
+            for event in stub(channel).WatchEvents(pb.WatchEventsRequest(), metadata=metadata(job.token())):
                 yield event.kind, json.loads(event.json)
             return
         except grpc.RpcError:

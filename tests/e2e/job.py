@@ -2,8 +2,8 @@
 
 Environment: ``JOB_DIR`` (outputs), ``JOB_STEPS``, ``JOB_FAULTS`` (JSON list, each fault happens once per directory:
 ``{"id", "rank" or "ranks", "step", "phase", "action"}``; ``"when"``: not before this file exists; ``"launch"``: in this
-launch only, as torchelastic counts them, as a string). ``JOB_AGAIN``: see ``misbehave``. ``JOB_DIES_SAVING``: a rank;
-see ``die_saving``.
+launch only, as torchelastic counts them, as a string). ``JOB_AGAIN``: see ``misbehave``. ``JOB_DIES_SAVING``: a rank
+that dies, and ``JOB_WAITS_SAVING``: a file for which each rank waits, in the middle of a save; see ``halt_saving``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +63,8 @@ class Injector:
                 marker = JOB_DIR / "done" / f"{fault['id']}.{RANK}"
                 if marker.exists():
                     continue
-                while "when" in fault and not (JOB_DIR / fault["when"]).exists():
-                    time.sleep(0.01)
+                if "when" in fault:
+                    wait_for(fault["when"])
                 while fault.get("abreast") and len(list(JOB_DIR.glob(f"{fault['id']}.* is here"))) < WORLD:
                     time.sleep(0.001)
                 marker.parent.mkdir(exist_ok=True)
@@ -114,19 +114,26 @@ def half_a_message() -> None:
     os.kill(os.getpid(), signal.SIGKILL) if RANK else work.wait()
 
 
-def die_saving() -> None:
-    """Kill this rank in the middle of the first part of a shard that it writes."""
-    stock, marker = HashingFile.write, JOB_DIR / "died_saving"
+def halt_saving(halt: Callable[[], None]) -> None:
+    """Call ``halt`` once, in the middle of the first shard that this rank writes. A file ``saving.RANK`` names it."""
+    stock, marker = HashingFile.write, JOB_DIR / f"saving.{RANK}"
 
     def write(self: HashingFile, data: Any, /) -> int:
-        if "of" in self.path.name and self.path.suffix == ".distcp" and not marker.exists():
-            marker.write_text(self.path.name)
-            stock(self, memoryview(data)[: memoryview(data).nbytes // 2])
-            self.flush()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return stock(self, data)
+        if self.path.suffix != ".distcp" or marker.exists():
+            return stock(self, data)
+        view = memoryview(data).cast("B")
+        done = stock(self, view[: len(view) // 2])
+        self.flush()
+        marker.write_text(self.path.name)
+        halt()
+        return done + stock(self, view[done:])
 
-    HashingFile.write = write  # type: ignore[method-assign] # in this process only, which dies of it
+    HashingFile.write = write  # type: ignore[method-assign] # in this process only
+
+
+def wait_for(file: str) -> None:
+    while not (JOB_DIR / file).exists():
+        time.sleep(0.01)
 
 
 def wait_for_ever() -> None:
@@ -176,10 +183,9 @@ def send_all() -> None:
 
 def build() -> nn.Module:
     torch.manual_seed(1)
-    wide = int(os.environ.get("JOB_WIDE", "32"))
     return nn.Sequential(
-        nn.Linear(16, wide), nn.BatchNorm1d(wide), nn.ReLU(), Watched(injector), nn.Dropout(0.2),
-        nn.Linear(wide, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 4),
+        nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), Watched(injector), nn.Dropout(0.2),
+        nn.Linear(32, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 4),
     )  # fmt: skip
 
 
@@ -362,7 +368,9 @@ def main() -> None:
     if "JOB_TRANSFER" in os.environ:
         send_all()
     if os.environ.get("JOB_DIES_SAVING") == str(RANK):
-        die_saving()
+        halt_saving(DEEDS["kill"])
+    if "JOB_WAITS_SAVING" in os.environ:
+        halt_saving(lambda: wait_for(os.environ["JOB_WAITS_SAVING"]))
     dist.init_process_group("gloo", init_method=os.environ.get("JOB_STORE"), rank=RANK, world_size=WORLD)
     train()
     dist.barrier()

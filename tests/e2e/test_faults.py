@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.forked import ForkedJob
-from tests.e2e.harness import Job, MakeJob, Unbroken, newest_of_survivors, two_nodes, watch_events
+from tests.e2e.harness import Job, MakeJob, Unbroken, newest_of_survivors, two_nodes
 from tests.ports import free_port
 from tests.waiting import until
 from ttp.cli.main import main
@@ -120,18 +120,14 @@ def kill_controller(job: Job) -> None:
     until(another_leads, story=job.story)
 
 
-WIDE = {"JOB_WIDE": "200000"}
-"""About 120 MB of weights and moments: a save that can be met half-way."""
-
-
 @pytest.mark.parametrize("whom", ["saver", pytest.param("bystander", marks=pytest.mark.slow)])
 def test_another_rank_dies_while_one_saves(forked_job: MakeForked, unbroken: Unbroken, whom: str) -> None:
     fault = {"id": "first", "rank": 2, "step": 2, "phase": "backward", "action": "kill"}
-    job = forked_job(ranks=3, steps=4, env=WIDE, faults=[fault]).begin()
-    facts = next(facts for kind, facts in watch_events(job, replay=1000) if kind == "plan")
-    saver = int(facts["savers"]["model"])
+    job = forked_job(ranks=3, steps=4, env={"JOB_WAITS_SAVING": "the other is dead"}, faults=[fault]).begin()
+    (saver,) = until(lambda: [rank for rank in (0, 1) if (job.directory / f"saving.{rank}").exists()], story=job.story)
     dead = saver if whom == "saver" else 1 - saver
     job.kill(dead)
+    (job.directory / "the other is dead").touch()
     codes = job.end(TIMEOUT_S / 3)
     assert [codes[rank] for rank in (dead, 2, 1 - dead)] == [-9, -9, 75], job.story()
     (incident,) = job.incidents()
@@ -239,7 +235,7 @@ def test_a_saver_is_killed_in_the_middle_of_its_part(forked_job: MakeForked, unb
     assert job.live(TIMEOUT_S / 3) == [75, -9, 75, -9], job.story()
     assert job.live(TIMEOUT_S / 3) == [0] * 4, job.story()
     assert_saved_and_identical(job, unbroken, [{1, 3}])
-    begun = (job.directory / "died_saving").read_text()
+    begun = (job.directory / "saving.3").read_text()
     checkpoint = job.directory / "checkpoints" / f"tft_saved_checkpoints-step_{job.committed()[0]}"
     pieces = {p.shard: p for p in Manifest.load(checkpoint).pieces if p.kind == "shard"}
     assert sorted(pieces) == ["model#1/3", "model#2/3", "model#3/3"]
