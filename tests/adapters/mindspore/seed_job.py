@@ -55,6 +55,8 @@ def watched(killers: list[Killer]) -> None:
 if __name__ == "__main__":
     ms.set_seed(SEED)
     ds.config.set_seed(SEED)
+    if "JOB_WAITS" in os.environ:
+        ms.set_context(pynative_synchronize=True)
     os.environ["DATA_PATH"] = str(mnist_files.write(Path("MNIST_Data/train"), IMAGES))
     watched(kills())
     sys.argv[0] = str(Path(__file__).with_name("seed_power_off.py"))

@@ -18,16 +18,19 @@ EPOCH = 4
 EPOCHS = 5
 
 
-def launch(directory: Path, workers: int, kills: list[Kill], *arguments: str) -> Job:
+def launch(directory: Path, workers: int, kills: list[Kill], *arguments: str, **env: str) -> Job:
     """Start the program as a user does who knows only the launcher of ttp."""
-    job = Job(directory, workers, kills, list(arguments), 0, HERE / "seed_job.py", ["--mindio"])
+    job = Job(directory, workers, kills, list(arguments), 0, HERE / "seed_job.py", ["--mindio"], env)
     return job.run(RUN_S, ends=75 if kills else 0)
 
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """The job without kills, of two workers in PyNative mode: graph mode differs in the last bits."""
-    job = launch(tmp_path_factory.mktemp("unbroken"), 2, [], "--mode=pynative")
+    """The job without kills, of two workers in PyNative mode: graph mode differs in the last bits.
+
+    It waits for each operator: MindSpore's threads spin while they wait for each other, which takes most of the time.
+    """
+    job = launch(tmp_path_factory.mktemp("unbroken"), 2, [], "--mode=pynative", JOB_WAITS="1")
     assert sorted(job.steps[0]) == list(range(1, EPOCH * EPOCHS + 1))
     return job
 
