@@ -6,24 +6,20 @@ import multiprocessing
 import statistics
 import tempfile
 import time
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from benchmarks.copy_receiver import take
 from benchmarks.result import Result, median_of, time_us
 from benchmarks.world import protected, scratch
 from ttp import session
 from ttp.api import wrap_optimizer
-from ttp.config import Config
 from ttp.core.copy_messages import CopyTo
 from ttp.core.layout import Rank
 from ttp.core.rank.events import CopyMade
 from ttp.processor.copies.copier import Copying
-from ttp.processor.copies.store import CopyStore
-from ttp.processor.copies.transfer import Receiver
 
 STEP_S = 0.05
 EVERY = 10
@@ -36,7 +32,7 @@ def run(quick: bool) -> list[Result]:
     """Measure one training rank, with a process that receives its copies; blocks with copies on and off alternate."""
     with scratch() as directory, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         ours, theirs = multiprocessing.Pipe()
-        buddy = multiprocessing.get_context("spawn").Process(target=_take, args=(theirs, memory), daemon=True)
+        buddy = multiprocessing.get_context("spawn").Process(target=take, args=(theirs, memory), daemon=True)
         buddy.start()
         with protected(directory, TTP_BUDDY_EVERY=str(EVERY)) as save_dir:
             try:
@@ -47,14 +43,6 @@ def run(quick: bool) -> list[Result]:
                 return results
             finally:
                 buddy.kill()
-
-
-def _take(answer: Connection, memory: str) -> None:
-    """Receive copies, as the process that plays the other host. Sends its port to ``answer``."""
-    receiver = Receiver(Config(), "none")
-    receiver.store = CopyStore(Path(memory), 1)
-    answer.send(receiver.port)
-    time.sleep(3600)
 
 
 def _measure(save_dir: str, address: str, megabytes: int, blocks: int, rounds: int) -> list[Result]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,18 +25,15 @@ WITH_TORCH = ["steady", "keep", "buddy", "save", "gpu"]
 
 @pytest.mark.timeout(900)
 def test_groups_that_import_torch_run(tmp_path: Path) -> None:
-    """All run in one process, as users run them, because imports take most of the time of a small one."""
+    """All run in one process, as users run them."""
     names = [name for name in WITH_TORCH if not (name == "gpu" and no_gpu())]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", *names, "--quick", "--json", str(tmp_path / "results.json")],
-        cwd=ROOT,
-        env={k: v for k, v in os.environ.items() if not k.startswith("TTP_")},
-        capture_output=True,
-        text=True,
-        timeout=800,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    arguments = [*names, "--quick", "--json", tmp_path / "results.json"]
+    env = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")}
+    process = ForkedPython("benchmarks", arguments, env, log := tmp_path / "log", cwd=ROOT)
+    try:
+        assert process.wait(800) == 0, log.read_text()[-4000:]
+    finally:
+        process.kill()
     check(tmp_path / "results.json", names)
 
 
