@@ -23,7 +23,7 @@ from pathlib import Path
 import xxhash
 
 from ttp.errors import CheckpointError
-from ttp.mindspore_files.file_messages import BYTES, parse, text, varint
+from ttp.mindspore_files.file_messages import BYTES, DIMS_MAX, parse, text, varint
 from ttp.store.digest import Progress
 from ttp.store.plain_file import open_plain
 
@@ -319,7 +319,7 @@ def _tensor_head(source: _Source, end: int, name: str) -> tuple[str, tuple[int, 
         if key == _key(3):
             told = parse("TensorHead", head)
             dims = tuple(told.dims)
-            if any(extent < 0 for extent in dims) or not told.tensor_type:
+            if len(dims) > DIMS_MAX or any(extent < 0 for extent in dims) or not told.tensor_type:
                 raise ValueError(f"{name:.80} has the shape {list(dims)!r:.80}, or no type")
             return told.tensor_type, dims, source.length(end)
         head += varint(key)

@@ -17,6 +17,9 @@ from google.protobuf.message_factory import GetMessageClass
 BYTES = 2
 """The protobuf wire type of messages, strings and bytes."""
 
+DIMS_MAX = 64
+"""Largest number of dimensions of a tensor; numpy has no more. The product of many large ones would take minutes."""
+
 _PACKAGE = "ttp.mindspore_files"
 _MESSAGES = {
     "Ranks": {1: "repeated uint64 dim"},

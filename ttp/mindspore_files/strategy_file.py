@@ -23,13 +23,12 @@ from typing import Any
 from ttp.core.layout import WORLD_SIZE_MAX
 from ttp.errors import CheckpointError, ToldAs, UsageError, strerror_of
 from ttp.mindspore_files import group_info
-from ttp.mindspore_files.file_messages import parse, text
+from ttp.mindspore_files.file_messages import DIMS_MAX, parse, text
 from ttp.mindspore_files.tensor_layout import Shape, TensorLayout, problems
 from ttp.store.json_text import parse_json
 from ttp.store.plain_file import read_plain
 
 SIZE_MAX = 1 << 30
-DIMS_MAX = 64
 SUFFIXES = (".ckpt", ".json", ".pb")
 
 _MERGED = re.compile(r"(\d{1,6})-(.+)", re.DOTALL | re.ASCII)

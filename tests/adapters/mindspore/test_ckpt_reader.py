@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 import xxhash
 
 from ttp.errors import CheckpointError
-from ttp.mindspore_files.ckpt_reader import CkptContents, read_contents
+from ttp.mindspore_files.ckpt_reader import CkptContents, index, read_contents
+from ttp.mindspore_files.file_messages import BYTES, DIMS_MAX, varint
 
 pytestmark = pytest.mark.xdist_group("mindspore-files")
 
@@ -111,6 +113,21 @@ def test_what_is_no_checkpoint(data: bytes, tmp_path: Path) -> None:
     path.write_bytes(data)
     with pytest.raises(CheckpointError, match="is damaged"):
         read_contents(path)
+
+
+def test_a_shape_with_more_dimensions_than_a_tensor_can_have(tmp_path: Path) -> None:
+    """The product of thousands of large extents takes minutes."""
+    path = tmp_path / "x.ckpt"
+    for count, fits in ((DIMS_MAX, True), (DIMS_MAX + 1, False)):
+        head = field(1, bytes([1] * count)) + field(2, b"Float32")
+        path.write_bytes(field(1, field(1, b"w") + field(2, head + field(3, bytes(4)))))
+        for read in (read_contents, index):
+            with nullcontext() if fits else pytest.raises(CheckpointError, match="w has the shape"):
+                read(path)
+
+
+def field(number: int, content: bytes) -> bytes:
+    return varint(number << 3 | BYTES) + varint(len(content)) + content
 
 
 def test_what_cannot_be_read(tmp_path: Path) -> None:
