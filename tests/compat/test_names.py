@@ -110,10 +110,11 @@ def test_the_table_of_exceptions(text: str, state: str) -> None:
 
 
 def test_a_programs_own_handler_may_say_any_kind_and_nonsense_is_unknown() -> None:
-    said = {"by its name": "HBM MULTI BIT ECC can't repair", "by another": "OTHER", "nonsense": "weather"}
+    said: dict[str, Any] = {"by its name": "HBM MULTI BIT ECC can't repair", "by another": "OTHER"}
+    said |= {"nonsense": "weather", "what is no text": ["OTHER"]}
     tft.tft_register_exception_handler("ODD", "RS_RETRY", lambda text: said[text.removeprefix("ODD ")])
     found = [catching.TABLE.classify(f"ODD {text}").name for text in said]
-    assert found == ["RS_UCE_CORRUPTED", "RS_UNKNOWN", "RS_UNKNOWN"]
+    assert found == ["RS_UCE_CORRUPTED", "RS_UNKNOWN", "RS_UNKNOWN", "RS_UNKNOWN"]
 
 
 @pytest.mark.parametrize(

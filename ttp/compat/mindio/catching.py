@@ -83,7 +83,7 @@ class Table:
                 except Exception:  # the program's own error must not hide the one that has to be reported
                     log.exception("the handler for %r raised: the fault counts as unknown", pattern)
                     kind = OTHER
-                if kind not in self.states:
+                if kind not in list(self.states):  # it may have no hash
                     log.error("the handler for %r returned %r, which is not a known kind of fault", pattern, kind)
                     kind = OTHER
                 return self._usable(self.states[kind])
