@@ -8,7 +8,8 @@ from pathlib import Path
 _COLLECTIVE = re.compile(
     r"gloo|nccl|hccl|mccl|ProcessGroup|Connection (closed|reset) by peer|connectFullMesh|DistStoreError|"
     r"DistNetworkError|DistBackendError|TCPStore|AllReduce|Broken pipe|Socket Timeout|Timed out waiting \d+ms|"
-    r"caused pair closure|the barrier before the update broke",
+    r"caused pair closure|the barrier before the update broke|"
+    r"kernel failed[^:]*: ?\S*\b(All(Gather|toAll)V?C?|Reduce(ScatterV?)?|Broadcast|Barrier|Send|Receive)-op",
     re.IGNORECASE,
 )
 _LIBRARIES = ("torch", "ttp")
