@@ -301,3 +301,14 @@ def test_a_restart_of_a_saved_job_loses_nothing_until_a_rank_has_joined(
     host.leases.arm(os.getpid())
     host.look({})
     assert not host.saved_before
+
+
+@pytest.mark.parametrize(("code", "left"), [(None, True), (75, True), (0, False)])
+def test_a_host_whose_ranks_were_moved_leaves_also_when_the_job_fails_right_after(
+    host: Host, monkeypatch: pytest.MonkeyPatch, code: int | None, left: bool
+) -> None:
+    """Ranks that were moved have ended with 0; otherwise their launcher would wait for other hosts at the end."""
+    answer = GetVerdictResponse(code=code, drained=[socket.gethostname()])
+    monkeypatch.setattr(job_verdict, "_ask", lambda *_: answer)
+    host.before_workers("127.0.0.1", first_node=False)
+    assert host.is_moved() is left

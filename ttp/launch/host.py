@@ -224,9 +224,10 @@ class Host:
         return bool(drained) if or_another else self._name in drained
 
     def is_moved(self) -> bool:
-        """Return whether this host was drained while the job still trains, so that its ranks are on another host."""
+        """Return whether this host was drained before the job was over, so that its ranks are on another host."""
         answer = self._verdict()
-        return answer is not None and self._name in answer.drained and not answer.HasField("code")
+        over = answer is not None and answer.HasField("code") and answer.code == EXIT_TRAINED
+        return answer is not None and self._name in answer.drained and not over
 
     def _verdict(self) -> Any:
         """Return the job's verdict, as ``ask_verdict`` does; None also before this host has started ranks."""
