@@ -43,28 +43,32 @@ def started(make_job: MakeJob, faults: list[dict[str, Any]], **env: str) -> Job:
     return job.start()
 
 
+def told(job: Job) -> str:
+    """Return what the controllers have logged. The controller may be on either host, as they share an address."""
+    logs = [job.directory / "run" / host / "controller.log" for host in HOSTS[1:]]
+    return "\n".join(sorted(line for log in logs if log.exists() for line in log.read_text().splitlines()))
+
+
 def drained(job: Job) -> str:
     """Return the first host of rank 2. It is not known beforehand, because launchers start at the same time.
 
-    Waits until the standby host has offered itself. The controller may be on either host, as they share an address.
+    Waits until the standby host has offered itself.
     """
-    logs = [job.directory / "run" / host / "controller.log" for host in HOSTS[1:]]
-
-    def known() -> str:
-        return "\n".join(sorted(line for log in logs if log.exists() for line in log.read_text().splitlines()))
-
-    until(lambda: " offered " in known(), 90, lambda: story(job))
-    first = re.search(r' joined {"rank": 2, "host": "(\w+)"', known())
-    assert first is not None, known()
+    until(lambda: " offered " in told(job), 90, lambda: story(job))
+    first = re.search(r' joined {"rank": 2, "host": "(\w+)"', told(job))
+    assert first is not None, told(job)
     return first[1]
 
 
 def move(job: Job) -> None:
-    """Drain the host of ranks 2 and 3 when another host offers itself. Rank 0 continues after they have been moved."""
+    """Drain the host of ranks 2 and 3 when another host offers itself. Rank 0 continues when all are asked to stand.
+
+    If it continued as soon as the new processes exist, the job could be at its last step before they are ready.
+    """
     until(lambda: any(note["what"] == "train" for note in notes(job, 3)), 90, lambda: story(job))
     said = job.ttp("report-fault", "--host", drained(job), "--drain", "--token", "secret")
     assert (said.returncode, "are moved to a host that stands by" in said.stdout) == (0, True), said.stderr + story(job)
-    until(lambda: all(len(pids(job, rank)) == 2 for rank in (2, 3)), 90, lambda: story(job))
+    until(lambda: ' round {"round": "hold"' in told(job), 90, lambda: story(job))
     (job.directory / "go").touch()
 
 
