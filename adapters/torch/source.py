@@ -392,8 +392,7 @@ def _module_state(module: nn.Module, image: Image | None) -> dict[str, Any]:
     if image is None:
         return state
     live = {_place(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
-    copied: dict[str, Any] = tree_map_only(Tensor, lambda value: image.of(live.get(_place(value), value)), dict(state))
-    return copied
+    return dict(tree_map_only(Tensor, lambda value: image.of(live.get(_place(value), value)), dict(state)))
 
 
 def _place(tensor: Tensor) -> tuple[Hashable, ...]:
