@@ -64,7 +64,7 @@ class Model(Invariants):
         repeats: number of messages that may arrive twice.
         rival: a standby controller exists.
         gradients: ranks at the closed gate, or frozen in the barrier, can make the update on request.
-        leaves: number of ranks that may leave the closed gate for good, before an order to update comes.
+        leaves: number of ranks that may leave the closed gate for good, also with an order to update.
         preimages: ranks that have made the update can undo it.
         kept: every rank can read a copy of the first version of every shard.
         late: a rank that has to connect again may take longer than the grace period.
@@ -93,9 +93,9 @@ class Model(Invariants):
         uneven: int | None = None,
     ) -> None:
         self.stripes, self.uneven = stripes, uneven
-        self.layout, self.kills, self.hanging, self.eager = layout, kills, hanging, eager
-        self.breaks, self.takeovers, self.repeats, self.late = breaks, takeovers, repeats, late
-        self.rival, self.gradients, self.leaves, self.preimages = rival, gradients, leaves, preimages
+        self.layout, self.hanging, self.eager, self.late = layout, hanging, eager, late
+        self.rival, self.gradients, self.preimages = rival, gradients, preimages
+        self._left = {"kills": kills, "breaks": breaks, "takeovers": takeovers, "repeats": repeats, "leaves": leaves}
         self.copies = tuple(m.KeptCopy(r, BASE) for r in sorted(keepers(layout))) if kept else ()
         self.kept = tuple((shard, BASE) for shard in layout.groups) if kept else ()
         self.world = layout.world_size
@@ -141,26 +141,19 @@ class Model(Invariants):
             self._talk(controller, ranks, r, ev.StreamUp())
         for machine in ranks:
             machine.on_event(ev.Observed(BASE, m.Phase.IDLE), 0.0)
-        n = self.world
-        first = self.machines.number(controller)
-        second = self._fresh(1, 0.0) if self.rival else GONE
         return State(
-            controllers=(first, second),
+            controllers=(self.machines.number(controller), self._fresh(1, 0.0) if self.rival else GONE),
             ranks=tuple(map(self.machines.number, ranks)),
-            exits=(None,) * n,
-            streams=tuple(2 * r + 2 for r in range(n)),
-            up=((),) * n,
-            down=((),) * n,
-            gates=(Gate(),) * n,
-            jobs=((),) * n,
+            exits=(None,) * self.world,
+            streams=tuple(2 * r + 2 for r in range(self.world)),
+            up=((),) * self.world,
+            down=((),) * self.world,
+            gates=(Gate(),) * self.world,
+            jobs=((),) * self.world,
             durable=frozenset(),
             committed=(),
-            kills=self.kills,
-            breaks=self.breaks,
-            takeovers=self.takeovers,
-            repeats=self.repeats,
-            leaves=self.leaves,
-            opened=n,
+            **self._left,
+            opened=self.world,
             now=0.0,
         )
 
@@ -245,8 +238,15 @@ class Model(Invariants):
             yield f"the stream of {r} breaks", self._break(fewer, r, keep=True)
             if state.up[r]:
                 yield f"the stream of {r} breaks and loses", self._break(fewer, r, keep=False)
-        if state.leaves and state.gates[r].parked and not state.gates[r].admitted:
-            yield f"{r} leaves the gate", state._replace(leaves=state.leaves - 1).at_gate(r, parked=False, away=True)
+        if state.leaves and state.gates[r].parked:
+            yield f"{r} leaves the gate", self._leave(state, r)
+
+    def _leave(self, state: State, r: int) -> State:
+        left = state._replace(leaves=state.leaves - 1).at_gate(r, parked=False, admitted=False, away=True)
+        if state.gates[r].admitted:
+            self.not_redone += 1
+            left = self._quiet(self._processor(left, r, ev.NotRedone("it has left the gate")), r)
+        return left
 
     def _break(self, state: State, r: int, *, keep: bool) -> State:
         return self._processor(state.cut(r, keep=keep), r, ev.StreamDown("broken"))

@@ -123,7 +123,7 @@ def test_updates_that_are_made_or_unmade_on_request(hanging: set[int], more: dic
 )
 def test_an_update_that_cannot_be_made_after_all(hanging: set[int], saved: bool) -> None:
     """Another rank makes it, or the version before is saved, which the rank still holds, if its other shard is left."""
-    model = explore(2, 2, 1, hanging, 50_000, eager=True, gradients=True, leaves=1)
+    model = explore(2, 2, 1, hanging, 80_000, eager=True, gradients=True, leaves=1)
     assert model.not_redone and always_saved(model) == saved
 
 

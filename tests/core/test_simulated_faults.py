@@ -98,14 +98,18 @@ def test_with_a_barrier_two_shards_lose_nothing_either(point: str) -> None:
         assert trace.count("] committed") == 1
 
 
-def test_who_has_left_the_gate_makes_no_ordered_update() -> None:
+@pytest.mark.parametrize(
+    ("point", "said"),
+    [("after Frozen", "the training thread does not wait at the gate"), ("admitted", "is admitted: leave")],
+)
+def test_who_has_left_the_gate_makes_no_ordered_update(point: str, said: str) -> None:
     """It saves the version that it holds, unless the finished one is on all ranks of another shard."""
     outcomes = Counter[str]()
     for seed, leaver in itertools.product(range(40), range(4)):
-        leave = Fault("leave", 1, Rank(leaver), "after Frozen")
+        leave = Fault("leave", 1, Rank(leaver), point)
         exits, trace = run(grid(2, 2), kill(seed % 4, "before update", times=2), leave, seed=seed)
         assert exits[-1] == [0, 0, 0, 0]
-        if "the training thread does not wait at the gate" in trace:
+        if said in trace:
             outcomes["saved" if 75 in exits[0] else "lost"] += 1
     assert outcomes["saved"] > outcomes["lost"] > 0
 

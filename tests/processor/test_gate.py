@@ -158,14 +158,16 @@ class Terminated(threading.Event):
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("way", ["begin_update", "stand_aside"])
 def test_whoever_leaves_the_gate_by_an_exception_stands_there_no_more(way: str, ordered: bool) -> None:
-    """Otherwise an update would be ordered that nobody makes."""
-    gate = Gate()
+    """Otherwise an update would be ordered that nobody makes, or one that was ordered would be waited for."""
+    told: list[GateState] = []
+    gate = Gate(on_left=lambda: told.append(gate.state()))
     gate.close()
     gate._opened = Terminated(gate.admit if ordered else lambda: None)
     with pytest.raises(SystemExit):
         getattr(gate, way)()
     assert gate.state() == GateState(Version(0), Phase.IDLE, parked=False)
     assert not gate.admit()
+    assert told == [gate.state()] * ordered
 
 
 def test_states_of_two_closures_differ() -> None:

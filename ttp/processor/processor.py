@@ -92,7 +92,10 @@ class Processor:
         self.config, self.env, self.layout, self.source, self.survivor = config, env, layout, source, survivor
         self.save_dir, self.run_dir = Path(save_dir), config.resolved_run_dir()
         job = RankJob(config, env, layout, source, self.save_dir)
-        self.gate = Gate(lambda: self._inspector.on_quiet(bool(self._machine.incident)))
+        self.gate = Gate(
+            lambda: self._inspector.on_quiet(bool(self._machine.incident)),
+            lambda: put(ev.NotRedone("the training thread has left the gate")),
+        )
         self._lease = OwnLease(self.run_dir)
         self._imports = ImportList(self.run_dir, wanted=config.continuity != "off" and env.local_rank == 0)
         self._inbox: Inbox[ev.Event | Snapshot] = Inbox()

@@ -229,6 +229,10 @@ class SimRank(Process):
         if self.machine.incident:
             self._say_quiet(self.trainer.gate.state())
 
+    def on_left(self) -> None:
+        """Report that the training thread makes no ordered update. The gate calls this."""
+        self.put(ev.NotRedone("the training thread leaves the gate"))
+
     def _say_quiet(self, state: GateState) -> None:
         """Report the gate's state: at once while an update runs, otherwise after examining the rank's state."""
         if state.phase is m.Phase.UPDATING:
@@ -264,7 +268,9 @@ class SimRank(Process):
     def _redo(self, version: Version) -> None:
         self.world.trace(self.name, f"makes the update to {version}")
         self.trainer.redos = 1
-        if not self.trainer.gate.admit():
+        if self.trainer.gate.admit():
+            self.world.reached("admitted", self)
+        else:
             self.trainer.redos = 0
             self.world.reached("not redone", self)
             self.put(ev.NotRedone("the training thread does not wait at the gate"))

@@ -36,8 +36,8 @@ class VirtualGate(Gate):
 
     __slots__ = ()
 
-    def __init__(self, on_quiet: Callable[[], None], opened: Callable[[], None]) -> None:
-        super().__init__(on_quiet)
+    def __init__(self, on_quiet: Callable[[], None], on_left: Callable[[], None], opened: Callable[[], None]) -> None:
+        super().__init__(on_quiet, on_left)
         self._opened = Turnstile(opened)
 
     def _stand(self) -> None:
@@ -47,6 +47,8 @@ class VirtualGate(Gate):
     def passed(self) -> None:
         """Note that the training thread, which stood at the gate, has been resumed."""
         self._parked = False
+
+    leave = Gate._leaves_gate
 
 
 class Turnstile(threading.Event):
@@ -75,7 +77,7 @@ class Trainer:
     )  # fmt: skip
 
     def __init__(self, rank: SimRank) -> None:
-        self.gate = VirtualGate(rank.on_quiet, self._gate_opened)
+        self.gate = VirtualGate(rank.on_quiet, rank.on_left, self._gate_opened)
         self.shards: dict[Shard, Words] = {}
         self._order: list[Shard] = []
         self.random = self._live_random = 0
@@ -125,10 +127,10 @@ class Trainer:
             self._world.after(lasts_s, self._rank.run, self._wake)
 
     def leave_gate(self) -> None:
-        """Leave the closed gate if this thread stands there with no order to update. A moment later it raises."""
-        if self._parked and not self.redos:
-            self._parked, self.has_left = False, True
-            self.gate.passed()
+        """Leave the closed gate if this thread stands there, also with an order to update. A moment later it raises."""
+        if self._parked:
+            self._parked, self.has_left, self.redos = False, True, 0
+            self.gate.leave()
             self._world.after(self._rank.takes(0.02), self._rank.run, self.go_on)
 
     def _wake(self) -> None:

@@ -117,7 +117,7 @@ class ProcessorMachine:
             case ev.Quiet():
                 self._rescue.quiet(event, now)
             case ev.NotRedone(text):
-                self._rescue.not_redone(text)
+                self._rescue.not_redone(text, now)
             case ev.Worked(result):
                 self._rescue.worked(result)
             case ev.Raised():

@@ -67,14 +67,15 @@ class RankRescue:
         self._over: deque[tuple[int, str]] = deque(maxlen=OVER_MAX)
         self._order: m.Save | m.Commit | None = None
         self._looking = False  # the state behind the gate is being looked at: the result follows
-        self._waits = False  # the order is a save that waits for that result
+        self._waits = False  # the order is a save that waits for that result, or for the end of a redo
         self._results: dict[tuple[type[m.Save | m.Commit], int], m.Report] = {}
         self._results_of = ""  # the incident that the results belong to
         self.failure = ""
         """Why the last save or commit of this rank in the incident failed; empty: it did not."""
         self._preimage = False
-        self._redo_until: float | None = None
+        self._redo_until: float | None = None  # the order waits for a redo, at most until then
         self._redoing: Version | None = None  # the version that a redo makes, until that update is over
+        self._redo_ends = 0.0  # when that update should be over
 
     # ----------------------------------------------------------------------------------------------------------- time
 
@@ -148,17 +149,22 @@ class RankRescue:
             self._save(order, now)
 
     def _save(self, order: m.Save, now: float) -> None:
-        """Begin a save. If the state is being looked at again, because the training thread has moved, wait for that."""
-        version, phase = self._state.version, self._state.phase
-        self._waits = self._looking and self._redoing is None and bool(order.order.shards)
+        """Begin a save. If the state is being looked at again, because the training thread has moved, wait for that.
+
+        Wait for the end of a redo too, which an earlier order has begun: whether it is made decides what can be saved.
+        """
+        version, phase, redoes = self._state.version, self._state.phase, order.order.how is How.REDO
+        on_its_way = self._redoing is not None and not redoes and now < self._redo_ends
+        self._waits = bool(order.order.shards) and (on_its_way or (self._looking and self._redoing is None))
+        self._redo_until = self._redo_ends if self._waits and on_its_way else None
         if self._waits:
             return
         if not order.order.shards or self._holds(order):  # any rank can collect pages
-            self._outbox.do(act.StartSave(_as_it_is(order) if order.order.how is How.REDO else order))
-        elif order.order.how is How.REDO and order.version == version + 1 and phase is m.Phase.IDLE:
+            self._outbox.do(act.StartSave(_as_it_is(order) if redoes else order))
+        elif redoes and order.version == version + 1 and phase is m.Phase.IDLE:
             self._redo_until = now + self._redo_s
             if self._redoing is None:  # else the update is on its way, or its refusal, which would name no order
-                self._redoing = order.version
+                self._redoing, self._redo_ends = order.version, self._redo_until
                 self._outbox.do(act.Redo(order.version))
         else:
             how = phase.value if self._redoing is None else f"on its way to {self._redoing}"
@@ -205,7 +211,7 @@ class RankRescue:
             self._redoing = None
         if not self.incident:
             return
-        if self._redo_until is not None and not self._redone(quiet):
+        if self._redo_until is not None and not (self._waits or self._redone(quiet)):
             return  # the redo is still running
         self._outbox.answer(
             m.Frozen(
@@ -246,14 +252,17 @@ class RankRescue:
             self._redo_failed(f"the ordered update ended {quiet.phase.value}")
         return True
 
-    def not_redone(self, text: str) -> None:
-        """Report that the redo cannot be made; it was not begun."""
+    def not_redone(self, text: str, now: float) -> None:
+        """Report that the redo cannot be made, which was not begun, or begin the save that waits for its end."""
         self._redoing = None
-        self._redo_failed(text)
+        if self._waits and isinstance(self._order, m.Save):
+            self._save(self._order, now)
+        else:
+            self._redo_failed(text)
 
     def _redo_failed(self, text: str) -> None:
         if self._redo_until is not None and isinstance(self._order, m.Save):
-            self._redo_until = None
+            self._redo_until, self._waits = None, False
             failed = m.SaveFailed(self._state.rank, self.incident, self._order.generation, text)
             self._finish(self._order, failed)
 

@@ -58,18 +58,20 @@ class Gate:
     Args:
         on_quiet: called, possibly on the training thread, when the state has become stable under a closed gate.
             Must not block.
+        on_left: called on the training thread when that leaves the closed gate by an exception although an update was
+            ordered, which it does not make. Must not block.
     """
 
     __slots__ = (
-        "_admitted", "_between", "_closed", "_closure", "_done", "_halted", "_left", "_lock", "_near", "_on_quiet",
-        "_opened", "_parked", "_torn", "_updating", "_wake", "redone", "version",
+        "_admitted", "_between", "_closed", "_closure", "_done", "_halted", "_left", "_lock", "_near", "_on_left",
+        "_on_quiet", "_opened", "_parked", "_torn", "_updating", "_wake", "redone", "version",
     )  # fmt: skip
 
-    def __init__(self, on_quiet: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, on_quiet: Callable[[], None] = _nothing, on_left: Callable[[], None] = _nothing) -> None:
         self.version = Version(0)
         self._lock = threading.Lock()
         self._opened = threading.Event()
-        self._on_quiet = on_quiet
+        self._on_quiet, self._on_left = on_quiet, on_left
         self._closed = False
         self._closure = 0
         self._admitted = False
@@ -141,12 +143,19 @@ class Gate:
         try:
             self._on_quiet()
             self._opened.wait()
-        except BaseException:  # of a signal handler of the program: the thread leaves, and makes no ordered update
-            with self._lock:
-                self._admitted = False
+        except BaseException:  # of a signal handler of the program
+            self._leaves_gate()
             raise
         finally:
             self._parked = False
+
+    def _leaves_gate(self) -> None:
+        """Note that an exception takes the training thread away from the closed gate: it makes no ordered update."""
+        with self._lock:
+            ordered, self._admitted, self._parked = self._admitted, False, False
+        if ordered:
+            self._on_left()
+            self._on_quiet()
 
     def nearby(self, wake: Callable[[], None] = _nothing) -> contextlib.AbstractContextManager[None]:
         """Return a context manager around the wait of the training thread, with its final gradient, for its peers.
