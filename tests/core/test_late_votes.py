@@ -54,6 +54,33 @@ def test_a_saver_that_is_outvoted_after_the_plan_is_replaced(late: bool) -> None
     assert talk.committed(3, 1).endswith("Release(75):1,2,3,4")
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_a_saver_that_is_outvoted_and_dies_before_the_commit_is_replaced(late: bool) -> None:
+    talk = skewed()
+    talk.saved(2)
+    if late:
+        talk.lost(2)
+    talk.frozen(3, 8, **digest("good"))
+    said = talk.frozen(4, 8, **digest("good"))
+    if not late:
+        talk.lost(2)
+    assert said.endswith("[outvoted] [plan] Save:3")
+    assert talk.saved(3, 1).endswith("[commit] Commit:3")
+    (commit,) = talk.orders(m.Commit)
+    assert [piece.writer for piece in commit.pieces] == [3] and commit.disputed == ()
+
+
+def test_a_dispute_lasts_when_the_saver_dies_before_the_commit() -> None:
+    talk = Talk(grid(1, 3))
+    talk.accuse(0, m.FaultKind.EXITED)
+    talk.frozen(1, 8, **digest("a"))
+    assert "Save:1" in talk.frozen(2, 8, **digest("b"))
+    assert talk.facts("plan")["disputed"] == ["s0"]
+    assert talk.saved(1) == "[saved] [commit] Commit:1"
+    assert talk.lost(1).endswith("[commit] Commit:2")
+    assert talk.orders(m.Commit)[0].disputed == ("s0",)
+
+
 def test_a_saver_that_nobody_can_replace_is_disputed() -> None:
     """The copies that are right are on ranks that cannot write."""
     talk = skewed()
@@ -134,8 +161,9 @@ def test_no_vote_is_awaited_of_ranks_at_fault_or_without_digests() -> None:
 COPIES = st.lists(st.tuples(st.sampled_from("ab"), st.integers(7, 8)), min_size=2, max_size=6)
 
 
-@given(COPIES)
-def test_whatever_comes_before_the_pieces_is_counted(copies: list[tuple[str, int]]) -> None:
+@given(COPIES, st.booleans())
+def test_whatever_comes_before_the_pieces_is_counted(copies: list[tuple[str, int]], dies: bool) -> None:
+    """Also if the first saver dies once its piece is durable."""
     talk = Talk(grid(1, len(copies) + 1))
     talk.accuse(len(copies), m.FaultKind.EXITED)
     ordered: list[m.Save] = []
@@ -146,6 +174,10 @@ def test_whatever_comes_before_the_pieces_is_counted(copies: list[tuple[str, int
         order = ordered.pop(0)
         talk.saved(order.rank, order.generation)
         ordered += talk.orders(m.Save)
+        if dies:
+            talk.lost(order.rank)
+            ordered += talk.orders(m.Save)
+            dies = False
     (commit,) = talk.orders(m.Commit)
     newest = max(version for _, version in copies)
     votes = Counter(text for text, version in copies if version == newest)
