@@ -208,8 +208,8 @@ def test_ttp_ot_ends_a_save_that_takes_too_long() -> None:
 
 def test_who_has_answered_at_the_gate_does_not_hang_whatever_is_said_later() -> None:
     talk = all_at_7(Talk.ask, 0, 1, 2)
-    assert talk.fault(0, m.FaultKind.HUNG, subject=1) == "Freeze:0,1,2 [evidence]"
-    assert talk.write() == "[committed] [retracted] Thaw:0,1,2 [thawed] answer: saved"
+    assert talk.fault(0, m.FaultKind.HUNG, subject=1) == "Freeze:0,1,2 [evidence] [retracted]"
+    assert talk.write() == "[committed] Thaw:0,1,2 [thawed] answer: saved"
 
 
 def test_a_rank_that_does_not_answer_is_done_without() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import pytest
 
 from tests.core.talk import PATIENCE, Talk, Wide, page
@@ -147,10 +149,11 @@ def test_a_dispute_reaches_the_manifest() -> None:
 
 
 class Hanging(Wide):
-    """A job with a known pace of one step a second, whose rank 3 stops before its forward pass."""
+    """A job with a known pace of one step a second, whose rank 3, or each ``slow`` one, stops before its forward pass."""
 
-    def __init__(self) -> None:
+    def __init__(self, slow: Collection[int] = (3,)) -> None:
         super().__init__(grid(1, 4), hang_s=10.0)
+        self.marks = {rank: 0 if rank in slow else 2 for rank in range(4)}
         for version in range(1, 31):
             self.now += 1
             for rank in range(4):
@@ -159,14 +162,19 @@ class Hanging(Wide):
         for _ in range(3):
             self.now += 1
             for rank in range(4):
-                self.beat(rank, 30, mark=0 if rank == 3 else 2)
+                self.beat(rank, 30, mark=self.marks[rank])
+
+    @property
+    def alarm_s(self) -> float | None:
+        """Seconds without progress after which there is an alarm."""
+        return self.machine._parts.hangs.patience_s
 
     def go_on(self) -> str:
         """Send heartbeats until the machine acts."""
         for _ in range(40):
             self.now += 1
             for rank in sorted(self.machine.job.live):
-                self.beat(rank, 30, mark=0 if rank == 3 else 2)
+                self.beat(rank, 30, mark=self.marks[rank])
             due = self.machine.deadline()
             if due is not None and due <= self.now and (said := self.after(0)):
                 return said
@@ -198,6 +206,16 @@ def test_a_slow_rank_that_comes_to_the_gate_was_a_false_alarm() -> None:
     talk.write()
     assert talk.frozen(3, 30) == "[retracted] [answer] Thaw:0,1,2,3 [thawed]"
     assert talk.machine.rescue.false_alarms == 1
+    assert talk.alarm_s == 30, "ranks were thawed before the next heartbeat, and yet it has learnt"
+
+
+def test_a_hang_of_nobody_is_withdrawn_when_all_have_come_to_the_gate_and_not_after_the_save() -> None:
+    talk = Hanging(slow=range(4))
+    assert talk.go_on() == "[opened] Freeze:0,1,2,3 [evidence]"
+    assert talk.facts("evidence")["rank"] == -1
+    assert "[plan]" in talk.frozen_all(30, main_thread_blocked=True)
+    assert [talk.frozen(rank, 30) for rank in range(3)] == ["[answer]"] * 3
+    assert talk.frozen(3, 30) == "[answer] [retracted] Thaw:0,1,2,3 [thawed]"
 
 
 def test_what_is_done_on_purpose_is_no_hang() -> None:

@@ -102,10 +102,17 @@ class Freezing:
 
     def looks_again(self, incident: Incident, now: float) -> bool:
         """Return whether to wait for a second look: the only evidence is a hang, and slow ranks may reach the gate."""
+        return self.only_hangs(incident) and incident.waits("second look", self._timeouts.second_look_s, now)
+
+    def only_hangs(self, incident: Incident) -> bool:
+        """Return whether the only evidence is a hang. Withdraw it, also that of no rank, if all have come to the gate.
+
+        Cheap, as it is asked after every event: a rank that comes to the gate answers anew, and goes to the end.
+        """
         if self._job.broken or incident.evidence.kinds != {m.FaultKind.HUNG}:
             return False
         ranks = incident.ranks
-        if not ranks.waiting and all(not a.main_thread_blocked for a in ranks.answers.values()):
-            incident.evidence.withdraw_all(m.FaultKind.HUNG)  # all came to the gate
-            return False
-        return incident.waits("second look", self._timeouts.second_look_s, now)
+        if ranks.waiting or not ranks.answers or any(a.main_thread_blocked for a in ranks.answers.values()):
+            return True
+        incident.evidence.withdraw_all(m.FaultKind.HUNG)
+        return False

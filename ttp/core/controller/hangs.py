@@ -102,7 +102,8 @@ class HangWatch:
     def __init__(self, floor_s: float | None, heartbeat_s: float = 1.0) -> None:
         self._floor_s = floor_s
         self._beat_s = heartbeat_s
-        self._unclear_s = 0.0  # the wait of the last alarm, while it is not known to be false
+        self._alarm_s = 0.0  # the wait of the last alarm
+        self._unclear_s = 0.0  # the same, while it is not known to be false
         self.reset(0.0)
 
     # ------------------------------------------------------------------------------------------------------------ input
@@ -123,8 +124,15 @@ class HangWatch:
         self._heard_at = now
         self.restart(now)
 
-    def restart(self, now: float) -> None:
-        """Start the clock again without learning the wait: until now the ranks did not train (an incident, a pause)."""
+    def restart(self, now: float, *, was_false: bool = False) -> None:
+        """Start the clock again without learning the wait: until now the ranks did not train (an incident, a pause).
+
+        Args:
+            now: the time, in seconds.
+            was_false: the incident that was open has ended because nothing is broken: an alarm in it teaches its wait.
+        """
+        if was_false and self._told:
+            self._learn(self._alarm_s, now)
         self.moved_at = now
         """Time at which a rank last moved; a move after a suspicion shows that the job goes on after all."""
         self._told = False
@@ -189,7 +197,8 @@ class HangWatch:
             return None
         self._told = True
         ranks = [rank for rank in live if rank in self._seen]
-        self._unclear_s = now - self.moved_at if len(speaking) == len(ranks) else 0.0
+        self._alarm_s = now - self.moved_at
+        self._unclear_s = self._alarm_s if len(speaking) == len(ranks) else 0.0
         return self._suspicion(now, ranks)
 
     def _waits_on_purpose(self, pausing: Collection[Rank], live: Collection[Rank]) -> bool:

@@ -153,7 +153,7 @@ class ControllerMachine:
     def _settle(self, now: float) -> list[ev.Action]:
         self._unsettled = False
         meanwhile = self.stand_in.on_event(ev.Tick(), now)
-        frozen = self.incident is not None
+        frozen, alarms = self.incident is not None, self.rescue.false_alarms
         self._expire(now)
         self.rescue.advance(now)
         if self.job.guests and self._admission.seat_guests(now):
@@ -161,7 +161,8 @@ class ControllerMachine:
         if self.incident is None:
             self.rescue.program.advance()
         if frozen and self.incident is None:
-            self._parts.hangs.restart(now)  # ranks were frozen until now, which was no hang
+            false = self.rescue.false_alarms > alarms
+            self._parts.hangs.restart(now, was_false=false)  # ranks were frozen until now, which was no hang
         self._end.advance(now, incident=self.incident is not None)
         return [*self._outbox.take(), *meanwhile]
 
