@@ -149,7 +149,7 @@ def test_a_dispute_reaches_the_manifest() -> None:
 
 
 class Hanging(Wide):
-    """A job with a known pace of one step a second, whose rank 3, or each ``slow`` one, stops before its forward pass."""
+    """A job with a known pace of one step a second, whose ``slow`` ranks stop before the forward pass."""
 
     def __init__(self, slow: Collection[int] = (3,)) -> None:
         super().__init__(grid(1, 4), hang_s=10.0)

@@ -136,6 +136,11 @@ class Membership(Ranks):
         return self.layout is not None and len(self.members) == self.layout.world_size
 
     @property
+    def all_here(self) -> bool:
+        """True if all ranks of the layout have said hello, to this controller too."""
+        return self.complete and self.gather_until is None
+
+    @property
     def in_doubt(self) -> bool:
         """True if it is unknown of some rank whether it lives."""
         return bool(self.suspects or self.silent)

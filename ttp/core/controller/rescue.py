@@ -246,15 +246,8 @@ class Rescue:
     def _was_false(self, incident: Incident) -> bool:
         """Return whether nothing is broken after all, so that nobody needs the checkpoint, which may take minutes."""
         job, wanted = self._job, incident.snapshot or incident.requests or incident.ranks.redoing
-        broken = (
-            self._freezing.only_hangs(incident)
-            or incident.faulty
-            or job.broken
-            or job.in_doubt
-            or job.gather_until is not None
-            or not job.complete
-        )
-        return incident.stage in (Stage.FREEZING, Stage.SAVING) and not (wanted or broken)
+        broken = self._freezing.only_hangs(incident) or incident.faulty or job.broken or job.in_doubt
+        return incident.stage in (Stage.FREEZING, Stage.SAVING) and job.all_here and not (wanted or broken)
 
     def _maybe_plan(self, incident: Incident, now: float) -> None:
         step = self._planner.should_plan(incident, now)
