@@ -235,6 +235,13 @@ def test_a_launcher_that_announces_nothing_is_not_awaited_for_ever(survivor: Con
         Continuing._await(survivor, 1)
 
 
+def test_a_launcher_that_was_killed_is_not_awaited(survivor: Continuing, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has told that it can start the dead rank alone, and did not live to do so."""
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    with pytest.raises(Left, match="its launcher has ended; the job is saved"):
+        Continuing._await(survivor, 1)
+
+
 # -------------------------------------------------------------------------------------- from the release to the update
 
 

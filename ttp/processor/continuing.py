@@ -255,6 +255,8 @@ class Continuing:
         while (following := self._files.next()) is None or following.launch != launch or not following.released:
             if self.clock.elapsed_s() > self._patience_s:
                 self.leave("the launcher has not announced the next launch")
+            if not self._files.is_served_by(os.getppid()):
+                self.leave("its launcher has ended")
             time.sleep(LOOK_S)
         os.environ.update(following.as_environment())
         return following
