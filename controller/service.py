@@ -237,6 +237,7 @@ def status_of(driver: Driver, *, brief: bool = False) -> pb.GetStatusResponse:
         uptime_s=now - driver.started_at,
         attached=any(rank_state(machine, rank) in LIVES for rank in job.live),
         between_launches=driver.between_launches,
+        shared_names=job.shared_names,
     )
     if job.layout is not None and not brief:
         response.groups.extend(pb.ShardGroup(name=s, ranks=ranks) for s, ranks in job.layout.groups.items())

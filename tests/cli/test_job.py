@@ -136,6 +136,12 @@ def test_how_this_host_restarts_is_shown() -> None:
     assert "are cold: no memory" in str(status_command.restarts_line({"state": "no memory"}))
 
 
+def test_host_names_that_clash_are_shown() -> None:
+    said = rendered(pb.GetStatusResponse(shared_names=["node"]))
+    assert "two machines name their host node: set TTP_HOST to another name on each" in said
+    assert "TTP_HOST" not in rendered(pb.GetStatusResponse())
+
+
 def test_what_becomes_of_the_others_when_a_rank_dies_is_shown() -> None:
     ranks = [pb.RankStatus(rank=r, state="live", can_continue=True) for r in range(3)]
     assert "when a rank dies the other ranks go on in their processes" in rendered(pb.GetStatusResponse(ranks=ranks))

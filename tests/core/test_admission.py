@@ -315,6 +315,7 @@ def test_it_says_what_to_set() -> None:
     facts = talk.facts("one_name")
     assert facts["host"] == "node" and "set TTP_HOST to another name on each" in facts["text"]
     assert "ranks 0 and 1 " in facts["text"] and "10.0.0.1 and 10.0.0.2" in facts["text"]
+    assert talk.machine.job.shared_names == ["node"]
 
 
 @pytest.mark.parametrize(

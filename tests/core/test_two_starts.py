@@ -21,6 +21,7 @@ class Process:
     old: bool
     comes_at: float
     dies_at: float = ENDS_S
+    version: int = 0
     connection: ConnectionId | None = None
     joined: bool = False
     gone: bool = False
@@ -40,7 +41,8 @@ class Meeting:
         self.new = [Process(rank, False, begins + n * gap_s * rng.random()) for n, rank in enumerate(order)]
         dies = [rng.random() * 20 if rng.random() < 0.4 else ENDS_S for _ in ranks]
         left = [rank for rank in ranks if rng.random() < 0.5][: world - 1]
-        self.processes = [*self.new, *(Process(r, True, rng.random() * 10, dies[r]) for r in left)]
+        version = 7 * (rng.random() < 0.7)  # else the earlier start made no update
+        self.processes = [*self.new, *(Process(r, True, rng.random() * 10, dies[r], version) for r in left)]
         self.wrong: list[str] = []
         self._streams = 0
 
@@ -66,7 +68,7 @@ class Meeting:
     def _comes(self, process: Process) -> None:
         self._streams += 1
         process.connection = ConnectionId(self._streams)
-        led = {"incarnation": self.incarnation, "resume": True, "term_seen": 1, "version": Version(7)}
+        led = {"incarnation": self.incarnation, "resume": True, "term_seen": 1, "version": Version(process.version)}
         more = led if process.old else {}
         said = hello(process.rank, self.talk.layout, nonce=f"{process.old} {process.rank}", **more)
         self._tell(process, said)
@@ -89,7 +91,7 @@ class Meeting:
                     self._obeys(process, action.order)
 
     def _obeys(self, process: Process, order: m.Order) -> None:
-        rank, version = process.rank, Version(7 * process.old)
+        rank, version = process.rank, Version(process.version)
         match order:
             case m.Welcome():
                 process.joined = True

@@ -42,6 +42,9 @@ _SILENT = ("done", "released", "missing")
 _COUNTED = ("live", "frozen", *_SILENT)
 """States of which a large job's ranks are counted; ranks of other states, and late or silent ones, are shown."""
 
+SHARED_NAME = (
+    "two machines name their host {name}: set TTP_HOST to another name on each, or checkpoints lack rank-local state"
+)
 BETWEEN = (
     "between two launches: the launchers start the ranks again, end, or wait for those of other hosts, at most for "
     "TTP_RESCHEDULE_S; after 10 s their log says which are here"
@@ -77,10 +80,10 @@ def status(
 
     JSON keys: stage, run_id, incarnation, term, world_size, framework, save_dir, groups (ranks by shard), ranks (rank,
     host, pid, version, phase, state, silent_s, activity, can_continue), incidents_total, false_alarms, standbys,
-    copied_version (null without buddy=True), between_launches (a launch has ended, but not its launcher),
-    restarts (of this host: state, which is preparing, ready or why they are cold, modules, bytes, seconds; null where
-    no launcher has said), last_incident (null, or id, stage, cause, version, outcome, reason, path, opened_unix_s),
-    controller (address, port, pid, uptime_s, ttp_version).
+    copied_version (null without buddy=True), between_launches (a launch has ended, but not its launcher), shared_names
+    (host names that two machines seem to have), restarts (of this host: state, which is preparing, ready or why they
+    are cold, modules, bytes, seconds; null where no launcher has said), last_incident (null, or id, stage, cause,
+    version, outcome, reason, path, opened_unix_s), controller (address, port, pid, uptime_s, ttp_version).
     """
     where = find(address, port, token)
     with connected(where) as client:
@@ -165,6 +168,7 @@ def picture(now: pb.GetStatusResponse, all_ranks: bool = False) -> RenderableTyp
         parts.append(_survivors_line(now))
     if now.between_launches:
         parts.append(Text(BETWEEN))
+    parts += [shown(SHARED_NAME.format(name=name)) for name in now.shared_names]
     if now.HasField("last_incident"):
         parts.append(_incident_lines(now.last_incident))
     return Group(*parts)
@@ -275,6 +279,7 @@ def describe(now: pb.GetStatusResponse, where: Where) -> dict[str, Any]:
         "standbys": list(now.standbys),
         "copied_version": now.copied_version if now.HasField("copied_version") else None,
         "between_launches": now.between_launches,
+        "shared_names": list(now.shared_names),
         "restarts": _restarts(where),
         "last_incident": fields_of(now.last_incident, *_INCIDENT) if now.HasField("last_incident") else None,
         "controller": {

@@ -136,6 +136,11 @@ class Membership(Ranks):
         return self.layout is not None and len(self.members) == self.layout.world_size
 
     @property
+    def shared_names(self) -> list[str]:
+        """The host names that two machines seem to have, in ascending order."""
+        return sorted(name for name, first in self.first_on.items() if first is None)
+
+    @property
     def all_here(self) -> bool:
         """True if all ranks of the layout have said hello, to this controller too."""
         return self.complete and self.gather_until is None

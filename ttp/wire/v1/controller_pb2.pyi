@@ -1970,6 +1970,7 @@ class GetStatusResponse(google.protobuf.message.Message):
     UPTIME_S_FIELD_NUMBER: builtins.int
     ATTACHED_FIELD_NUMBER: builtins.int
     BETWEEN_LAUNCHES_FIELD_NUMBER: builtins.int
+    SHARED_NAMES_FIELD_NUMBER: builtins.int
     ttp_version: builtins.str
     term: builtins.int
     run_id: builtins.str
@@ -1997,6 +1998,10 @@ class GetStatusResponse(google.protobuf.message.Message):
     def last_incident(self) -> global___IncidentStatus: ...
     @property
     def standbys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    @property
+    def shared_names(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """names of hosts that two machines seem to have"""
+
     def __init__(
         self,
         *,
@@ -2019,9 +2024,10 @@ class GetStatusResponse(google.protobuf.message.Message):
         uptime_s: builtins.float = ...,
         attached: builtins.bool = ...,
         between_launches: builtins.bool = ...,
+        shared_names: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_copied_version", b"_copied_version", "copied_version", b"copied_version", "last_incident", b"last_incident"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_copied_version", b"_copied_version", "attached", b"attached", "between_launches", b"between_launches", "copied_version", b"copied_version", "false_alarms", b"false_alarms", "framework", b"framework", "groups", b"groups", "incarnation", b"incarnation", "incidents_total", b"incidents_total", "last_incident", b"last_incident", "pid", b"pid", "ranks", b"ranks", "run_id", b"run_id", "save_dir", b"save_dir", "stage", b"stage", "standbys", b"standbys", "term", b"term", "ttp_version", b"ttp_version", "uptime_s", b"uptime_s", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_copied_version", b"_copied_version", "attached", b"attached", "between_launches", b"between_launches", "copied_version", b"copied_version", "false_alarms", b"false_alarms", "framework", b"framework", "groups", b"groups", "incarnation", b"incarnation", "incidents_total", b"incidents_total", "last_incident", b"last_incident", "pid", b"pid", "ranks", b"ranks", "run_id", b"run_id", "save_dir", b"save_dir", "shared_names", b"shared_names", "stage", b"stage", "standbys", b"standbys", "term", b"term", "ttp_version", b"ttp_version", "uptime_s", b"uptime_s", "world_size", b"world_size"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_copied_version", b"_copied_version"]) -> typing.Literal["copied_version"] | None: ...
 
 global___GetStatusResponse = GetStatusResponse
