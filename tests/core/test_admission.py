@@ -308,6 +308,17 @@ def test_two_machines_with_one_name_are_told_once(one: str, two: str) -> None:
     assert [rank for rank, line in enumerate(lines) if "[one_name]" in line] == [2]
 
 
+def test_a_process_of_an_earlier_start_that_made_no_update_ends_no_launch_that_forms() -> None:
+    """It came first, like a rank after a takeover, and dies before the new process of its rank is here."""
+    talk = Talk(grid(1, 3), joined=0)
+    talk.hello(1, incarnation=1, resume=True, term_seen=1, nonce="left over")
+    talk.hello(0)
+    assert talk.lost(1) == "[gone]"
+    talk.streams[1] += 10
+    talk.hello(1)
+    assert talk.hello(2) == "Welcome:2 [joined] [formed]"
+
+
 def test_it_says_what_to_set() -> None:
     talk = Talk(grid(1, 2), joined=0)
     talk.hello(0, host="node", address="10.0.0.1", local_rank=0)

@@ -207,6 +207,7 @@ class Membership(Ranks):
         adopted = met.adopted if met is not None else hello.incarnation > 0
         member = Member(hello, connection, hello.version, hello.phase, now, adopted=adopted)
         if not hello.incarnation:
+            self.formed = self.formed and not self._begins_with_new()
             self.new_at = now
         self.members[hello.rank] = member
         self.by_connection.setdefault(connection, set()).add(hello.rank)
@@ -225,6 +226,14 @@ class Membership(Ranks):
         in_step = hello.resume and (has_trained(hello) or self.new_at is None)
         self.formed = self.formed or in_step or self.complete
         return member
+
+    def _begins_with_new(self) -> bool:
+        """Return whether the first new process shows that the job forms: it counted as formed for ranks that came back.
+
+        They have made no update, so nothing is lost with them, and one that leaves may be of an earlier start.
+        """
+        trained = (member.version > member.hello.base_version for member in self.members.values())
+        return self.new_at is None and not (self.complete or any(trained))
 
     def detach(self, rank: Rank) -> None:
         """Note that a rank is disconnected."""
