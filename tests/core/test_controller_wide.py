@@ -199,6 +199,17 @@ def test_a_hang_that_is_real_ends_with_a_release() -> None:
     assert "Release(75):0,1,2,3" in talk.after(5)
 
 
+def test_a_hang_is_not_withdrawn_as_ranks_leave() -> None:
+    talk = Hanging()
+    talk.go_on()
+    talk.frozen_all(30, 0, 1, 2)
+    talk.frozen(3, 30, main_thread_blocked=True)
+    talk.write()
+    assert "Release(75):0,1,2,3" in talk.after(5)
+    talk.goodbye(3, m.GoodbyeReason.RELEASED, 30)
+    assert talk.lost(3) == ""
+
+
 def test_a_slow_rank_that_comes_to_the_gate_was_a_false_alarm() -> None:
     talk = Hanging()
     talk.go_on()

@@ -245,9 +245,10 @@ class Rescue:
 
     def _was_false(self, incident: Incident) -> bool:
         """Return whether nothing is broken after all, so that nobody needs the checkpoint, which may take minutes."""
-        job, wanted = self._job, incident.snapshot or incident.requests or incident.ranks.redoing
-        broken = self._freezing.only_hangs(incident) or incident.faulty or job.broken or job.in_doubt
-        return incident.stage in (Stage.FREEZING, Stage.SAVING) and job.all_here and not (wanted or broken)
+        job, early = self._job, incident.stage in (Stage.FREEZING, Stage.SAVING)
+        broken = (early and self._freezing.only_hangs(incident)) or incident.faulty or job.broken or job.in_doubt
+        wanted = incident.snapshot or incident.requests or incident.ranks.redoing
+        return early and job.all_here and not (wanted or broken)
 
     def _maybe_plan(self, incident: Incident, now: float) -> None:
         step = self._planner.should_plan(incident, now)
@@ -290,8 +291,7 @@ class Rescue:
 
     def _saved_by_program(self, incident: Incident, version: Version, text: str, path: str, now: float) -> None:
         incident.enter(Stage.SAVED, text)
-        incident.saved, incident.outcome = version, text
-        incident.path, self.committing.last = path, (version, path)
+        incident.saved, incident.outcome, incident.path, self.committing.last = version, text, path, (version, path)
         if self.program.halted:
             self._release(incident, EXIT_SAVED, f"{text}; {then(version)}", now)
 
