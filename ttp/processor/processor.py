@@ -92,10 +92,7 @@ class Processor:
         self.config, self.env, self.layout, self.source, self.survivor = config, env, layout, source, survivor
         self.save_dir, self.run_dir = Path(save_dir), config.resolved_run_dir()
         job = RankJob(config, env, layout, source, self.save_dir)
-        self.gate = Gate(
-            lambda: self._inspector.on_quiet(bool(self._machine.incident)),
-            lambda: put(ev.NotRedone("the training thread has left the gate")),
-        )
+        self.gate = Gate(lambda: self._inspector.on_quiet(bool(self._machine.incident)), self._gate_was_left)
         self._lease = OwnLease(self.run_dir)
         self._imports = ImportList(self.run_dir, wanted=config.continuity != "off" and env.local_rank == 0)
         self._inbox: Inbox[ev.Event | Snapshot] = Inbox()
@@ -377,6 +374,9 @@ class Processor:
             except Exception:
                 log.exception("this rank has no rank-local page: if it dies, its random streams are lost")
         self._joining.joined()
+
+    def _gate_was_left(self) -> None:
+        self._inbox.put(ev.NotRedone("the training thread has left the gate"))
 
     def _wrote(self, count: int) -> None:
         self.written += count

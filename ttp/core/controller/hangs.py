@@ -104,6 +104,7 @@ class HangWatch:
         self._beat_s = heartbeat_s
         self._alarm_s = 0.0  # the wait of the last alarm
         self._unclear_s = 0.0  # the same, while it is not known to be false
+        self._told = False
         self.reset(0.0)
 
     # ------------------------------------------------------------------------------------------------------------ input
