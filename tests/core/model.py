@@ -95,7 +95,7 @@ class Model(Invariants):
         self.stripes, self.uneven = stripes, uneven
         self.layout, self.hanging, self.eager, self.late = layout, hanging, eager, late
         self.rival, self.gradients, self.preimages = rival, gradients, preimages
-        self._left = {"kills": kills, "breaks": breaks, "takeovers": takeovers, "repeats": repeats, "leaves": leaves}
+        self._left = dict[str, Any](kills=kills, breaks=breaks, takeovers=takeovers, repeats=repeats, leaves=leaves)
         self.copies = tuple(m.KeptCopy(r, BASE) for r in sorted(keepers(layout))) if kept else ()
         self.kept = tuple((shard, BASE) for shard in layout.groups) if kept else ()
         self.world = layout.world_size
