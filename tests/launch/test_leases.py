@@ -121,6 +121,21 @@ def test_a_garbled_lease_is_none(text: str, leases: Leases, tmp_path: Path) -> N
     assert leases.deadlines() == {}
 
 
+def test_a_lease_that_is_read_half_written_is_none(leases: Leases, tmp_path: Path) -> None:
+    """On a full disk a lease is written over the room for it, and launchers read at any moment."""
+    path = tmp_path / "run/leases/10"
+    leases.arm(10)
+    room = path.read_text()
+    leases.grant(10, 1234.5)
+    lease = path.read_text()
+    assert len(room) == len(lease)
+    for written in range(1, len(lease)):
+        path.write_text(lease[:written] + room[written:])
+        assert leases.deadlines() == {}
+        path.write_text(room[:written] + lease[written:])
+        assert leases.deadlines() == {}
+
+
 def test_foreign_files_are_ignored(leases: Leases, tmp_path: Path) -> None:
     leases.arm(10)
     (tmp_path / "run/armed/.11.draft").touch()

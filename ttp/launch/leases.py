@@ -3,7 +3,8 @@
 A launcher that sees one worker die stops the others. Files tell it which of them it must wait for::
 
     run_dir/armed/<pid>    a processor runs in this process, so it may ask for a lease
-    run_dir/leases/<pid>   the process saves, and must not be stopped before this ``time.monotonic()`` of this host
+    run_dir/leases/<pid>   the process saves, and must not be stopped before this ``time.monotonic()`` of this host;
+                           or room for that time (``NO_LEASE``)
     run_dir/ended/<pid>    training and the program have ended here; only the interpreter still shuts down
 
 The first two files are removed when the process ends well; ``sweep`` removes those of killed processes. Everything here
@@ -31,7 +32,8 @@ FRESH_S = 3600.0
 """Seconds between two touches of all files in the run directory."""
 ROOM = 32
 """Characters of a lease: more than any number takes."""
-NO_LEASE = "0".ljust(ROOM)
+NO_LEASE = "none".ljust(ROOM, "-")
+"""Contents of the file of a process that has no lease: no number, also where a lease is written over half of it."""
 
 
 class Leases:
@@ -93,7 +95,7 @@ class Leases:
         for path in entries(self._leases):
             with contextlib.suppress(OSError, ValueError):
                 deadline_s = float(path.read_text())
-                if math.isfinite(deadline_s) and deadline_s > 0:
+                if math.isfinite(deadline_s):
                     found[int(path.name)] = deadline_s
         return found
 
