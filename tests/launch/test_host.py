@@ -303,6 +303,16 @@ def test_a_restart_of_a_saved_job_loses_nothing_until_a_rank_has_joined(
     assert not host.saved_before
 
 
+@pytest.mark.parametrize(("code", "leaves"), [(1, 70), (75, 70), (64, 64), (0, 0)])
+def test_a_checkpoint_in_memory_that_was_not_copied_is_not_saved_before(
+    host: Host, monkeypatch: pytest.MonkeyPatch, code: int, leaves: int
+) -> None:
+    """SIGTERM comes at a restart, before the ranks have joined."""
+    host.saved_before = True
+    monkeypatch.setattr(host.shadows, "wait", lambda patience_s: False)
+    assert host.close(several_nodes=False, code=code) == leaves
+
+
 @pytest.mark.parametrize(("code", "left"), [(None, True), (75, True), (0, False)])
 def test_a_host_whose_ranks_were_moved_leaves_also_when_the_job_fails_right_after(
     host: Host, monkeypatch: pytest.MonkeyPatch, code: int | None, left: bool

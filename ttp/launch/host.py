@@ -258,7 +258,8 @@ class Host:
                 poll(lambda: not goes_on(self._places(), self.config.token), patience_s, LOOK_S * 10)
             code = self._ask_verdict(several_nodes, code)
             durable = self.shadows.wait(patience_s)
-            return EXIT_NOT_SAVED if code == EXIT_SAVED and not durable else code
+            saved = code == EXIT_SAVED or (self.saved_before and code not in (EXIT_TRAINED, EXIT_BAD_CONFIG))
+            return EXIT_NOT_SAVED if saved and not durable else code
         finally:
             self._keeper.stop()
             if self._relay is not None:
