@@ -74,15 +74,19 @@ def test_a_process_that_is_killed_while_it_imports_is_named_with_its_end(
     assert state(tmp_path) == "the process to fork from has ended with -9; see warm.log in the run directory"
 
 
-@pytest.mark.parametrize(("ticks", "warm"), [(1, True), (200, False), (0, False)])
+@pytest.mark.parametrize(
+    ("ticks", "looks", "warm"),
+    [(20, 100, True), (400, 20, True), (400, 100, False), (20, 400, False), (1, 100, False), (0, 20, False)],
+)
 def test_a_restart_waits_for_imports_that_go_on_however_slowly(
-    silent: WarmStarter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ticks: int, warm: bool
+    silent: WarmStarter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ticks: int, looks: int, warm: bool
 ) -> None:
-    """On a host with many other processes a second by the clock brings a hundredth of one: for each worker as well.
+    """On a busy host a second by the clock brings a fifth of one of processor time: for each worker as well.
 
-    A process that has used up the time of any import, or that gets none at all, is not waited for.
+    Half a minute by the clock is left to any import. Then it is not waited for if it has used up the time of any
+    import, or uses hardly any: it waits itself, perhaps for ever, and looks now and then.
     """
-    clock, spent, looks = itertools.count(), itertools.count(step=ticks), itertools.count()
+    clock, spent, looked = itertools.count(), itertools.count(step=ticks), itertools.count()
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     monkeypatch.setattr(module, "_ticks", lambda pid: next(spent))
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -90,7 +94,7 @@ def test_a_restart_waits_for_imports_that_go_on_however_slowly(
     silent._socket.close()
     silent._ready, silent._socket = None, ours
     theirs.send(json.dumps(READY).encode())
-    monkeypatch.setattr(module, "readable", lambda descriptor, within_s: next(looks) >= 100)
+    monkeypatch.setattr(module, "readable", lambda descriptor, within_s: next(looked) >= looks)
     assert silent._wait_ready() is warm
     assert (state(tmp_path) == "ready") is warm
     theirs.close()

@@ -39,10 +39,13 @@ MESSAGE_BYTES = 1 << 20
 STALL_S = 3.0
 """Seconds that a restart waits for a process that makes no progress. Then workers are started as always."""
 IMPORT_S = 30.0
-"""Seconds of processor time that one which does may take while a restart waits: it imports what each worker would
-otherwise import for itself. On a busy host that takes longer by the clock, for each worker as well."""
-IMPORT_BUSY_S = 10 * IMPORT_S
-"""Seconds by the clock after which a restart waits no longer, however little processor time was to be had."""
+"""Seconds that a restart waits for one that does: it imports what each worker would otherwise import for itself. On a
+busy host these are seconds of processor time, as it would take each worker longer by the clock, too.
+"""
+BUSY = 10
+"""How many times longer that may be by the clock. What gets less than this share of a processor is not short of one,
+but waits itself.
+"""
 FORK_S = 10.0
 """Seconds that a worker may take to be forked. It takes a tenth of one, but cores may be busy; a start takes longer."""
 NO_FURTHER = "the process to fork from gets no further"
@@ -238,8 +241,9 @@ class WarmStarter:
             now_s, spent = time.monotonic(), _ticks(self._process.pid) if self._process is not None else 0
             if spent > used:
                 used, moved_s = spent, now_s
-            enough = used - first > IMPORT_S * os.sysconf("SC_CLK_TCK") or now_s - began_s > IMPORT_BUSY_S
-            if self._process is not None and (enough or now_s - moved_s > STALL_S):
+            took_s, used_s = now_s - began_s, (used - first) / os.sysconf("SC_CLK_TCK")
+            too_long = took_s > IMPORT_S and not took_s / BUSY < used_s < IMPORT_S
+            if self._process is not None and (too_long or now_s - moved_s > STALL_S):
                 self._give_up(NO_FURTHER)
         return self._ready is not None
 
