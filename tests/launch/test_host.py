@@ -114,9 +114,9 @@ def test_ctrl_c_that_a_shell_has_them_ignore_is_sigterm(
 ) -> None:
     group = workers({"deaf": True, "on_sigterm": "save", "save_s": 0.1}, {"on_sigterm": "save", "save_s": 0.1})
     host.stops.stop({0: group[0]}, signal.SIGINT, 5.0)
-    assert "without a save" not in caplog.text
+    assert "Ctrl-C" not in caplog.text
     host.stops.stop(group, signal.SIGINT, 5.0)
-    assert "Ctrl-C (SIGINT) ends the job without a save" in caplog.text
+    assert "Ctrl-C (SIGINT) saves nothing: to stop a job with a save, send SIGTERM to its launcher" in caplog.text
     assert group[0].poll() == 75
     assert group[1].wait(10) != 75, "whoever hears Ctrl-C gets it as it is, and holds no lease while it ends"
 

@@ -82,7 +82,7 @@ class WorkerStops:
             return
         asked = signal.SIGINT if how == signal.SIGINT else signal.SIGTERM
         if asked is signal.SIGINT and not all(_ignores(pid, asked) for pid in self._armed(workers)):
-            logger.warning("Ctrl-C (SIGINT) ends the job without a save: send SIGTERM to ttp run to have it saved")
+            logger.warning("Ctrl-C (SIGINT) saves nothing: to stop a job with a save, send SIGTERM to its launcher")
         self._send(_alive(workers), asked, workers)
         verdict = self._wait(workers, Hold(time.monotonic(), self._patience_s, grace_s))
         if verdict in (HoldDecision.STOP, HoldDecision.OUT_OF_PATIENCE):
