@@ -10,8 +10,7 @@ import resource
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -292,28 +291,40 @@ def test_of_the_moment_of_the_fork(inherited: int, tmp_path: Path, monkeypatch: 
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_it_leaves_three_quarters_of_a_core_to_the_ranks(tmp_path: Path) -> None:
-    """While no restart waits, the template sleeps three times as long as each import took."""
+@pytest.fixture
+def importing(tmp_path: Path) -> Iterator[WarmStarter]:
+    """Return a starter whose process is to import three modules that compute for a while."""
     starter, modules = WarmStarter(Config(), tmp_path), []
     for number in range(3):
         file = tmp_path / f"busy{number}.py"
         file.write_text("import time\nuntil = time.process_time() + 0.1\nwhile time.process_time() < until: pass\n")
         modules.append((file.stem, str(file)))
-    try:
-        assert starter.worker([sys.executable, "-u", __file__], os.environ, None, None) is None
-        (tmp_path / "imports.json").write_text(forking.imports(modules, str(tmp_path)))
+    (tmp_path / "program.py").touch()
+    assert starter.worker([sys.executable, str(tmp_path / "program.py")], os.environ, None, None) is None
+    (tmp_path / "imports.json").write_text(forking.imports(modules, str(tmp_path)))
+    starter.look()
+    yield starter
+    starter.close()
 
-        def ready() -> bool:
-            starter.look()
-            return bool(starter.ready)
 
-        until(ready, PATIENCE_S, (tmp_path / "warm.json").read_text)
-        told = json.loads((tmp_path / "warm.json").read_text())
-        assert told["modules"] == 3 and told["seconds"] >= 3 * 0.4
-        assert told["bytes"] >= 2**20
-        assert f"{told['bytes'] / 2**20:.0f} MiB, shared" in restarts_line(told).plain
-    finally:
-        starter.close()
+def test_a_restart_waits_for_the_imports(importing: WarmStarter, tmp_path: Path) -> None:
+    assert not importing.ready
+    worker = importing.worker([sys.executable, str(tmp_path / "program.py")], os.environ, None, None)
+    assert worker is not None and worker.wait(PATIENCE_S) == 0
+
+
+def test_it_leaves_three_quarters_of_a_core_to_the_ranks(importing: WarmStarter, tmp_path: Path) -> None:
+    """While no restart waits, the template sleeps three times as long as each import took."""
+
+    def ready() -> bool:
+        importing.look()
+        return bool(importing.ready)
+
+    until(ready, PATIENCE_S, (tmp_path / "warm.json").read_text)
+    told = json.loads((tmp_path / "warm.json").read_text())
+    assert told["modules"] == 3 and told["seconds"] >= 3 * 0.4
+    assert told["bytes"] >= 2**20
+    assert f"{told['bytes'] / 2**20:.0f} MiB, shared" in restarts_line(told).plain
 
 
 @pytest.mark.parametrize("ends", ["os.kill(os.getpid(), 9)", ""])
