@@ -87,13 +87,19 @@ def test_loops_of_all_hosts_are_not_left(
 @pytest.mark.parametrize("static", [False, True])
 def test_ranks_of_all_hosts_are_forked(make_hosts: MakeJob, unbroken: Unbroken, static: bool) -> None:
     """Each host has a process of its own from which its ranks are forked (warm restarts)."""
-    held = {"id": "held", "rank": 0, "step": 8, "phase": "data", "action": "hold", "when": "run/one/warm.json"}
-    faults = [held, kill(3, 8, "allreduced", when="run/two/warm.json")]
+    held = {"id": "held", "rank": 0, "step": 8, "phase": "data", "action": "hold", "when": "go"}
     env = {"TTP_CONTINUITY": "warm"}  # their first start is cold then
-    job = make_hosts(2, static=static, continuity="warm", steps=14, max_restarts=2, faults=faults, env=env)
-    assert job.run(WAIT_S) == 0, job.story()
-    known = [read_status(job.directory / "run" / host) for host in ("one", "two")]
-    assert [told and told["state"] for told in known] == ["ready", "ready"], job.story()
+    faults = [held, kill(3, 8, "allreduced")]
+    job = make_hosts(2, static=static, continuity="warm", steps=14, max_restarts=2, faults=faults, env=env).start()
+
+    def are_ready() -> bool:
+        known = [read_status(job.directory / "run" / host) for host in ("one", "two")]
+        return [told and told["state"] for told in known] == ["ready", "ready"]
+
+    until(are_ready, WAIT_S, job.story)
+    (job.directory / "go").touch()
+    assert job.wait(WAIT_S) == 0, job.story()
+    assert are_ready(), job.story()
     assert job.starts() == [0, *job.committed()], job.story()
     assert job.results() == unbroken(job)
 
