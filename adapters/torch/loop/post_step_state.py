@@ -154,7 +154,7 @@ class PostStepState:
             return
         if training:
             self._end_post_step()
-        else:
+        elif self._stage is _OPEN:
             self._followed.record(self._snapshot.version)
             self._stage = _ENTERED
 
@@ -217,11 +217,12 @@ class PostStepState:
         return schedules and scaled and not (self._averages or self._in_doubt)
 
     def done_on_devices(self, version: int) -> bool:
-        """Return whether devices that have finished ``version`` have also done what the host has queued after it.
+        """Return whether devices that have finished ``version`` have also done what follows it, if the host queued that.
 
-        An average of the weights is queued there, behind the event of the version.
+        An average of the weights is queued there, behind the event of the version. If the loop is not known to change
+        tensors there, a device that hangs behind the version has all of it.
         """
-        return self._followed.passed(version)
+        return not self._averages or self._followed.passed(version)
 
     def foreseen(self) -> bool:
         """Return whether it is known which calls follow an update, so that a save can record them as due."""

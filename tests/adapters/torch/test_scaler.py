@@ -302,3 +302,19 @@ class TestAverageOnADevice:
             loop.update()
         loop.forward()
         assert loop.post_step.done_on_devices(1) and not loop.post_step.done_on_devices(2)
+
+    def test_a_hang_behind_an_update_that_nothing_follows_is_not_waited_for(self, runtime: Any) -> None:
+        """As in an exchange of weights behind the update, or in an all-reduce of the loss that the loop makes there."""
+        loop = Loop(runtimes=[runtime])
+        loop.to_update(0)
+        runtime.device.hang()
+        loop.forward()
+        assert loop.post_step.done() and loop.post_step.done_on_devices(1)
+
+    def test_a_long_evaluation_queues_one_event(self, runtime: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        loop = Loop(averages=True, runtimes=[runtime]).to_update(0)
+        event, queued = runtime.event, list[bool]()
+        monkeypatch.setattr(runtime, "event", lambda *, side: queued.append(side) or event(side=side))
+        for _ in range(3):
+            loop.forward(training=False)
+        assert queued == [False]
