@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from collections import OrderedDict
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ttp.store import arrays
-from ttp.store.encoding import EncodingError, decode, encode
+from ttp.store.encoding import DEPTH_MAX, EncodingError, decode, encode
 from ttp.store.repeated_encoding import RepeatedEncoder
 
 numpy = pytest.importorskip("numpy")
@@ -171,6 +172,21 @@ def test_what_a_state_dict_says_about_itself_comes_back_with_it() -> None:
     state["model"]._metadata["0"]["version"] = Foo()
     with pytest.raises(EncodingError, match=r"state\['model'\]\._metadata\['0'\]\['version'\]: object of type .*Foo"):
         RepeatedEncoder("state").encode(state)
+
+
+@pytest.mark.parametrize("encoded", [encode, RepeatedEncoder("state").encode], ids=["at once", "repeatedly"])
+def test_what_is_not_refused_for_its_depth_comes_back(encoded: Callable[[object], bytes]) -> None:
+    """Two extensions stand for an OrderedDict with its ``_metadata``, and ``decode`` counts both."""
+
+    def nested(levels: int) -> Any:
+        outer: Any = OrderedDict(x=nested(levels - 1) if levels > 1 else 1)
+        outer._metadata = {"version": 1}
+        return outer
+
+    deepest = nested(DEPTH_MAX // 2)
+    assert same(decode(encoded(deepest)), deepest)
+    with pytest.raises(EncodingError, match="nested deeper than 100"):
+        encoded(nested(DEPTH_MAX // 2 + 1))
 
 
 def test_arrays_come_back_writable() -> None:

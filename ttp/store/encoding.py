@@ -223,8 +223,8 @@ def _extended(code: int, inside: Callable[[Any, int], list[Any]]) -> Callable[[A
 
 
 def _ordered(obj: Any, depth: int) -> Any:
-    packed = extension(ORDERED, pack(_pairs(obj, depth)))
     metadata = getattr(obj, "_metadata", None)
+    packed = extension(ORDERED, pack(_pairs(obj, depth + bool(metadata))))  # ``decode`` counts both extensions
     return described(packed, _part(metadata, depth, ".{}", "_metadata")) if metadata else packed
 
 

@@ -95,8 +95,10 @@ class RepeatedEncoder:
         if kind in _DICTS and depth < DEPTH_MAX and _TEXT.issuperset(map(type, value)):
             ordered = kind is OrderedDict
             pack_header = self._packer.pack_array_header if ordered else self._packer.pack_map_header
-            packed = self._inside(part, pack_header(len(value) << ordered), value.items(), depth + 1, keyed=True)
-            return self._described(part, value, extension(ORDERED, packed), depth + 1) if ordered else packed
+            metadata, depth = ordered and getattr(value, "_metadata", None), depth + 1
+            header = pack_header(len(value) << ordered)
+            packed = self._inside(part, header, value.items(), depth + bool(metadata), keyed=True)
+            return self._described(part, metadata, extension(ORDERED, packed), depth) if ordered else packed
         if kind is list and depth < DEPTH_MAX:
             return self._list(part, value, depth + 1)
         if arrays.may_be_apart(value, APART_BYTES):
@@ -104,8 +106,7 @@ class RepeatedEncoder:
             return self._packed(_array_apart(value, len(self.apart) - 1))
         return self._packed(to_plain(value, depth))
 
-    def _described(self, part: _Part, value: Any, packed: Any, depth: int) -> bytes:
-        metadata = getattr(value, "_metadata", None)
+    def _described(self, part: _Part, metadata: Any, packed: Any, depth: int) -> bytes:
         if metadata:
             last, encoded = part.metadata
             same = False
