@@ -47,8 +47,9 @@ _MADE_LATE = (
     "them: make all layers before wrap_optimizer(), and add only their param groups later"
 )
 _CAST = (
-    "the dtype of %s has changed since wrap_optimizer(): ttp.restore() refuses a restarted program until its model has "
-    "the dtypes of the checkpoint. Cast the model first, then make the optimizer, then call wrap_optimizer()"
+    "the dtype of %s has changed since wrap_optimizer(). If that was after ttp.restore(), a restarted program will be "
+    "refused there, as its model has not the dtypes of the checkpoint yet. Cast the model first, then make the "
+    "optimizer, then call wrap_optimizer()"
 )
 _LIMITED = (
     "no file of this process may be larger than %s bytes (RLIMIT_FSIZE, `ulimit -f`), and this rank may have to write "
