@@ -217,7 +217,7 @@ class PostStepState:
         return schedules and scaled and not (self._averages or self._in_doubt)
 
     def done_on_devices(self, version: int) -> bool:
-        """Return whether devices that have finished ``version`` have also done what follows it, if the host queued that.
+        """Return whether devices that have finished ``version`` have done what follows it, if that was queued.
 
         An average of the weights is queued there, behind the event of the version. If the loop is not known to change
         tensors there, a device that hangs behind the version has all of it.
