@@ -77,3 +77,5 @@ def test_what_a_state_dict_says_about_itself_may_change() -> None:
     live["version"] = Foo()
     with pytest.raises(EncodingError, match=r"state\['model'\]\._metadata\['0'\]\['version'\]: object of type .*Foo"):
         encoder.encode(state)
+    state["model"]._metadata = torch.ones(2)
+    assert encoder.encode(state) == encode(state), "what is no dict is not read by load_state_dict()"

@@ -223,9 +223,15 @@ def _extended(code: int, inside: Callable[[Any, int], list[Any]]) -> Callable[[A
 
 
 def _ordered(obj: Any, depth: int) -> Any:
-    metadata = getattr(obj, "_metadata", None)
+    metadata = metadata_of(obj)
     packed = extension(ORDERED, pack(_pairs(obj, depth + bool(metadata))))  # ``decode`` counts both extensions
     return described(packed, _part(metadata, depth, ".{}", "_metadata")) if metadata else packed
+
+
+def metadata_of(ordered: Any) -> dict[Any, Any]:
+    """Return what ``state_dict()`` of a module or a TensorDict says about itself, beside the items; {}: nothing."""
+    found = getattr(ordered, "_metadata", None)
+    return found if isinstance(found, dict) else {}
 
 
 def described(packed: Any, metadata: Any) -> Any:

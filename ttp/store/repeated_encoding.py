@@ -25,6 +25,7 @@ from ttp.store.encoding import (
     described,
     encode,
     extension,
+    metadata_of,
     pack,
     to_plain,
 )
@@ -95,7 +96,7 @@ class RepeatedEncoder:
         if kind in _DICTS and depth < DEPTH_MAX and _TEXT.issuperset(map(type, value)):
             ordered = kind is OrderedDict
             pack_header = self._packer.pack_array_header if ordered else self._packer.pack_map_header
-            metadata, depth = ordered and getattr(value, "_metadata", None), depth + 1
+            metadata, depth = metadata_of(value) if ordered else {}, depth + 1
             header = pack_header(len(value) << ordered)
             packed = self._inside(part, header, value.items(), depth + bool(metadata), keyed=True)
             return self._described(part, metadata, extension(ORDERED, packed), depth) if ordered else packed
@@ -106,7 +107,7 @@ class RepeatedEncoder:
             return self._packed(_array_apart(value, len(self.apart) - 1))
         return self._packed(to_plain(value, depth))
 
-    def _described(self, part: _Part, metadata: Any, packed: Any, depth: int) -> bytes:
+    def _described(self, part: _Part, metadata: dict[Any, Any], packed: Any, depth: int) -> bytes:
         if metadata:
             last, encoded = part.metadata
             same = False

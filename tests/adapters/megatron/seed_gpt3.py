@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from tests.adapters.megatron import shims
 from tests.adapters.megatron.gpt import Shape, Training
+from tests.waiting import until
 
 Hurt = Callable[[str], None]
 
@@ -41,7 +42,13 @@ def gpt3(shape: dict[str, Any], steps: int, life: int = 0, fault: dict[str, Any]
     update = 0
 
     def hurt(at: str) -> None:
-        if fault is not None and (fault["rank"], fault["step"], fault["at"]) == (rank, update, at):
+        if fault is None or (fault["step"], fault["at"]) != (update, at):
+            return
+        here = Path(os.environ["JOB_DIR"]) / at
+        here.with_suffix(f".{rank}").touch()
+        if fault["rank"] == rank:
+            if at == "begin":  # behind the barrier each rank makes the update before at its own time
+                until(lambda: len(list(here.parent.glob("begin.*"))) == dist.get_world_size())
             os.kill(os.getpid(), signal.SIGKILL)
 
     _patch_step(framework_ttp, optimizer, hurt)
