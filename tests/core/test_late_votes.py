@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.core.talk import Talk
 from ttp.core import messages as m
-from ttp.core.layout import Rank, Shard
+from ttp.core.layout import Layout, Rank, Shard
 from ttp.testing.scenario import grid
 
 
@@ -196,3 +196,33 @@ def test_a_finished_version_with_nan_is_named_where_an_older_one_is_saved() -> N
     talk.write()
     text = talk.orders(m.Release)[0].text
     assert text.startswith("saved version 7; 1 finished step is lost: NaN or Inf on ranks 1-2; a restart goes on with")
+
+
+def two_shards(first: str, second: str) -> Talk:
+    """Return a job whose ranks 2 and 3 save a shard each; their copies of s0, and 4's, which is late, are compared."""
+    talk = Talk(Layout(5, dict.fromkeys((Shard("s0"), Shard("s1")), tuple(map(Rank, range(5))))))
+    talk.accuse(0, m.FaultKind.EXITED)
+    talk.frozen(2, 8, **digest(first))
+    talk.frozen(3, 8, **digest(second))
+    assert "Save:2,3" in talk.frozen(1, 7, **digest("older"))
+    return talk
+
+
+def test_a_lost_saver_of_two_orders_has_one_vote() -> None:
+    talk = two_shards("a", "a")
+    talk.saved(2)
+    assert "Save:2" in talk.lost(3)
+    talk.saved(2, 1)
+    talk.lost(2)
+    assert "[commit]" in talk.frozen(4, 8, **digest("b"))
+    assert talk.orders(m.Commit)[0].disputed == ("s0",)
+
+
+def test_a_saver_that_is_outvoted_with_the_vote_of_a_lost_one_is_not_ordered_again() -> None:
+    talk = two_shards("flipped", "good")
+    talk.saved(3)
+    talk.saved(2)
+    talk.lost(3)
+    assert talk.frozen(4, 8, **digest("good")).endswith("[outvoted] [plan] Save:4")
+    assert talk.saved(4, 1).endswith("[commit] Commit:4")
+    assert talk.orders(m.Commit)[0].disputed == ()

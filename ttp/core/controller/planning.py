@@ -194,7 +194,6 @@ class Planner:
         if not any(answer.digests for answer in incident.ranks.answers.values()):
             return frozenset()
         layout, answers = incident.ranks.counts.layout, [*self._answers(incident, with_offers=False)]
-        answers += self._of_lost_writers(incident, plan.version)
         verdict = judge(layout, answers)
         if odd := draft.written_by(verdict.odd):
             made = decide(layout, answers, draft.written({rank for rank, _ in odd}), draft.uncut)
@@ -203,14 +202,6 @@ class Planner:
                 return odd
         draft.plan = plan.judged(verdict, {shard for _, shard in odd})
         return frozenset()
-
-    def _of_lost_writers(self, incident: Incident, version: Version) -> Iterator[Answer]:
-        """Yield the votes of ranks that are not here any more, for the copies that they have written."""
-        for task in incident.draft.tasks:
-            rank, said = task.order.rank, task.written_from
-            if said is not None and said.version == version and not incident.ranks.answered(rank):
-                digests = _copies(said)[0]
-                yield Answer(rank, version, incarnation=self._job.incarnation, digests=digests, can_save=False)
 
     def _decided(self, incident: Incident, *, with_offers: bool) -> Plan | NoPlan:
         answers = self._answers(incident, with_offers=with_offers)
@@ -256,6 +247,16 @@ class Planner:
                 sizes,
                 bool(member.broken) and not frozen.post_step_done,
             )
+        yield from self._of_lost_writers(incident)
+
+    def _of_lost_writers(self, incident: Incident) -> Iterator[Answer]:
+        """Yield the votes of ranks that are not here any more, for the copies that they have written."""
+        draft, incarnation = incident.draft, self._job.incarnation
+        said = {t.order.rank: t.written_from for t in draft.tasks if not incident.ranks.answered(t.order.rank)}
+        for rank, frozen in said.items():
+            if frozen is not None and draft.plan is not None and frozen.version == draft.plan.version:
+                digests = _copies(frozen)[0]
+                yield Answer(rank, frozen.version, incarnation=incarnation, digests=digests, can_save=False)
 
     def _kept(self, incident: Incident, rank: Rank, frozen: m.Frozen) -> tuple[tuple[Shard, Version], ...]:
         known = incident.ranks
