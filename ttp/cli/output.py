@@ -83,7 +83,7 @@ def complain(text: str) -> None:
     """Print an error as one line on stderr."""
     try:
         say(Text.assemble(("ttp: ", "bold red"), " ".join(text.split())), aside())
-    except OSError:  # the exit code still tells
+    except (OSError, SystemExit):  # rich exits so when the reader has closed the pipe; the exit code still tells
         silence(sys.stderr)
 
 

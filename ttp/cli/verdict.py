@@ -127,8 +127,7 @@ def verdict(
     else:
         with unread():
             say(WORDS[code])
-        with unread():
-            complain(text)
+        complain(text)
     raise typer.Exit(code)
 
 
