@@ -194,7 +194,7 @@ def test_the_verdict_counts_where_its_word_cannot_be_written(out: str, flags: li
 
 
 def test_an_error_that_nobody_reads_keeps_its_code(tmp_path: Path) -> None:
-    """It was 1, as of a command that failed in an unknown way: ``ttp verdict DIR 2>&1 | tee log``, where tee has ended."""
+    """As of ``ttp verdict DIR 2>&1 | tee log``, where tee has ended."""
     reading, writing = os.pipe()
     os.close(reading)
     command = [sys.executable, "-m", "ttp", "verdict", str(tmp_path)]
