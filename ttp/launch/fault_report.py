@@ -19,6 +19,8 @@ from ttp.core.copy_messages import Mirror
 from ttp.inbox import Inbox
 from ttp.launch.presence import ask, channel_options
 from ttp.launch.ring import ask_everybody
+from ttp.polling import poll
+from ttp.processor.aside import aside
 
 logger = logging.getLogger("ttp.launch")
 
@@ -31,6 +33,8 @@ LAST_S = 3.0
 LOOK_S = 1.0
 AGAIN_S = 0.2
 """Seconds between two attempts to send a report."""
+WATCHED_S = 1.0
+"""Seconds that grpc may take to end the thread that watches a connection. It looks every 0.2 s."""
 
 
 PagesAfter = Callable[[int, int], Sequence[Mirror]]
@@ -62,8 +66,15 @@ class _Leader:
         self.stub = stub(self.channel)
 
     def _changed(self, state: Any) -> None:
-        if state.name == "READY":  # it is watched no longer: the thread that watches may raise when it is closed
+        if state.name == "READY":  # it is watched no longer: see ``close``
             self.channel.unsubscribe(self._changed)
+
+    def close(self) -> None:
+        """Close the connection. Wait first, up to ``WATCHED_S``, for grpc's thread that watches it, which may raise."""
+        self.channel.unsubscribe(self._changed)
+        watch = getattr(self.channel, "_connectivity_state", None)
+        poll(lambda: not getattr(watch, "polling", False), WATCHED_S, 0.05)
+        self.channel.close()
 
 
 class FaultReporter:
@@ -138,7 +149,7 @@ class FaultReporter:
         self._pending.put(None)
         self._thread.join(TIMEOUT_S)
         try:
-            self._leader.channel.close()
+            self._leader.close()
         except Exception as problem:
             logger.debug("closing the connection to the controller: %s", problem)
 
@@ -183,7 +194,7 @@ class FaultReporter:
                 self._around = tuple(self._places()) or self._around
                 if self._leader.place != self._around[0]:
                     before, self._leader = self._leader, _Leader(self._around[0])
-                    before.channel.close()
+                    aside("ttp-close-connection", before.close)  # reports come first
                 reports = [report for report in reports if not self._went_round(report)]
             except Exception as problem:
                 logger.debug("cannot look for the controller: %s", problem)
