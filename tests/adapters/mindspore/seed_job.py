@@ -19,7 +19,7 @@ from mnist_job import Killer, kills  # type: ignore[import-not-found] # beside t
 
 from ttp.adapters.mindspore.callbacks import Protection
 
-SEED, IMAGES = 1, 128
+SEED, IMAGES = 1, 96
 
 
 def watched(killers: list[Killer]) -> None:

@@ -13,7 +13,7 @@ from tests.adapters.mindspore.test_kills import RUN_S
 
 pytestmark = [pytest.mark.xdist_group("mindspore-jobs"), pytest.mark.timeout(1500)]
 
-EPOCH = 4
+EPOCH = 3
 """Steps of an epoch; five of them are trained, by every worker on the same data."""
 EPOCHS = 5
 
@@ -71,7 +71,7 @@ def check_steps(job: Job, reference: Job, begun: int) -> None:
 
 def test_the_power_off_program_is_resumed_by_hand(tmp_path: Path, unbroken: Job) -> None:
     """Bit for bit as without a kill."""
-    tour(tmp_path, unbroken, 2, "pynative", [(1, EPOCH + 3, "gate")])
+    tour(tmp_path, unbroken, 2, "pynative", [(1, EPOCH + 2, "gate")])
 
 
 @pytest.mark.slow
@@ -80,4 +80,4 @@ def test_the_power_off_program_is_resumed_by_hand(tmp_path: Path, unbroken: Job)
 def test_four_cards_killed_twice(mode: str, tmp_path: Path) -> None:
     reference = launch(tmp_path / "unbroken", 4, [], f"--mode={mode}")
     # in mid-epoch, also if the step before is saved: the program's own init_epoch cannot go on from an epoch's end
-    tour(tmp_path / "job", reference, 4, mode, [(0, EPOCH + 3, "gate"), (2, 3 * EPOCH + 3, "update")])
+    tour(tmp_path / "job", reference, 4, mode, [(0, EPOCH + 2, "gate"), (2, 3 * EPOCH + 2, "update")])
