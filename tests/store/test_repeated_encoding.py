@@ -9,14 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.store.test_encoding import Foo, Odd, numpy, same, torch, values
 from ttp.store.encoding import EncodingError, decode, encode
 from ttp.store.repeated_encoding import RepeatedEncoder
-
-numpy = pytest.importorskip("numpy")
-torch = pytest.importorskip("torch")
-pytest.importorskip("hypothesis.extra.numpy")
-
-from tests.store.test_encoding import Foo, Odd, same, values
 
 
 @settings(max_examples=150, deadline=None)
