@@ -24,6 +24,8 @@ from ttp.wire.v1.controller_pb2_grpc import ControllerStub
 
 REACHED_S = 180
 """Seconds in which the ranks of a job have to begin to train."""
+ENDED_S = 30
+"""Seconds in which killed processes have to end; one that writes to a disk ends when the disk has answered."""
 
 
 def free_port() -> int:
@@ -134,11 +136,28 @@ def _kill(ranks: Iterable[Popen[bytes]]) -> None:
 
 
 def kill_all(job: Popen[bytes]) -> None:
-    """Kill a launcher with all processes below it."""
-    for child in psutil.Process(job.pid).children(recursive=True) if job.poll() is None else []:
+    """Kill a launcher with all processes below it, and wait until none of them can write to a file any more.
+
+    Raises:
+        TimeoutError: a process has not ended in ``ENDED_S``.
+    """
+    below: list[psutil.Process] = []
+    if job.poll() is None:
+        job.send_signal(signal.SIGSTOP)  # it would start others in place of the killed ones
+        below = psutil.Process(job.pid).children(recursive=True)
+    for process in below:
         with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
-            child.kill()
+            process.kill()
     _kill([job])
+    if not poll(lambda: all(_has_ended(process) for process in below), ENDED_S, 0.05):
+        raise TimeoutError(f"processes of the job with the launcher {job.pid} do not end within {ENDED_S} s")
+
+
+def _has_ended(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE  # nobody may wait for an orphan
+    except psutil.NoSuchProcess:
+        return True
 
 
 @contextlib.contextmanager

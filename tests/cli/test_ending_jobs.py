@@ -15,20 +15,26 @@ from ttp.cli import verdict
 from ttp.core import messages as m
 from ttp.core.layout import Rank, Version
 from ttp.launch import other_jobs
-from ttp.store.history import FILE, Launch, read_launches
+from ttp.store.history import FILE, Launch, leave_word, read_launches
 
 
+@pytest.mark.parametrize("unwritten", ["its end", "its beginning"])
 def test_the_end_of_a_job_whose_disk_is_slow_is_waited_for(
-    tmp_path: Path, ttp: Ttp, start: Callable[..., Controller], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, ttp: Ttp, start: Callable[..., Controller], monkeypatch: pytest.MonkeyPatch, unwritten: str
 ) -> None:
-    """A batch script asks as soon as the ranks have exited: a job that has trained to its end was called lost."""
+    """A batch script asks as soon as the ranks have exited: a job that has trained to its end was called lost.
+
+    Without the beginning, the word of a rank that left with 64 before it was the last that is known of the job.
+    """
+    (tmp_path / "incidents").mkdir()
+    leave_word(tmp_path, "job", "rank 3 left with 64: no model")
     controller, history = start(), tmp_path / "incidents" / FILE
     monkeypatch.setenv("TTP_PORT", str(controller.port))
     for rank in controller.job(save_dir=str(tmp_path)):
         rank.say(m.Goodbye(Rank(rank.number), m.GoodbyeReason.DONE, Version(7)))
     until(lambda: history.exists() and "finished" in history.read_text())
     text = history.read_text()
-    history.write_text(text[: text.index('\n{"kind": "finished"')])
+    history.write_text(text[: text.index('\n{"kind": "finished"')] if unwritten == "its end" else "")
     looked = []
 
     def read(save_dir: Path) -> list[Launch]:
@@ -38,7 +44,7 @@ def test_the_end_of_a_job_whose_disk_is_slow_is_waited_for(
         return read_launches(save_dir)
 
     monkeypatch.setattr(verdict, "read_launches", read)
-    assert ttp("verdict", tmp_path).out == "trained\n"
+    assert ttp("verdict", tmp_path, "--run-id", "job").out == "trained\n"
 
 
 @pytest.mark.parametrize("kept", [True, False])

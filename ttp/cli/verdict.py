@@ -110,6 +110,7 @@ def verdict(
         running = _running(directory, [], run_id)
         if running is None and isinstance(problem, UsageError):
             raise
+        running = running if running and running.code is not None else None
         text = f"what the job left cannot be read: {problem}"
         result = running or Verdict(EXIT_NOT_SAVED, text), []
     assert result
@@ -231,8 +232,9 @@ def _running(place: Path, launches: list[Launch], run_id: str | None) -> Verdict
             text = f"the job runs: {len(alive)} of {now.world_size} ranks live, the newest version is {max(alive)}"
             moved = "" if here and last else MOVED.format(now.save_dir)
             return Verdict(EXIT_RUNNING, text + moved)
-        if last and here and (now.between_launches or last.code is None):
-            end = "has recorded no end" if last.code is None else f"is {WORDS[last.code]}: {last.text}"
+        code = last.code if last else None
+        if here and (now.between_launches or code is None):
+            end = "has recorded no end" if last is None or code is None else f"is {WORDS[code]}: {last.text}"
             waits = Verdict(None, BETWEEN.format(end) if now.between_launches else "")
     if waits is None and last and last.code is None and refuses_to_say(last, config):
         return Verdict(EXIT_RUNNING, NOT_ASKED.format(last.controller))
