@@ -387,3 +387,12 @@ def test_later_a_missing_controller_does_not_stop_the_job(
     host.before_workers("127.0.0.1", first_node=True)
     host.close(several_nodes=False, code=0)
     assert "restarts without a controller" in caplog.text
+
+
+def test_who_is_the_first_node_no_more_ends_its_controller(config: Config, run_dir: Path) -> None:
+    host = Host(config, run_dir)
+    for address, first_node in (("127.0.0.1", True), ("127.0.0.1", False), ("0.0.0.1", False)):
+        assert not started(run_dir) or probe("127.0.0.1", config.port or 0, TOKEN) == "controller"
+        host.before_workers(address, first_node)
+    assert not listens("127.0.0.1", config.port or 0, 1.0)
+    host.close(several_nodes=False, code=0)

@@ -19,6 +19,7 @@ from ttp.launch.fault_report import FaultReporter
 from ttp.launch.job_verdict import ask_verdict, say_start, settled_code
 from ttp.launch.leases import Leases
 from ttp.launch.other_jobs import is_of_another_job
+from ttp.launch.presence import is_local
 from ttp.launch.ring import forget_ring, job_is_busy, places, reigning, rescue_goes_on
 from ttp.launch.sentinel_watch import SentinelWatch
 from ttp.launch.shadow import Shadows
@@ -96,6 +97,8 @@ class Host:
     def before_workers(self, address: str, first_node: bool, world_size: int = 0, here: int = 0) -> None:
         """Start the relay and, on the first node, the controller. Call it before each start of workers.
 
+        A host that is the first node no more ends its controller.
+
         Args:
             address: the job's MASTER_ADDR.
             first_node: this host runs the controller.
@@ -115,6 +118,9 @@ class Host:
             if first_node:
                 self._keeper.start(address)
                 self._keeps = True
+            elif self._keeps and not is_local(address):  # another launcher of this machine would share the controller
+                self._keeper.stop()  # the new first node has one; this one would keep port and metrics of the last launch
+                self._keeper, self._keeps = ControllerKeeper(self.config, self._run_dir), False
             if self._too_early:  # the other job has ended meanwhile: no controller could be started before
                 self._too_early = False
                 forget_ring(self._run_dir)
