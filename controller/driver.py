@@ -333,13 +333,14 @@ class Driver:
             found = functools.partial(self._remembered, facts["incarnation"])
             self._journal.launch_begins(save_dir, happening, bool(facts["resumed"]), found)
 
-    def _remembered(self, incarnation: int, fruitless: int, present: Launch | None) -> None:
+    def _remembered(self, incarnation: int, fruitless: int, present: Launch | None, stood_s: float) -> None:
         """Give the machine the result of ``Journal.launch_begins``. Called on the journal's thread."""
-        event = ce.Remembered(fruitless, progress=False)
+        event = ce.Remembered(fruitless, progress=False, stood_s=stood_s)
         if present is not None:
             saved = (Version(present.version), present.path) if present.version and present.path else None
             wrong = present.text if present.code == EXIT_BAD_CONFIG else ""
-            event = ce.Remembered(fruitless, present.progress, saved, wrong, present.drained, present.hosts_of_ranks())
+            hosts = present.hosts_of_ranks()
+            event = ce.Remembered(fruitless, present.progress, saved, wrong, present.drained, hosts, stood_s)
 
         def feed() -> None:
             if self.machine.job.incarnation == incarnation:  # else the disk was slow, and this is a later launch

@@ -105,7 +105,11 @@ class Journal:
         self._lock = threading.Lock()  # never held during a disk call
 
     def launch_begins(
-        self, save_dir: str, happening: Happening, resumed: bool, found: Callable[[int, history.Launch | None], None]
+        self,
+        save_dir: str,
+        happening: Happening,
+        resumed: bool,
+        found: Callable[[int, history.Launch | None, float], None],
     ) -> None:
         """Record the start of a launch, and read the history of launches.
 
@@ -114,8 +118,7 @@ class Journal:
             happening: the event, with the facts of the launch.
             resumed: whether this controller took over during the launch; then the controller before it has recorded the
                 start.
-            found: called on another thread with the number of launches before this one that made no new version, and
-                what the controller before this one has recorded of this launch.
+            found: called on another thread with what ``history.behind`` returns.
         """
         if not save_dir:
             return
@@ -242,7 +245,7 @@ class _Writer:
         if self._inbox.qsize() < LINES_MAX:
             self._inbox.put(lambda: self._note(line))
 
-    def read(self, resumed: tuple[str, int] | None, found: Callable[[int, history.Launch | None], None]) -> None:
+    def read(self, resumed: tuple[str, int] | None, found: Callable[[int, history.Launch | None, float], None]) -> None:
         """Read the history of launches on the writer's thread, and call ``found``; see ``Journal.launch_begins``."""
         self._inbox.put(lambda: found(*history.behind(self._place, resumed)))
 

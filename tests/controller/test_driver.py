@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -47,9 +48,9 @@ class NoThreads:
 class Job:
     """A driver that knows the layout of its job, and the streams of the ranks that have joined."""
 
-    def __init__(self, world: int, journal: Any = None, host: str = "") -> None:
+    def __init__(self, world: int, journal: Any = None, host: str = "", **patience: Any) -> None:
         kept: Any = journal or NoThreads()
-        self.driver, self.layout = Driver(PATIENCE, kept, host), grid(1, world)
+        self.driver, self.layout = Driver(replace(PATIENCE, **patience), kept, host), grid(1, world)
         self.driver.machine.job.learn(self.layout)
         self.machine = self.driver.machine
 
@@ -202,17 +203,17 @@ def test_the_hosts_of_a_launch_are_one_short_line(told: Any, kept: int) -> None:
 async def test_what_a_slow_disk_tells_of_the_launch_before_is_not_taken_for_this_one() -> None:
     """Its ranks would be accused as of a drained host, and a version that it saved would not be saved again."""
     journal: Any = NoThreads()
-    told: list[Callable[[int, Launch], None]] = []
+    told: list[Callable[[int, Launch, float], None]] = []
     journal.launch_begins = lambda *given: told.append(given[-1])
     job = Job(1, journal)
     job.driver.disconnect(job.joins(incarnation=1, resume=True, takeover=True, term_seen=1))
     job.joins(launch=1, nonce="new")
     launch = Launch("job", 1, 0.0, code=64, text="wrong", version=7, path="step_7", drained=frozenset({"h"}))
-    told[0](2, launch)
+    told[0](2, launch, 0.0)
     await asyncio.sleep(0)
     assert job.machine.job.incarnation == 2 and job.machine.rescue.committing.last is None
     assert job.machine.verdict.code is None and not job.machine.drained_hosts
-    told[1](2, launch)
+    told[1](2, launch, 0.0)
     await asyncio.sleep(0)
     assert job.machine.rescue.committing.last == (7, "step_7")
 
@@ -246,6 +247,25 @@ async def test_a_launch_that_ends_before_a_rank_of_this_host_has_joined_is_recor
     job.driver.close()
     journal.close(60)
     assert [launch.incarnation for launch in read_launches(tmp_path)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("ago_s", "patience_s"), [(60, 90.0), (7 * 3600, 60.0)])
+@on_a_loop
+async def test_an_alarm_that_another_controller_raised_lately_is_known(
+    tmp_path: Path, ago_s: float, patience_s: float
+) -> None:
+    lines = [line_of("incarnation", 1.0, {}), line_of("stood_still", time.time() - ago_s, {"stood_s": 30.0})]
+    (tmp_path / "incidents").mkdir()
+    (tmp_path / "incidents" / "launches.log").write_text("".join(lines))
+    journal = Journal(tmp_path / "run", [str(tmp_path)])
+    job = Job(1, journal, hang_s=60.0)
+    job.joins(save_dir=str(tmp_path))
+    journal.close(60)
+    await asyncio.sleep(0)
+    for version in range(20):
+        beat = m.Heartbeat(Rank(0), Version(version), m.Phase.IDLE)
+        job.machine.on_event(Received(ConnectionId(1), beat), time.monotonic() + version)
+    assert job.machine._parts.hangs.patience_s == patience_s
 
 
 @on_a_loop

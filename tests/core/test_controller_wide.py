@@ -8,7 +8,7 @@ import pytest
 
 from tests.core.talk import PATIENCE, Talk, Wide, page
 from ttp.core import messages as m
-from ttp.core.controller.events import ConnectionId, Received
+from ttp.core.controller.events import ConnectionId, Received, Remembered
 from ttp.core.controller.saving import REPLAN_MAX_S
 from ttp.core.decide import How
 from ttp.core.layout import Layout, Rank, Version
@@ -183,7 +183,7 @@ class Hanging(Wide):
 
 def test_the_one_that_the_others_wait_for_is_named_and_its_stack_is_taken() -> None:
     talk = Hanging()
-    assert talk.go_on() == "[opened] Freeze:0,1,2,3 [evidence] TakeStack:2"
+    assert talk.go_on() == "[opened] Freeze:0,1,2,3 [evidence] [stood_still] TakeStack:2"
     order = talk.orders(m.TakeStack)[0]
     assert (order.subject, order.pid) == (3, talk.machine.job.members[Rank(3)].hello.pid)
     assert talk.facts("evidence")["rank"] == 3
@@ -220,9 +220,18 @@ def test_a_slow_rank_that_comes_to_the_gate_was_a_false_alarm() -> None:
     assert talk.alarm_s == 30, "ranks were thawed before the next heartbeat, and yet it has learnt"
 
 
+def test_an_alarm_is_known_to_another_controller_of_the_next_launch() -> None:
+    """A requeued job has one. Without this, each launch would be ended in the same long checkpoint of the program."""
+    talk = Hanging()
+    talk.go_on()
+    stood_s, another = talk.facts("stood_still")["stood_s"], Hanging()
+    another.event(Remembered(0, False, stood_s=stood_s))
+    assert stood_s >= 10 and another.alarm_s == 3 * stood_s
+
+
 def test_a_hang_of_nobody_is_withdrawn_when_all_have_come_to_the_gate_and_not_after_the_save() -> None:
     talk = Hanging(slow=range(4))
-    assert talk.go_on() == "[opened] Freeze:0,1,2,3 [evidence]"
+    assert talk.go_on() == "[opened] Freeze:0,1,2,3 [evidence] [stood_still]"
     assert talk.facts("evidence")["rank"] == -1
     assert "[plan]" in talk.frozen_all(30, main_thread_blocked=True)
     assert [talk.frozen(rank, 30) for rank in range(3)] == ["[answer]"] * 3

@@ -267,6 +267,7 @@ _WORDS: dict[str, str | Callable[[Facts], str]] = {
     "copied": "every rank has stored a second copy of version {version}",
     "not_copied": "no second copy of version {version} on rank {rank}: {text}",
     "drained": lambda f: f"hosts that must start no ranks again: {', '.join(f.get('hosts') or ()) or 'none'}",
+    "stood_still": "no rank has moved for {stood_s} s",
     "interrupted": "rank {rank} was interrupted (Ctrl-C) at version {version}",
     "left": "rank {rank} left on purpose at version {version}",
     "ailing": lambda f: f"rank {f.get('rank')} reports {f.get('ailment')}: {_cut(str(f.get('text')))}",

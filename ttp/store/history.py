@@ -3,8 +3,9 @@
 ``save_dir/incidents/launches.log`` has a line of JSON for each of these events: a launch begins (``incarnation``), all
 ranks have joined (``formed``), have agreed on a checkpoint (``restore``), and have read it (``restored``), a checkpoint
 was ``committed``, all ranks have trained to the end (``finished``), were told to exit with a code (``released``), a
-rank has exited with 64 (``wrong``), or hosts must start no ranks again (``drained``); or another controller has taken
-over (``leads``), and learns from here what that one knew. A launch without an end still runs, or ended together with
+rank has exited with 64 (``wrong``), hosts must start no ranks again (``drained``), or no rank moved for so long that it
+counted as a hang (``stood_still``); or another controller has taken over (``leads``), and learns from here what that
+one knew. A launch without an end still runs, or ended together with
 its controller. Lines that cannot be parsed, such as half a line, are skipped.
 
 If a rank exits with 64 before any rank has joined, no controller knows of it. The rank then writes a file itself,
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ttp.core.controller.hangs import MEMORY_S
 from ttp.core.layout import Rank, parse_ranks
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED, EXIT_TRAINED, CheckpointError
 from ttp.store.durable import make_directory, write_durably
@@ -46,13 +48,15 @@ TAIL_BYTES = 4 << 20
 TEXT_MAX = 2000
 HOSTS_MAX = 1 << 17
 """Most characters of the hosts of a job in a line; else it has none. 10,000 ranks on 1,250 hosts take a third of it."""
-HISTORY_KINDS = ("formed", "restore", "restored", "committed", "finished", "released", "wrong", "drained")
+HISTORY_KINDS = (
+    "formed", "restore", "restored", "committed", "finished", "released", "wrong", "drained", "stood_still",
+)  # fmt: skip
 BEGINS = "incarnation"
 LEADS = "leads"
 
 _FACTS = (
     "run_id", "incarnation", "world_size", "version", "path", "exit_code", "text", "progress", "size", "controller",
-    "hosts", "preempted", "run_dir",
+    "hosts", "preempted", "run_dir", "stood_s",
 )  # fmt: skip
 
 
@@ -80,6 +84,8 @@ class Launch:
         restored_bytes: size of that checkpoint; 0 if not known.
         controller: ``host:port`` of the controller that has led it last; empty if not known.
         run_dir: the run directory of that controller, which has the incidents that ``save_dir`` did not take.
+        stood_s: seconds without a move of any rank that counted as a hang last; 0: none did.
+        stood_unix_s: when that was recorded.
     """
 
     run_id: str
@@ -101,6 +107,8 @@ class Launch:
     restored_bytes: int = 0
     controller: str = ""
     run_dir: str = ""
+    stood_s: float = 0.0
+    stood_unix_s: float = 0.0
 
     def hosts_of_ranks(self) -> dict[Rank, str]:
         """Return the host of each rank, as far as it is recorded."""
@@ -261,8 +269,8 @@ def parse_launches(data: bytes) -> list[Launch]:
     return _launches(_records(data))
 
 
-def behind(save_dir: Path, resumed: tuple[str, int] | None) -> tuple[int, Launch | None]:
-    """Count the launches directly before the present one that saved no new version.
+def behind(save_dir: Path, resumed: tuple[str, int] | None) -> tuple[int, Launch | None, float]:
+    """Return what the controller of the present launch has to know of the history.
 
     Args:
         save_dir: the directory that holds the job's checkpoints.
@@ -270,13 +278,15 @@ def behind(save_dir: Path, resumed: tuple[str, int] | None) -> tuple[int, Launch
             begins now.
 
     Returns:
-        The number of launches in a row before the present one that saved no new version, and what is recorded of the
-        present one; None: nothing is.
+        The number of launches in a row before the present one that saved no new version; what is recorded of the
+        present one (None: nothing is); and the longest ``stood_s`` of the last ``MEMORY_S``.
     """
     launches = _readable(save_dir)
+    lately = (launch.stood_s for launch in launches if time.time() - launch.stood_unix_s <= MEMORY_S)
+    stood_s = max(lately, default=0.0)
     known = bool(launches) and (launches[-1].run_id, launches[-1].incarnation) == resumed
     present = launches.pop() if known else None
-    return fruitless(launches), present
+    return fruitless(launches), present, stood_s
 
 
 def fruitless(launches: Sequence[Launch]) -> int:
@@ -332,6 +342,8 @@ def _take(launch: Launch, record: Mapping[str, Any], at_s: float) -> None:
             launch.path = str(record.get("path", ""))
         case "drained" if isinstance(record.get("hosts"), list):
             launch.drained = frozenset(map(str, record["hosts"]))
+        case "stood_still":
+            launch.stood_s, launch.stood_unix_s = _seconds(record.get("stood_s")), at_s
         case "finished":
             launch.progress, launch.ended_unix_s = True, at_s
             launch.code, launch.text = _whole(record.get("exit_code")) or EXIT_TRAINED, text or "trained to the end"

@@ -165,6 +165,7 @@ class Remembered(Event):
         wrong: why a rank has exited with 64; empty: none has.
         drained: hosts whose launchers must not start ranks again.
         hosts: the host of each rank, as far as it is recorded.
+        stood_s: the longest time without progress that lately raised an alarm, maybe a false one; 0: none did.
     """
 
     fruitless: int
@@ -173,6 +174,7 @@ class Remembered(Event):
     wrong: str = ""
     drained: frozenset[str] = frozenset()
     hosts: Mapping[Rank, str] = field(default_factory=dict)
+    stood_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,6 +80,8 @@ class FaultReports:
             return
         for rank in suspicion.subjects or (OUTSIDER,):
             self._rescue.fault(rank, suspicion.kind, suspicion.text, now)
+        if self._parts.hangs.unclear_s:
+            self._outbox.record("stood_still", stood_s=round(self._parts.hangs.unclear_s, 3))
         for rank in suspicion.subjects[:STACKS_MAX]:
             self._ask_for_stack(rank)
 

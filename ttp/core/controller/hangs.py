@@ -10,7 +10,8 @@ The patience is learnt. Heartbeats report places about once a second. The watch 
 of the job; the patience is ``FACTOR`` times that wait, but never less than a floor. An old wait is forgotten after some
 hours. A false alarm teaches as well: once the job moves again, the wait that raised the alarm is the longest one. If
 the job was ended instead, nobody knows whether it would have moved again, e.g. after a rank has written a checkpoint of
-the program's own. So its next launch waits longer, unless a rank was silent; else it could be ended there each time.
+the program's own. So its next launch waits longer, unless a rank was silent; else it could be ended there each time. Another
+controller, which leads the job after this one, learns that from the history of launches.
 
 There is no alarm until the pace of the job is known: the first versions of an incarnation (compilation, cold caches, a
 jump of the version by ``restore()``) neither teach nor raise an alarm. There is none either after a rank has left its
@@ -103,7 +104,8 @@ class HangWatch:
         self._floor_s = floor_s
         self._beat_s = heartbeat_s
         self._alarm_s = 0.0  # the wait of the last alarm
-        self._unclear_s = 0.0  # the same, while it is not known to be false
+        self.unclear_s = 0.0
+        """The same, while no rank was silent and it is not known to be false."""
         self._told = False
         self.reset(0.0)
 
@@ -118,10 +120,10 @@ class HangWatch:
         self._first: int | None = None  # the front after its first move, which may have been a restore
         self._learning_since: float | None = None
         if not same_job:
-            self._longest_s = self._longest_before_s = self._unclear_s = 0.0
+            self._longest_s = self._longest_before_s = self.unclear_s = 0.0
             self._turned_at = now
-        self._learn(min(self._unclear_s, UNCLEAR_MAX_S), now)
-        self._unclear_s = 0.0
+        self.remember(self.unclear_s, now)
+        self.unclear_s = 0.0
         self._heard_at = now
         self.restart(now)
 
@@ -159,6 +161,10 @@ class HangWatch:
         if moved:
             self._moved(now)
         self._follow_front(int(beat.version), now)
+
+    def remember(self, stood_s: float, now: float) -> None:
+        """Learn from an alarm of an earlier controller of the job, after ``stood_s`` seconds without a move."""
+        self._learn(min(stood_s, UNCLEAR_MAX_S), now)
 
     def forget(self, rank: Rank) -> None:
         """Stop watching a lost rank."""
@@ -199,7 +205,7 @@ class HangWatch:
         self._told = True
         ranks = [rank for rank in live if rank in self._seen]
         self._alarm_s = now - self.moved_at
-        self._unclear_s = self._alarm_s if len(speaking) == len(ranks) else 0.0
+        self.unclear_s = self._alarm_s if len(speaking) == len(ranks) else 0.0
         return self._suspicion(now, ranks)
 
     def _waits_on_purpose(self, pausing: Collection[Rank], live: Collection[Rank]) -> bool:
@@ -223,7 +229,7 @@ class HangWatch:
     def _moved(self, now: float) -> None:
         if self._learning_since is not None and not self._pausing:
             self._learn(now - self.moved_at, now)
-        self.moved_at, self._told, self._unclear_s = now, False, 0.0
+        self.moved_at, self._told, self.unclear_s = now, False, 0.0
 
     def _learn(self, wait_s: float, now: float) -> None:
         if now - self._turned_at > MEMORY_S:

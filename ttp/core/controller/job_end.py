@@ -55,7 +55,7 @@ class JobEnd:
                 verdict.drained = verdict.drained | hosts if drained else verdict.drained - hosts
             case RankWasWrong(text):
                 verdict.is_wrong(text)
-            case Remembered(fruitless, progress, saved, wrong, drained, hosts):
+            case Remembered(fruitless, progress, saved, wrong, drained, hosts, _):
                 verdict.remember(fruitless, progress, wrong, drained)
                 self._rescue.committing.take_over(saved)
                 self._left_over, self._job.homes = drained, hosts

@@ -135,6 +135,8 @@ class ControllerMachine:
                 self.rescue.request(event, now)
             case ev.LauncherSaid() | ev.HostsDrained() | ev.RankWasWrong() | ev.Remembered():
                 self._end.told(event)
+                if isinstance(event, ev.Remembered):
+                    self._parts.hangs.remember(event.stood_s, now)
             case ev.ProgramEvent():
                 self.rescue.program.happened(event, incident=self.incident is not None)
             case ev.LookedAt():
