@@ -119,7 +119,7 @@ class Host:
                 self._keeper.start(address)
                 self._keeps = True
             elif self._keeps and not is_local(address):  # another launcher of this machine would share the controller
-                self._keeper.stop()  # the new first node has one; this one would keep port and metrics of the last launch
+                self._keeper.stop()  # the new first node has one; this one would keep the ports of job and metrics
                 self._keeper, self._keeps = ControllerKeeper(self.config, self._run_dir), False
             if self._too_early:  # the other job has ended meanwhile: no controller could be started before
                 self._too_early = False

@@ -10,8 +10,8 @@ The patience is learnt. Heartbeats report places about once a second. The watch 
 of the job; the patience is ``FACTOR`` times that wait, but never less than a floor. An old wait is forgotten after some
 hours. A false alarm teaches as well: once the job moves again, the wait that raised the alarm is the longest one. If
 the job was ended instead, nobody knows whether it would have moved again, e.g. after a rank has written a checkpoint of
-the program's own. So its next launch waits longer, unless a rank was silent; else it could be ended there each time. Another
-controller, which leads the job after this one, learns that from the history of launches.
+the program's own. So its next launch waits longer, unless a rank was silent; else it could be ended there each time.
+Another controller, which leads the job after this one, learns that from the history of launches.
 
 There is no alarm until the pace of the job is known: the first versions of an incarnation (compilation, cold caches, a
 jump of the version by ``restore()``) neither teach nor raise an alarm. There is none either after a rank has left its
