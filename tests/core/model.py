@@ -71,6 +71,7 @@ class Model(Invariants):
         eager: orders arrive at once; reports still interleave.
         stripes: number of parts into which shards are cut.
         uneven: this rank cuts shards in another way than the others.
+        gather_s: after two thirds of this time, in seconds, the rival sends a lone rank back.
     """
 
     def __init__(
@@ -91,8 +92,9 @@ class Model(Invariants):
         eager: bool = False,
         stripes: int = 0,
         uneven: int | None = None,
+        gather_s: float = PATIENCE.gather_s,
     ) -> None:
-        self.stripes, self.uneven = stripes, uneven
+        self._patience, self.stripes, self.uneven = replace(PATIENCE, gather_s=gather_s), stripes, uneven
         self.layout, self.hanging, self.eager, self.late = layout, hanging, eager, late
         self.rival, self.gradients, self.preimages = rival, gradients, preimages
         self._left = dict[str, Any](kills=kills, breaks=breaks, takeovers=takeovers, repeats=repeats, leaves=leaves)
@@ -133,8 +135,7 @@ class Model(Invariants):
     # ------------------------------------------------------------------------------------------------------------ start
 
     def _start(self) -> State:
-        patience = replace(PATIENCE, standbys=1) if self.rival else PATIENCE
-        controller = ControllerMachine(patience, Names(0), 0.0)
+        controller = ControllerMachine(replace(self._patience, standbys=int(self.rival)), Names(0), 0.0)
         ranks = [ProcessorMachine(self._hello(r), RANK_TIMEOUTS, 0.0, in_parts(self.layout)) for r in range(self.world)]
         for r, machine in enumerate(ranks):
             machine.on_event(ev.Observed(Version(0), m.Phase.IDLE), 0.0)
@@ -158,10 +159,9 @@ class Model(Invariants):
         )
 
     def _fresh(self, number: int, now: float, host: str = RIVAL) -> int:
-        made = self._started.get(key := (number, now, host))
-        if made is None:
-            made = self._started[key] = self.machines.number(ControllerMachine(PATIENCE, Names(number), now, host))
-        return made
+        if (key := (number, now, host)) not in self._started:
+            self._started[key] = self.machines.number(ControllerMachine(self._patience, Names(number), now, host))
+        return self._started[key]
 
     @staticmethod
     def _talk(controller: ControllerMachine, ranks: list[ProcessorMachine], r: int, event: ev.Event) -> None:

@@ -18,6 +18,7 @@ from ttp.testing.scenario import grid
 
 LOST = -9  # the exit code of who was killed
 ON = {(None, None)}
+UNHURT = {(None, None, None)}
 KILLED = {(LOST, 75), (75, LOST)}
 SAVED: set[Any] = set()
 """Stands for any outcomes in which no rank exits with 70."""
@@ -64,6 +65,12 @@ def worlds(*cases: tuple[str, tuple[int, int, int], Any, Any]) -> pytest.MarkDec
     ("one writes both", (1, 3, 2), {"hanging": {0, 1, 2}, "stripes": 2, "eager": True}, SAVED),
     ("parts that do not fit are not committed", (1, 3, 1), {"stripes": 2, "uneven": 2, "eager": True}, SAVED),
     ("a rank goes over to the rival", (1, 3, 0), {"rival": True, "breaks": 1, "eager": True}, SAVED),
+    (
+        "and is sent back within the grace",
+        (1, 3, 0),
+        {"rival": True, "breaks": 1, "eager": True, "gather_s": 1.2},
+        UNHURT,
+    ),
     ("and one is killed", (1, 2, 1), {"rival": True, "breaks": 1}, SAVED),
     ("one of two controllers dies", (1, 2, 0), {"rival": True, "takeovers": 1}, ON),
     ("one of two controllers and a rank", (1, 2, 1), {"rival": True, "takeovers": 1}, KILLED),
@@ -148,6 +155,7 @@ def test_three_replicas_two_kills_every_barrier(hanging: frozenset[int]) -> None
 @worlds(
     ("three shards of two replicas", (3, 2, 1), {"hanging": range(6), "eager": True}, SAVED),
     ("two shards and a broken stream", (2, 2, 0), {"breaks": 1, "eager": True}, {(None,) * 4}),
+    ("and a rival", (2, 2, 0), {"rival": True, "breaks": 1, "eager": True, "gather_s": 1.2}, {(None,) * 4}),
     ("a broken stream and a dead controller", (1, 2, 0), {"breaks": 1, "takeovers": 1}, ON),
     ("and a kill", (1, 2, 1), {"breaks": 1, "takeovers": 1, "eager": True}, SAVED),
     *(
@@ -159,7 +167,6 @@ def test_three_replicas_two_kills_every_barrier(hanging: frozenset[int]) -> None
             ((1, 2, 1), {"rival": True, "breaks": 1, "repeats": 1}),
             ((1, 3, 1), {"rival": True, "takeovers": 1}),
             ((1, 3, 0), {"rival": True, "breaks": 1}),
-            ((2, 2, 0), {"rival": True, "breaks": 1, "eager": True}),
             ((1, 2, 2), {"breaks": 1, "takeovers": 1}),
             ((1, 3, 2), {"repeats": 1, "eager": True}),
             ((1, 3, 1), {"breaks": 1, "eager": True}),
