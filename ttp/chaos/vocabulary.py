@@ -24,8 +24,8 @@ EVENTS = (
     "abdicated", "acknowledged", "answer", "awaited", "closed", "commit", "commit_failed", "committed", "done",
     "drained", "evidence", "fallback", "finished", "formed", "gone", "held", "incarnation", "interrupted", "joined",
     "left", "not_held", "nothing_new", "opened", "outvoted", "plan", "reconnected", "refused", "released", "replan",
-    "misfit", "restore", "restored", "retracted", "retry", "save_failed", "saved", "stack", "standby", "thawed",
-    "waits", "witness_asked",
+    "misfit", "restore", "restored", "retracted", "retry", "save_failed", "saved", "stack", "standby",
+    "stood_still", "thawed", "waits", "witness_asked",
 )  # fmt: skip
 """Kinds of events that a controller sends to its watchers; see ``WatchEvents``."""
 
