@@ -3,10 +3,10 @@
 ``save_dir/incidents/launches.log`` has a line of JSON for each of these events: a launch begins (``incarnation``), all
 ranks have joined (``formed``), have agreed on a checkpoint (``restore``), and have read it (``restored``), a checkpoint
 was ``committed``, all ranks have trained to the end (``finished``), were told to exit with a code (``released``), a
-rank has exited with 64 (``wrong``), hosts must start no ranks again (``drained``), or no rank moved for so long that it
-counted as a hang (``stood_still``); or another controller has taken over (``leads``), and learns from here what that
-one knew. A launch without an end still runs, or ended together with
-its controller. Lines that cannot be parsed, such as half a line, are skipped.
+rank has exited with 64 (``wrong``), hosts must start no ranks again (``drained``), or no rank moved for so long that a
+later wait of that length is no hang (``stood_still``); or another controller has taken over (``leads``), and learns
+from here what that one knew. A launch without an end still runs, or ended together with its controller. Lines that
+cannot be parsed, such as half a line, are skipped.
 
 If a rank exits with 64 before any rank has joined, no controller knows of it. The rank then writes a file itself,
 ``save_dir/incidents/wrong.json``. If several ranks do, the last file is kept.
@@ -84,7 +84,7 @@ class Launch:
         restored_bytes: size of that checkpoint; 0 if not known.
         controller: ``host:port`` of the controller that has led it last; empty if not known.
         run_dir: the run directory of that controller, which has the incidents that ``save_dir`` did not take.
-        stood_s: seconds without a move of any rank that counted as a hang last; 0: none did.
+        stood_s: seconds of the last long wait without a move of any rank (``stood_still``); 0: there was none.
         stood_unix_s: when that was recorded.
     """
 

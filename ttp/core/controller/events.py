@@ -165,7 +165,7 @@ class Remembered(Event):
         wrong: why a rank has exited with 64; empty: none has.
         drained: hosts whose launchers must not start ranks again.
         hosts: the host of each rank, as far as it is recorded.
-        stood_s: the longest time without progress that lately raised an alarm, maybe a false one; 0: none did.
+        stood_s: the longest wait, in seconds, that was recorded lately (``stood_still``); 0: none was.
     """
 
     fruitless: int

@@ -80,10 +80,16 @@ class FaultReports:
             return
         for rank in suspicion.subjects or (OUTSIDER,):
             self._rescue.fault(rank, suspicion.kind, suspicion.text, now)
-        if self._parts.hangs.unclear_s:
-            self._outbox.record("stood_still", stood_s=round(self._parts.hangs.unclear_s, 3))
+        self.record_lesson()
         for rank in suspicion.subjects[:STACKS_MAX]:
             self._ask_for_stack(rank)
+
+    def record_lesson(self) -> None:
+        """Record a wait that controllers which lead the job after this one have to know of, if there is one."""
+        hangs = self._parts.hangs
+        if hangs.lesson_s:
+            self._outbox.record("stood_still", stood_s=round(hangs.lesson_s, 3))
+            hangs.lesson_s = 0.0
 
     def _ask_for_stack(self, subject: Rank) -> None:
         """Ask another rank of the subject's host for the subject's stack; if there is none, ask the subject itself."""

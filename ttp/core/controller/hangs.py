@@ -11,7 +11,8 @@ of the job; the patience is ``FACTOR`` times that wait, but never less than a fl
 hours. A false alarm teaches as well: once the job moves again, the wait that raised the alarm is the longest one. If
 the job was ended instead, nobody knows whether it would have moved again, e.g. after a rank has written a checkpoint of
 the program's own. So its next launch waits longer, unless a rank was silent; else it could be ended there each time.
-Another controller, which leads the job after this one, learns that from the history of launches.
+Waits that make the patience longer are recorded in the history of launches, from which another controller, that leads
+the job after this one, learns them.
 
 There is no alarm until the pace of the job is known: the first versions of an incarnation (compilation, cold caches, a
 jump of the version by ``restore()``) neither teach nor raise an alarm. There is none either after a rank has left its
@@ -62,6 +63,9 @@ UNCLEAR_MAX_S = 200.0
 """Most seconds that an alarm teaches if the job was ended: a hang that is real must still be found, within ten minutes.
 """
 
+TAUGHT_FACTOR = 1.25
+"""A wait is recorded for later controllers if it is this many times the longest that is recorded."""
+
 ADVICE = "If ranks were busy on purpose: ttp.paused(), TTP_HANG_S"
 """What to do about a false alarm."""
 
@@ -104,8 +108,9 @@ class HangWatch:
         self._floor_s = floor_s
         self._beat_s = heartbeat_s
         self._alarm_s = 0.0  # the wait of the last alarm
-        self.unclear_s = 0.0
-        """The same, while no rank was silent and it is not known to be false."""
+        self._unclear_s = 0.0  # the same, while no rank was silent and it is not known to be false
+        self.lesson_s = 0.0
+        """A wait that was not recorded yet for controllers that lead the job later; 0: there is none."""
         self._told = False
         self.reset(0.0)
 
@@ -120,10 +125,10 @@ class HangWatch:
         self._first: int | None = None  # the front after its first move, which may have been a restore
         self._learning_since: float | None = None
         if not same_job:
-            self._longest_s = self._longest_before_s = self.unclear_s = 0.0
+            self._longest_s = self._longest_before_s = self._unclear_s = self._taught_s = 0.0
             self._turned_at = now
-        self.remember(self.unclear_s, now)
-        self.unclear_s = 0.0
+        self.remember(self._unclear_s, now)
+        self._unclear_s = 0.0
         self._heard_at = now
         self.restart(now)
 
@@ -163,7 +168,8 @@ class HangWatch:
         self._follow_front(int(beat.version), now)
 
     def remember(self, stood_s: float, now: float) -> None:
-        """Learn from an alarm of an earlier controller of the job, after ``stood_s`` seconds without a move."""
+        """Learn a wait of ``stood_s`` seconds, which is recorded, and may have been a hang."""
+        self._taught_s = max(self._taught_s, stood_s)
         self._learn(min(stood_s, UNCLEAR_MAX_S), now)
 
     def forget(self, rank: Rank) -> None:
@@ -205,7 +211,8 @@ class HangWatch:
         self._told = True
         ranks = [rank for rank in live if rank in self._seen]
         self._alarm_s = now - self.moved_at
-        self.unclear_s = self._alarm_s if len(speaking) == len(ranks) else 0.0
+        self._unclear_s = self._alarm_s if len(speaking) == len(ranks) else 0.0
+        self._teach(self._unclear_s)
         return self._suspicion(now, ranks)
 
     def _waits_on_purpose(self, pausing: Collection[Rank], live: Collection[Rank]) -> bool:
@@ -229,12 +236,18 @@ class HangWatch:
     def _moved(self, now: float) -> None:
         if self._learning_since is not None and not self._pausing:
             self._learn(now - self.moved_at, now)
-        self.moved_at, self._told, self.unclear_s = now, False, 0.0
+        self.moved_at, self._told, self._unclear_s = now, False, 0.0
 
     def _learn(self, wait_s: float, now: float) -> None:
         if now - self._turned_at > MEMORY_S:
-            self._turned_at, self._longest_before_s, self._longest_s = now, self._longest_s, 0.0
+            self._turned_at, self._longest_before_s, self._longest_s, self._taught_s = now, self._longest_s, 0.0, 0.0
         self._longest_s = max(self._longest_s, wait_s)
+        self._teach(wait_s)
+
+    def _teach(self, wait_s: float) -> None:
+        """Have a wait recorded that makes the patience longer than its floor, unless one like it is recorded."""
+        if self._floor_s is not None and FACTOR * wait_s > self._floor_s and wait_s > TAUGHT_FACTOR * self._taught_s:
+            self._taught_s = self.lesson_s = wait_s
 
     def _follow_front(self, version: int, now: float) -> None:
         if self._front is None:

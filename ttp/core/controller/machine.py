@@ -247,6 +247,7 @@ class ControllerMachine:
         if not speaking:
             return False
         self._parts.hangs.observed(speaking, beat, now)
+        self._faults.record_lesson()
         self.rescue.program.moved(beat.version)
         if self.incident is not None:
             for rank in speaking:
