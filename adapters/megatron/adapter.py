@@ -150,6 +150,9 @@ class MegatronAdapter(TorchAdapter):
     def attach(self, processor: Processor) -> None:
         """Register hooks on the inner optimizers; updates are reported to ``processor`` from now on."""
         self._processor, source = processor, self.source
+        if processor.env.world_size > 1:
+            for note in self._extra.notes():
+                log.warning("%s", note)
         self._note_increment()
         self._post_step = source.post_step = PostStepState(
             self._held.stepping, scheduler=self._scheduler, runtimes=source.runtimes

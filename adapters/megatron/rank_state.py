@@ -23,8 +23,8 @@ log = logging.getLogger("ttp.adapters.megatron")
 
 PROGRESS, STREAMS = "megatron.progress", "megatron.streams"
 """Names of the objects that the adapter adds to the user's ``extra_state``."""
-SAMPLES, LEFT_OUT = "consumed_train_samples", "skipped_train_samples"
-COUNTERS = (SAMPLES, "consumed_valid_samples", LEFT_OUT)
+SAMPLES, VALIDATED, LEFT_OUT = "consumed_train_samples", "consumed_valid_samples", "skipped_train_samples"
+COUNTERS = (SAMPLES, VALIDATED, LEFT_OUT)
 """Names of the sample counters in Megatron-LM's ``args``; a counter that is missing or None is not saved."""
 
 UNKNOWN_BATCH = (
@@ -104,6 +104,8 @@ class Progress:
         for name, more in self._of_iteration().items():
             if name not in self._early and counters.get(name) == begun.get(name, -1):
                 counters[name] += more
+        if counters.get(VALIDATED) == begun.get(VALIDATED, -1):
+            counters[VALIDATED] += _samples_to_validate(self._args, counters.get("iteration", 0))
         return state | {"counters": counters}
 
     def _counters(self) -> dict[str, int]:
@@ -156,6 +158,15 @@ def _batch_size(args: Any) -> tuple[int, int]:
         running = int(calculator.get_current_running_global_batch_size())
         return running, int(calculator.get_current_global_batch_size()) - running
     return int(getattr(args, "global_batch_size", 0) or 0), 0
+
+
+def _samples_to_validate(args: Any, iteration: int) -> int:
+    """Return the samples that Megatron-LM's loop validates with when ``iteration`` is over; 0: it does not validate."""
+    every, rounds = getattr(args, "eval_interval", 0), getattr(args, "eval_iters", 0)
+    begins_anew = getattr(args, "full_validation", False) or getattr(args, "multiple_validation_sets", False)
+    if not getattr(args, "do_valid", False) or begins_anew or not every or iteration % every:
+        return 0
+    return int(rounds) * int(args.global_batch_size)
 
 
 def samples_after(steps: int, batch_size: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -38,6 +38,7 @@ class Shape:
     replicated: bool = False
     scaled: bool = False
     mtp: bool = False  # an additional layer that predicts the token after the next
+    model: dict[str, Any] = field(default_factory=dict)  # further settings of its TransformerConfig
 
 
 class Training:
@@ -160,6 +161,7 @@ def _config(shape: Shape) -> Any:
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
         bias_activation_fusion=False,
+        **shape.model,
     )
     config.finalize_model_grads_func = finalize_model_grads
     return config

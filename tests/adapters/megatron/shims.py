@@ -40,6 +40,7 @@ def apply(*, torch_adam: bool = False) -> None:
     warnings.filterwarnings("ignore", module="megatron")
     _shim_random()
     _shim_experts()
+    _shim_norm()
     if not torch_adam:
         _shim_adam()
 
@@ -138,3 +139,17 @@ def _shim_experts() -> None:
 
     module: Any = moe_utils
     module.te_general_gemm = None  # without Transformer Engine the name is missing, and it is asked for
+
+
+def _shim_norm() -> None:
+    """Let torch's norms train with sequence parallelism, as those of Apex and Transformer Engine do."""
+    from megatron.core.transformer import torch_norm
+
+    def make(_cls: Any, config: Any, hidden_size: int, eps: float = 1e-5, **_how: Any) -> Any:
+        made = torch.nn.LayerNorm(hidden_size, eps=eps)
+        for parameter in made.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined] # as Megatron marks it
+        return made
+
+    norm: Any = torch_norm.WrappedTorchNorm
+    norm.__new__ = make

@@ -137,6 +137,29 @@ def test_a_checkpoint_of_the_programs_own_is_no_early_count(caplog: pytest.LogCa
     assert found == (102, 102 * BATCH) and "set args.global_batch_size" in caplog.text
 
 
+def test_an_evaluation_that_follows_is_counted_although_it_is_not_made_again() -> None:
+    """Else a resumed job validates with other samples from then on. Megatron-LM sets ``do_valid`` itself."""
+    args, progress = made(consumed_valid_samples=0, eval_interval=4, eval_iters=2, do_valid=True)
+    for iteration, before, after in ((4, 0, 16), (5, 16, 16), (8, 16, 32)):
+        args.iteration = iteration - 1
+        progress.iteration_begins()
+        assert progress.state_dict()["counters"]["consumed_valid_samples"] == after
+        args.consumed_valid_samples += after - before  # the loop evaluates
+        assert progress.state_dict()["counters"]["consumed_valid_samples"] == after
+        progress.updated()
+    kept = progress.state_dict()
+    progress.load_state_dict(kept)
+    assert progress.state_dict() == kept
+
+
+@pytest.mark.parametrize("more", [{"full_validation": True}, {"do_valid": False}, {"eval_interval": None}])
+def test_samples_of_an_evaluation_are_counted_only_if_they_continue_those_of_the_one_before(more: Any) -> None:
+    validated = {"consumed_valid_samples": 8, "eval_interval": 4, "eval_iters": 2, "do_valid": True}
+    _, progress = made(**validated | more)
+    progress.iteration_begins()
+    assert progress.state_dict()["counters"]["consumed_valid_samples"] == 8
+
+
 def test_a_batch_of_unknown_size_is_as_large_as_the_one_before(caplog: pytest.LogCaptureFixture) -> None:
     args, progress = made(global_batch_size=None)
     with caplog.at_level(logging.WARNING):

@@ -24,6 +24,7 @@ from tests.adapters.megatron import shims
 from tests.adapters.megatron.gpt import Shape, Training
 from tests.adapters.megatron.hurting import Hurt
 from tests.adapters.torch.stub_processor import Stateful
+from ttp.adapters.torch.local_state.extra_state import ExtraState
 
 
 def _directory() -> Path:
@@ -160,7 +161,9 @@ def _note(text: str) -> None:
 def bits(training: Training) -> str:
     """Return a digest of this rank's weights, moments and schedule."""
     found = summary(training)
-    return digest(*(found[name].encode() for name in ("weights", "main", "moments", "groups", "scalers", "schedule")))
+    return digest(
+        *(found[name].encode() for name in ("weights", "buffers", "main", "moments", "groups", "scalers", "schedule"))
+    )
 
 
 def digest(*parts: Any) -> str:
@@ -186,6 +189,9 @@ def summary(training: Training) -> dict[str, str]:
     scalers = [getattr(each, "grad_scaler", None) for each in training.optimizer.chained_optimizers]
     return {
         "weights": digest(*(p for chunk in training.chunks for p in chunk.parameters())),
+        "buffers": digest(
+            *(p for chunk in training.chunks for m in chunk.modules() for p in m._buffers.values() if p is not None)
+        ),
         "main": digest(*main),
         "moments": digest(*(v for s in states for _, v in sorted(s.items()) if isinstance(v, torch.Tensor))),
         "groups": repr([sorted(group.items()) for group in groups]),
@@ -208,6 +214,8 @@ def counting(steps: int) -> None:
     _join("counting", Shape())
     training, early, late = Training(Shape(instances=2)), Stateful(value=0), Stateful(value=0)
     counts = {"early": early, "late": late}
+    states: Any = ExtraState
+    states.notes = lambda _: ["a note on them"]  # as for loaders of torchdata, which this environment lacks
     save_dir = _directory() / "checkpoints"
     protect(
         training.chunks, training.optimizer, training.scheduler, training.args, save_dir=save_dir, extra_state=counts
