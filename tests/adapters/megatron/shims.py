@@ -146,9 +146,11 @@ def _shim_norm() -> None:
     from megatron.core.transformer import torch_norm
 
     def make(_cls: Any, config: Any, hidden_size: int, eps: float = 1e-5, **_how: Any) -> Any:
-        made = torch.nn.LayerNorm(hidden_size, eps=eps)
-        for parameter in made.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined] # as Megatron marks it
+        kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+        made = kind(hidden_size, eps=eps)
+        parameters: Any = made.parameters()
+        for parameter in parameters:
+            parameter.sequence_parallel = config.sequence_parallel
         return made
 
     norm: Any = torch_norm.WrappedTorchNorm

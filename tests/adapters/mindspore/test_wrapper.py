@@ -132,6 +132,8 @@ OPTIMIZERS: dict[str, Callable[[nn.Cell], nn.Optimizer]] = {
     "adam, groups with schedules": lambda net: nn.Adam(groups(net, nn.ExponentialDecayLR(0.01, 0.9, 4)), schedule()),
     "adam weight decay": lambda net: nn.AdamWeightDecay(net.trainable_params(), 0.01, weight_decay=0.1),
     "adam weight decay, groups": lambda net: nn.AdamWeightDecay(groups(net, 0.02), schedule()),
+    "adafactor": lambda net: nn.AdaFactor(net.trainable_params(), learning_rate=None, beta1=0.9),
+    "asgd": lambda net: nn.ASGD(net.trainable_params(), 0.01, t0=2.0),
 }
 
 
