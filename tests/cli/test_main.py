@@ -167,6 +167,15 @@ def test_as_a_module() -> None:
     assert f'"protocol": "{PROTOCOL_MAJOR}.{PROTOCOL_MINOR}"' in done.stdout
 
 
+def test_a_shell_completes_commands_and_their_flags(ttp: Ttp, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_TTP_COMPLETE", "complete_bash")
+    for words, number, completed in [("ttp verd", "1", "verdict"), ("ttp verdict --launch", "2", "--launcher-code")]:
+        monkeypatch.setenv("COMP_WORDS", words)
+        monkeypatch.setenv("COMP_CWORD", number)
+        said = ttp()
+        assert (said.code, said.out.strip()) == (0, completed)
+
+
 def test_a_reader_that_has_seen_enough() -> None:
     reading, writing = os.pipe()
     os.close(reading)

@@ -115,7 +115,6 @@ def _app(wanted: str) -> typer.Typer:
         epilog="Every command explains itself: ttp COMMAND --help. Exit codes: 0 fine, 1 a negative finding, 64 bad "
         "usage.",
         context_settings={"help_option_names": ["-h", "--help"]},
-        add_completion=False,
         pretty_exceptions_enable=False,
     )
     app.callback()(_root)
@@ -148,7 +147,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _look(arguments: list[str]) -> int:
     try:
         return int(_app(arguments[0])(arguments, prog_name="ttp", standalone_mode=False) or EXIT_TRAINED)
-    except SystemExit:  # rich and typer exit so when the reader of `ttp list DIR | head` has closed the pipe
+    except SystemExit as leaving:
+        if not leaving.code:  # what a shell asked for to complete a command line is printed
+            return EXIT_TRAINED
+        # rich and typer exit so when the reader of `ttp list DIR | head` has closed the pipe
         silence(sys.stdout)
         return EXIT_PIPE_CLOSED
     except OSError as problem:
