@@ -15,7 +15,7 @@ import pytest
 from tests.launch.test_deaths import Notes
 from ttp.launch import worker_watch
 from ttp.launch.deaths import describe_exit
-from ttp.launch.worker_watch import OomWatch, WorkerWatch
+from ttp.launch.worker_watch import OomWatch, WorkerWatch, killed_together
 
 PID = 77
 LONG_S = 30.0
@@ -102,6 +102,17 @@ def test_the_nearest_that_counts(system: System) -> None:
     assert watch.explain(PID) == ""
     system.killed("/jobs/17", 1)
     assert "cgroup /jobs/17, oom_kill 0 -> 1" in watch.explain(PID)
+
+
+@pytest.mark.parametrize(("inner", "outer", "named"), [("1", "0", "/"), ("0", "1", "/pod"), ("0", "0", "")])
+def test_a_cgroup_that_is_killed_as_a_whole(system: System, inner: str, outer: str, named: str) -> None:
+    """As in a container of Kubernetes, whose own cgroup is all that it sees, or below it; and without such a file."""
+    assert killed_together(system.root) == ""
+    system.unified("/pod/train" if named == "/" else "/")
+    system.write("proc/self/cgroup", "0::/pod/train\n")
+    system.write(f"sys/fs/cgroup{'' if named == '/' else '/pod/train'}/memory.oom.group", f"{inner}\n")
+    system.write("sys/fs/cgroup/pod/memory.oom.group", f"{outer}\n")
+    assert killed_together(system.root) == (f"cgroup {'/pod/train' if named == '/' else named}" if named else "")
 
 
 def test_outside_of_all_cgroups_the_machine_counts(system: System) -> None:

@@ -26,7 +26,7 @@ from ttp.launch.shadow import Shadows
 from ttp.launch.token_file import forget_token, write_token
 from ttp.launch.warm.starter import WarmStarter
 from ttp.launch.worker_stops import LOOK_S, Workers, WorkerStops
-from ttp.launch.worker_watch import WorkerWatch
+from ttp.launch.worker_watch import WorkerWatch, killed_together
 from ttp.polling import poll
 from ttp.processor.liveness.sentinel_reader import REASON
 from ttp.wire.address import target
@@ -40,6 +40,11 @@ _WAITED_FOR = (
     "rank %s ended with exit code 0 before it had joined the job, which had trained before this restart. The others "
     "may be waiting for it until the time-out of their process group, minutes later: if so, end the job, and let every "
     "rank of a restart come as far as ttp.restore()"
+)
+
+ALL_AT_ONCE = (
+    "if memory runs out in %s, the kernel kills everything there (memory.oom.group), launcher and ranks, as if this host "
+    "were lost: ranks of other hosts save, none here. Kubelets with singleProcessOOMKill leave the others alive"
 )
 
 OTHERS_S = 10.0
@@ -75,6 +80,8 @@ class Host:
         self.saved_before = False
         """Whether the launch before was saved, and no rank of this host has joined the job since."""
         self.leases.sweep()
+        if group := killed_together():
+            logger.info(ALL_AT_ONCE, group)
         self._too_early = is_of_another_job(run_dir, config.token, config.port or 0)
         if not self._too_early:
             forget_ring(run_dir)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -119,6 +120,24 @@ class WorkerWatch:
 COUNTER = "oom_kill"
 FILES = {1: "memory.oom_control", 2: "memory.events"}
 """File of the counter, by version of cgroups."""
+
+
+GROUP = "memory.oom.group"
+"""File that is 1 if the kernel kills all processes of a cgroup (v2) together. Kubernetes sets it for each container."""
+
+
+def killed_together(system: Path = Path("/")) -> str:
+    """Return the name of a cgroup with this process that the kernel kills as a whole; empty: none is known.
+
+    Args:
+        system: directory that contains ``proc``; for tests.
+    """
+    with contextlib.suppress(OSError, ValueError, LookupError):
+        for group in groups("self", list(mounts(system / "proc")), system / "proc"):
+            with contextlib.suppress(OSError):
+                if group.version == 2 and (group.folder / GROUP).read_text().strip() == "1":
+                    return group.name
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
