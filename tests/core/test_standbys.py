@@ -60,6 +60,14 @@ def test_a_host_that_cannot_is_replaced_by_another() -> None:
     assert talk.report(6, m.StandbyUp(Rank(6), "")) == "[no_standby]"
 
 
+def test_one_that_ends_counts_no_more_until_it_runs_again() -> None:
+    talk = Wide(grid(1, 4), standbys=1)
+    talk.report(2, m.StandbyUp(Rank(2), "x:1"))
+    assert talk.report(3, m.StandbyUp(Rank(3), "")) == "", "an answer to an earlier controller"
+    assert talk.report(2, m.StandbyUp(Rank(2), "")) == "[no_standby]" and talk.machine.standbys == ()
+    assert "[standby]" in talk.report(2, m.StandbyUp(Rank(2), "x:2")) and talk.machine.standbys == ("x:2",)
+
+
 def test_if_many_hosts_cannot_no_more_are_asked() -> None:
     """Each refusal is told to every rank, so to ask all hosts of a large job would be quadratic."""
     talk = Wide(grid(1, 80), standbys=1)

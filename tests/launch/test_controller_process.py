@@ -282,10 +282,13 @@ def keeper(config: Config, run_dir: Path) -> Iterator[ControllerKeeper]:
     keeping.stop()
 
 
-def test_a_dead_controller_is_replaced(keeper: ControllerKeeper, config: Config, run_dir: Path) -> None:
+def test_a_dead_or_stopped_controller_is_replaced(
+    keeper: ControllerKeeper, config: Config, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(controller_keeper, "STOPPED_LOOKS", 2)
     keeper.start("127.0.0.1")
-    for killed in range(1, 3):
-        os.kill(started(run_dir)[-1], signal.SIGKILL)
+    for killed, how in enumerate((signal.SIGSTOP, signal.SIGKILL, signal.SIGKILL), start=1):
+        os.kill(started(run_dir)[-1], how)
         until(lambda: len(started(run_dir)) == killed + 1)  # noqa: B023 - called here
     keeper.stop()
     assert not listens("127.0.0.1", config.port or 0, 1.0)

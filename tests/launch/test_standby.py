@@ -5,19 +5,26 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from queue import Queue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.ports import free_port
+from tests.waiting import until
 from ttp.config import Config
+from ttp.core import messages as m
+from ttp.core.layout import Rank
 from ttp.errors import ConfigError
 from ttp.launch import presence, standby
 from ttp.launch.controller_process import start_controller
 from ttp.launch.presence import controller_pid
 from ttp.launch.ring import job_is_busy
+from ttp.processor import errands
 from ttp.wire.address import split
 from ttp.wire.v1.controller_pb2 import GetStatusResponse
 
@@ -70,6 +77,27 @@ def test_one_that_runs_is_used_again(tmp_path: Path, started: list[subprocess.Po
     started[0].wait()
     second = standby.start_standby(config, tmp_path, "127.0.0.1", "")
     assert controller_pid(*split(second), "secret") == started[1].pid
+
+
+def test_one_that_does_not_start_or_ends_is_started_again(
+    tmp_path: Path, started: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody needs it until the controller is lost, so nobody else would notice."""
+    monkeypatch.setattr(errands, "LOOK_S", 0.05)
+    monkeypatch.setattr(standby, "START_S", 0.0)  # this host is busy
+    config = Config(token="secret", run_dir=tmp_path, address="127.0.0.1")
+    job: Any = SimpleNamespace(config=config, env=SimpleNamespace(master_addr="127.0.0.1"), save_dir=tmp_path)
+    told: Queue[Any] = Queue()
+    over = threading.Event()
+    errands.Errands(job, told.put, over.is_set).run(m.StandBy(Rank(2), 1))
+    assert told.get(timeout=60).address == ""
+    monkeypatch.setattr(standby, "START_S", 60.0)
+    first = until(lambda: told.get(timeout=60).address, 60)
+    started[-1].send_signal(signal.SIGKILL)
+    started[-1].wait()
+    second = told.get(timeout=60).address
+    assert first and controller_pid(*split(second), "secret") == started[-1].pid
+    over.set()
 
 
 def test_one_whose_rank_has_ended_makes_way(

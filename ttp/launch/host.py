@@ -43,8 +43,8 @@ _WAITED_FOR = (
 )
 
 ALL_AT_ONCE = (
-    "if memory runs out in %s, the kernel kills everything there (memory.oom.group), launcher and ranks, as if this host "
-    "were lost: ranks of other hosts save, none here. Kubelets with singleProcessOOMKill leave the others alive"
+    "if memory runs out in %s, the kernel kills everything there (memory.oom.group), launcher and ranks, as if this "
+    "host were lost: ranks of other hosts save, none here. Kubelets with singleProcessOOMKill leave the others alive"
 )
 
 OTHERS_S = 10.0

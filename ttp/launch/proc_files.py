@@ -64,6 +64,13 @@ def is_ending(pid: int) -> bool:
     return False
 
 
+def is_stopped(pid: int) -> bool:
+    """Return whether a process is stopped, as SIGSTOP does it; one that a debugger has stopped does not count."""
+    with contextlib.suppress(OSError):
+        return stat_of(pid)[0] == "T"
+    return False
+
+
 def number_in(file: Path, name: str) -> int | None:
     """Return the number behind a name in a file of lines that begin with a name and a number; None: it is not there."""
     try:

@@ -118,7 +118,7 @@ class Processor:
             job, self.copying, holding, version=lambda: self.gate.version, wait_pages=self.host.wait_stored, put=put,
             wrote=self._wrote, look_again=self._inspector.look_again,
         )  # fmt: skip
-        self._errands = Errands(job, put)
+        self._errands = Errands(job, put, over=lambda: self._closed or self._machine.gone)
         self._closed = False
         self._exit_code: int | None = None
         self.broken = False

@@ -70,16 +70,19 @@ class Standby:
     def answered(self, report: m.StandbyUp) -> None:
         """Take the answer of a rank that was ordered to start a standby; if it failed, order one on another host.
 
-        A rank repeats its answer after each welcome, so a standby may have been ordered by the controller before.
+        A standby that had started may have ended, and one that has failed may start later. A rank repeats its answer
+        after each welcome, so a standby may have been ordered by the controller before.
         """
         host = self._job.members[report.rank].hello.host
         if report.address and self._wanted and host != self._host:
             if host in self._up and self._places[host] == report.address:
                 return
             self._up.add(host)
+            self._unable.discard(host)
             self._places[host] = report.address
             self._outbox.record("standby", rank=report.rank, host=host, address=report.address)
-        elif host in self._places and host not in self._up:
+        elif host in self._places and (host not in self._up or self._asked.get(host) == report.rank):
+            self._up.discard(host)
             self._unable.add(host)
             del self._places[host]
             self._outbox.record("no_standby", host=host)
