@@ -85,7 +85,7 @@ def test_one_that_does_not_start_or_ends_is_started_again(
     """Nobody needs it until the controller is lost, so nobody else would notice."""
     monkeypatch.setattr(errands, "LOOK_S", 0.05)
     monkeypatch.setattr(standby, "START_S", 0.0)  # this host is busy
-    config = Config(token="secret", run_dir=tmp_path, address="127.0.0.1")
+    config = Config(token="secret", run_dir=str(tmp_path), address="127.0.0.1")
     job: Any = SimpleNamespace(config=config, env=SimpleNamespace(master_addr="127.0.0.1"), save_dir=tmp_path)
     told: Queue[Any] = Queue()
     over = threading.Event()
