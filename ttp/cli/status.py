@@ -45,6 +45,9 @@ _COUNTED = ("live", "frozen", *_SILENT)
 SHARED_NAME = (
     "two machines name their host {name}: set TTP_HOST to another name on each, or checkpoints lack rank-local state"
 )
+LAUNCHER_WAITS = (
+    "The launcher of this host runs: it starts its ranks again, or waits for those of other hosts, as its log says"
+)
 BETWEEN = (
     "between two launches: the launchers start the ranks again, end, or wait for those of other hosts, at most for "
     "TTP_RESCHEDULE_S; after 10 s their log says which are here"
@@ -91,7 +94,7 @@ def status(
             with contextlib.suppress(KeyboardInterrupt):
                 _watch(client, interval, all_ranks, json)
             return
-        now = client.status()
+        now = _asked(client, where)
     if json:
         print_json(describe(now, client.where))
         return
@@ -100,6 +103,25 @@ def status(
         screen().print(Text(f"the leading controller is at {client.where}"))
     if (restarts := _restarts(where)) is not None:
         screen().print(restarts_line(restarts))
+
+
+def _asked(client: Client, where: Where) -> pb.GetStatusResponse:
+    """Return the status, and what only this host knows: whether a launcher waits here, as no controller else may lead.
+
+    Raises:
+        UnreachableError: no controller answers.
+    """
+    from ttp.launch.run_dir import launcher_lives
+
+    try:
+        now = client.status()
+    except UnreachableError as problem:
+        raise UnreachableError(
+            f"{problem}. {LAUNCHER_WAITS}" if launcher_lives(where.run_dir) else str(problem)
+        ) from None
+    if now.stage == "waiting" and now.world_size and launcher_lives(where.run_dir):
+        now.between_launches = True
+    return now
 
 
 def _watch(client: Client, interval_s: float, all_ranks: bool, json: bool) -> None:

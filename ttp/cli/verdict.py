@@ -232,13 +232,41 @@ def _running(place: Path, launches: list[Launch], run_id: str | None) -> Verdict
             text = f"the job runs: {len(alive)} of {now.world_size} ranks live, the newest version is {max(alive)}"
             moved = "" if here and last else MOVED.format(now.save_dir)
             return Verdict(EXIT_RUNNING, text + moved)
-        code = last.code if last else None
-        if here and (now.between_launches or code is None):
-            end = "has recorded no end" if last is None or code is None else f"is {WORDS[code]}: {last.text}"
-            waits = Verdict(None, BETWEEN.format(end) if now.between_launches else "")
+        if here and (now.between_launches or last is None or last.code is None):
+            waits = Verdict(None, _between(last) if now.between_launches else "")
+    if last and (waits is None or not waits.text) and _has_launcher(last, place):
+        waits = Verdict(None, _between(last))
     if waits is None and last and last.code is None and refuses_to_say(last, config):
         return Verdict(EXIT_RUNNING, NOT_ASKED.format(last.controller))
     return waits
+
+
+def _between(last: Launch | None) -> str:
+    if last is None or last.code is None:
+        return BETWEEN.format("has recorded no end")
+    return BETWEEN.format(f"is {WORDS[last.code]}: {last.text}")
+
+
+def _has_launcher(launch: Launch, place: Path) -> bool:
+    """Return whether a launcher of this job runs on this host: it may wait where no controller is left to be asked."""
+    from ttp.launch.ring import read_ring
+    from ttp.launch.run_dir import journals_allowed, launcher_lives
+
+    for port in _named() or known_ports():
+        with contextlib.suppress(TtpError):
+            run_dir = find(None, port, None).run_dir
+            if run_dir is None or not launcher_lives(run_dir):
+                continue
+            ring = read_ring(run_dir)
+            same = ring is not None and (ring.run_id, ring.incarnation) == (launch.run_id, launch.incarnation)
+            if same and any(_same(Path(saves_to), place) for saves_to in journals_allowed(run_dir)):
+                return True
+    return False
+
+
+def _named() -> tuple[None, ...]:
+    """Return the job that the environment names, as a port for ``find``; empty: it names none."""
+    return (None,) if os.environ.get("TTP_PORT") or os.environ.get("TTP_RUN_DIR") else ()
 
 
 def _statuses(launches: list[Launch], config: Config) -> Iterator[Any]:
@@ -248,9 +276,8 @@ def _statuses(launches: list[Launch], config: Config) -> Iterator[Any]:
     """
     from ttp.launch.other_jobs import status_of
 
-    named = (None,) if os.environ.get("TTP_PORT") or os.environ.get("TTP_RUN_DIR") else ()
     has_end = bool(launches) and launches[-1].code is not None
-    for port in named or (known_ports() if not has_end else ()):
+    for port in _named() or (known_ports() if not has_end else ()):
         yield _status(port)
     with contextlib.suppress(TtpError, ValueError):
         yield status_of(launches[-1], config)[0] if launches else None

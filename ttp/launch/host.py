@@ -21,6 +21,7 @@ from ttp.launch.leases import Leases
 from ttp.launch.other_jobs import is_of_another_job
 from ttp.launch.presence import is_local
 from ttp.launch.ring import forget_ring, job_is_busy, places, reigning, rescue_goes_on
+from ttp.launch.run_dir import forget_launcher, note_launcher
 from ttp.launch.sentinel_watch import SentinelWatch
 from ttp.launch.shadow import Shadows
 from ttp.launch.token_file import forget_token, write_token
@@ -80,6 +81,7 @@ class Host:
         self.saved_before = False
         """Whether the launch before was saved, and no rank of this host has joined the job since."""
         self.leases.sweep()
+        note_launcher(run_dir)
         if group := killed_together():
             logger.info(ALL_AT_ONCE, group)
         self._too_early = is_of_another_job(run_dir, config.token, config.port or 0)
@@ -274,6 +276,7 @@ class Host:
             saved = code == EXIT_SAVED or (self.saved_before and code not in (EXIT_TRAINED, EXIT_BAD_CONFIG))
             return EXIT_NOT_SAVED if saved and not durable else code
         finally:
+            forget_launcher(self._run_dir)
             self._keeper.stop()
             if self._relay is not None:
                 self._relay.close()

@@ -41,7 +41,7 @@ def start_of(pid: int) -> int:
 
 
 def identity(pid: int) -> list[object]:
-    """Return what tells a process from others, to be kept in JSON and given to ``has_ended``."""
+    """Return what tells a process from others, to be kept in JSON and given to ``has_ended`` or ``lives``."""
     return [pid, start_of(pid), _pid_namespace()]
 
 
@@ -49,6 +49,12 @@ def has_ended(identity: list[object]) -> bool:
     """Return whether a process has ended; False if it was one of another container, whose processes are not seen."""
     pid, start, namespace = int(str(identity[0])), *identity[1:]
     return namespace == _pid_namespace() and (start_of(pid) != start or is_ending(pid))
+
+
+def lives(identity: list[object]) -> bool:
+    """Return whether a process runs; False if it was one of another container."""
+    pid, start, namespace = int(str(identity[0])), *identity[1:]
+    return namespace == _pid_namespace() and start_of(pid) == start != 0 and not is_ending(pid)
 
 
 def _pid_namespace() -> str:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import stat
 from pathlib import Path
 
 from ttp.errors import ConfigError
+from ttp.launch.proc_files import identity, lives
 from ttp.store.durable import replace_file
 
 JOURNALS_FILE = "journals"
+LAUNCHER_FILE = "launcher"
 PORT_FILE = "port"
 
 
@@ -106,3 +109,23 @@ def noted_port(run_dir: Path) -> int | None:
     with contextlib.suppress(OSError, ValueError):
         return int((run_dir / PORT_FILE).read_bytes()[:8])
     return None
+
+
+def note_launcher(run_dir: Path) -> None:
+    """Note for commands that this process looks after the ranks of this host."""
+    with contextlib.suppress(OSError):  # they know less without it
+        replace_file(run_dir / LAUNCHER_FILE, json.dumps(identity(os.getpid())).encode())
+
+
+def forget_launcher(run_dir: Path) -> None:
+    """Undo ``note_launcher``: this process starts no rank again, but may go on."""
+    with contextlib.suppress(OSError):
+        (run_dir / LAUNCHER_FILE).unlink(missing_ok=True)
+
+
+def launcher_lives(run_dir: Path | None) -> bool:
+    """Return whether a launcher on this host still looks after the job with this run directory, as far as is known."""
+    try:
+        return run_dir is not None and lives(json.loads((run_dir / LAUNCHER_FILE).read_bytes()[:1024]))
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
