@@ -49,7 +49,8 @@ def test_an_order_that_was_lost_with_its_stream_is_repeated() -> None:
     assert "StandBy:2" in talk.back(2)
     assert "StandBy" not in talk.back(3), "one rank of a host is enough"
     talk.report(2, m.StandbyUp(Rank(2), "10.0.0.1:9"))
-    assert "StandBy:" not in talk.back(2)
+    assert "StandBy:2" in talk.back(2), "a new process in place of the one whose end is that of its standby"
+    assert talk.report(2, m.StandbyUp(Rank(2), "10.0.0.1:9")) == ""
 
 
 def test_a_host_that_cannot_is_replaced_by_another() -> None:

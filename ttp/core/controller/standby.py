@@ -55,8 +55,8 @@ class Standby:
         host = self._job.members[rank].hello.host
         if self._ask(rank):
             self._tell_all()
-        elif self._asked.get(host) == rank and host in self._places.keys() - self._up:
-            self._outbox.send_to(rank, m.StandBy(rank, self._job.term))  # the order may have been lost with its stream
+        elif self._asked.get(host) == rank and host in self._places:  # the order may have been lost with its stream,
+            self._outbox.send_to(rank, m.StandBy(rank, self._job.term))  # or the standby ends with the process before
 
     def _ask(self, rank: Rank) -> bool:
         hello = self._job.members[rank].hello
