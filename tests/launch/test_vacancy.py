@@ -284,6 +284,24 @@ def test_workers_are_looked_after_and_end_while_the_rendezvous_does_not_answer(
     inner.shutdown.assert_called_once()
 
 
+@pytest.mark.parametrize(("forms", "there", "complete", "lost"), [
+    (True, 2, True, 1), (True, 3, True, 0), (True, 2, False, 0), (False, 2, True, 0)
+])  # fmt: skip
+def test_a_host_that_is_lost_while_ranks_start_has_all_started_again(
+    forms: bool, there: int, complete: bool, lost: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The others would wait for its ranks until torch's time-out. Those that have joined the job are saved first."""
+    inner = Mock()
+    inner.settings.timeout.join.total_seconds.return_value = 600.0
+    inner.num_nodes_waiting.return_value = 0
+    inner.next_rendezvous.return_value.world_size = 3
+    inner._state_holder.state = SimpleNamespace(complete=complete, participants=range(there))
+    meeting = Rescheduling(inner, 0, lambda: forms)
+    meeting.next_rendezvous()
+    assert meeting.num_nodes_waiting() == lost
+    assert ("1 of 3 hosts are lost" in caplog.text) == bool(lost)
+
+
 @pytest.mark.parametrize(("backend", "asked"), [("c10d", 1), ("etcd-v2", 2)])
 def test_the_job_trains_on_without_the_rendezvous(backend: str, asked: int, caplog: pytest.LogCaptureFixture) -> None:
     """Its launcher was killed. Torch would end the job, and fill the log with a stack trace for each attempt."""

@@ -67,9 +67,9 @@ class TtpAgent(LocalElasticAgent):
         wait_s = host.config.reschedule_s
         self._moved = MovedRanks(spec, host) if stand_by and may_move() else None
         if stand_by:
-            spec.rdzv_handler = StandBy(spec.rdzv_handler, wait_s, self._prepare)
+            spec.rdzv_handler = StandBy(spec.rdzv_handler, wait_s, self._prepare, host.forms)
         elif is_dynamic(spec.rdzv_handler):
-            spec.rdzv_handler = Rescheduling(spec.rdzv_handler, wait_s)
+            spec.rdzv_handler = Rescheduling(spec.rdzv_handler, wait_s, host.forms)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the job as torch does; then end what ttp started, and set ``job_code``."""

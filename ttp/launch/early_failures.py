@@ -16,6 +16,9 @@ EARLY_S = 120.0
 """A launch that lasts longer does not count: the program may train without ttp, which nobody can see from outside."""
 
 
+FORMS_S = 600.0
+"""Seconds after the start of workers in which a lost host has all started again, if none has joined the job by then."""
+
 WAITED_S = 10.0
 """Seconds for which a rank may have left a restart alone before others count as waiting for it."""
 
@@ -38,6 +41,10 @@ class EarlyFailures:
     def begins(self, now_s: float) -> None:
         """Note that the workers of a launch are being started."""
         self._began_s, self._left_s = now_s, 0.0
+
+    def forms(self, now_s: float, joined: bool) -> bool:
+        """Return whether the workers are still starting. ``joined``: one of this host has joined the job."""
+        return not joined and now_s - self._began_s < FORMS_S
 
     def keeps_waiting(self, now_s: float, left: bool) -> bool:
         """Return, once in each restart of a job that had formed, whether a rank that has left keeps others waiting.

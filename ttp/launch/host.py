@@ -173,6 +173,10 @@ class Host:
         self._watch.died.wait(timeout_s)
         self._watch.died.clear()
 
+    def forms(self) -> bool:
+        """Return whether the ranks of this host are still starting, so that the loss of another host ends no rank."""
+        return self._early.forms(time.monotonic(), self.leases.used())
+
     def look(self, workers: Workers) -> None:
         """Keep the files of the job. Give workers that crashed after their program, in a library, the exit code 0.
 

@@ -55,16 +55,20 @@ class Rescheduling(WrappedRendezvous):
     Args:
         inner: torch's rendezvous, made for the number of hosts of the job.
         wait_s: seconds that a restart waits for a missing host; 0: as long as torch does.
+        forms: returns whether the ranks of this host are still starting.
     """
 
-    def __init__(self, inner: Any, wait_s: float) -> None:
+    def __init__(self, inner: Any, wait_s: float, forms: Callable[[], bool] = lambda: False) -> None:
         super().__init__(inner)
-        self._wait_s = wait_s
+        self._wait_s, self._forms = wait_s, forms
+        self._met: RendezvousInfo | None = None
         self._seated = self._left = self._gone = False
         self._asked: Future[int] | None = None
 
     def num_nodes_waiting(self) -> int:
-        """Return how many hosts want to join; 0 if the rendezvous has gone: the workers need it only to start again.
+        """Return how many hosts want to join, or are lost while ranks start: torch starts all again if it is not 0.
+
+        It is 0 if the rendezvous has gone: the workers need it only to start again.
 
         This host's workers are looked after meanwhile (``asked_aside``). A store of torch that has gone does not come
         back, and its C++ code writes a stack trace for each attempt, so it is not asked again.
@@ -76,7 +80,7 @@ class Rescheduling(WrappedRendezvous):
             return 0
         self._asked = None
         try:
-            return asked.result()
+            return asked.result() or self._lost_at_the_start()
         except RendezvousConnectionError as problem:
             if not self._gone:
                 logger.warning("the rendezvous has gone: the job trains on, but cannot be started again. %s", problem)
@@ -84,6 +88,20 @@ class Rescheduling(WrappedRendezvous):
                 if self._inner.get_backend() == "c10d":
                     self.rest()
             return 0
+
+    def _lost_at_the_start(self) -> int:
+        """Return how many hosts are lost since all met, if ranks of this host may be waiting for theirs.
+
+        They would wait until the time-out of their process group, half an hour by default. Once they have joined the
+        job, its controller knows of the loss.
+        """
+        if self._met is None or not self._forms():
+            return 0
+        state, hosts = self._inner._state_holder.state, self._met.world_size
+        lost = hosts - len(state.participants) if state.complete else 0
+        if lost > 0:
+            logger.warning("%d of %d hosts are lost, and the ranks are still starting: all start again", lost, hosts)
+        return max(0, lost)
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet the other hosts; from the second meeting on within ``wait_s``.
@@ -121,7 +139,7 @@ class Rescheduling(WrappedRendezvous):
             if self._gone:  # torch says "broken pipe"
                 raise RendezvousConnectionError("the launcher that kept the rendezvous has gone") from None
             raise
-        self._seated = True
+        self._seated, self._met = True, info
         return info
 
     def _who_is_here(self, within: str) -> str:
@@ -156,18 +174,21 @@ class StandBy(Rescheduling):
         inner: torch's rendezvous, made for the number of hosts of the job.
         wait_s: see ``Rescheduling``.
         prepare: called once a second while this host waits, with a store that the hosts of the job share.
+        forms: see ``Rescheduling``.
 
     Raises:
         ConfigError: this kind of rendezvous cannot be joined later.
     """
 
-    def __init__(self, inner: Any, wait_s: float, prepare: Callable[[Any], None]) -> None:
+    def __init__(
+        self, inner: Any, wait_s: float, prepare: Callable[[Any], None], forms: Callable[[], bool] = lambda: False
+    ) -> None:
         if not is_dynamic(inner):
             raise ConfigError(
                 f"--stand-by needs a rendezvous that hosts may join later, and {inner.get_backend()} is not one: start "
                 "all hosts of the job with --rdzv-backend c10d and the same --rdzv-endpoint and --rdzv-id"
             )
-        super().__init__(inner, wait_s)
+        super().__init__(inner, wait_s, forms)
         self._prepare = prepare
         self._turn = 0
 
