@@ -1,4 +1,4 @@
-"""``ttp verdict`` of a job whose launch has ended, while its controller still answers."""
+"""``ttp verdict`` of a job whose launch has ended, while its controller or its launcher is still there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from ttp.cli import verdict
 from ttp.core import messages as m
 from ttp.core.layout import Rank, Version
 from ttp.launch import other_jobs
-from ttp.store.history import FILE, Launch, leave_word, read_launches
+from ttp.launch.ring import Ring, write_ring
+from ttp.launch.run_dir import allow_journal, forget_launcher, note_launcher, note_port
+from ttp.store.history import FILE, Launch, leave_word, line_of, read_launches
 
 
 @pytest.mark.parametrize("unwritten", ["its end", "its beginning"])
@@ -95,3 +97,26 @@ def test_other_jobs_of_this_host_are_asked_only_about_a_launch_without_an_end(
     monkeypatch.delenv("TTP_RUN_DIR", raising=False)
     assert ttp("verdict", tmp_path).out == ("lost\n" if asked == 2 else "saved\n")
     assert len(found) == asked
+
+
+def test_a_launcher_that_waits_without_a_controller_has_no_verdict_yet(
+    tmp_path: Path, ttp: Ttp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first host is lost with the controller, and a standby ends seconds after its rank: it looks over."""
+    monkeypatch.setattr(verdict, "PATIENCE_S", 0.0)
+    monkeypatch.setenv("TTP_RUN_DIR", str(run_dir := tmp_path / "run"))
+    saved = line_of("released", 111.0, {"exit_code": 75, "text": "saved"})
+    launch = line_of("incarnation", 100.0, {"run_id": "job", "incarnation": 1})
+    (tmp_path / "incidents").mkdir()
+    (tmp_path / "incidents" / FILE).write_text(launch + saved)
+    allow_journal(run_dir, tmp_path)
+    note_port(run_dir, 5)
+    write_ring(run_dir, Ring("job", 1, 2, "far.invalid:5", "127.0.0.1:5", ()))
+    assert ttp("verdict", tmp_path).out == "saved\n" and "launcher" not in ttp("status").err
+    note_launcher(run_dir)
+    found = ttp("verdict", tmp_path)
+    assert (found.code, found.out) == (1, "running\n") and "waits for those of other hosts" in found.err
+    assert "waits for those of other hosts" in ttp("status").err
+    (tmp_path / "incidents" / FILE).write_text(launch.replace("job", "other") + saved)
+    assert ttp("verdict", tmp_path).out == "saved\n"
+    forget_launcher(run_dir)

@@ -13,10 +13,8 @@ import pytest
 from tests.cli.conftest import Controller, Ttp
 from tests.store.storage import fill, small_disk
 from tests.waiting import until
-from ttp.cli import verdict
 from ttp.launch import other_jobs
-from ttp.launch.ring import Ring, write_ring
-from ttp.launch.run_dir import allow_journal, forget_launcher, note_launcher, note_port
+from ttp.launch.run_dir import note_port
 from ttp.launch.token_file import write_token
 from ttp.store.history import FILE, WORD, leave_word, line_of, read_launches, read_word
 
@@ -132,26 +130,6 @@ def test_a_job_that_runs_has_no_verdict_yet(
     controller.close()
     found = ttp("verdict", place)
     assert (found.code, found.out) == (70, "lost\n") and "its controller does not answer here" in found.err
-
-
-def test_a_launcher_that_waits_without_a_controller_has_no_verdict_yet(
-    place: Path, ttp: Ttp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first host is lost with the controller, and a standby ends seconds after its rank: it looks over."""
-    monkeypatch.setattr(verdict, "PATIENCE_S", 0.0)
-    monkeypatch.setenv("TTP_RUN_DIR", str(run_dir := tmp_path / "run"))
-    (place / "incidents" / FILE).write_text(begins() + SAVED)
-    allow_journal(run_dir, place)
-    note_port(run_dir, 5)
-    write_ring(run_dir, Ring("job", 1, 2, "far.invalid:5", "127.0.0.1:5", ()))
-    assert ttp("verdict", place).out == "saved\n" and "launcher" not in ttp("status").err
-    note_launcher(run_dir)
-    found = ttp("verdict", place)
-    assert (found.code, found.out) == (1, "running\n") and "waits for those of other hosts" in found.err
-    assert "waits for those of other hosts" in ttp("status").err
-    (place / "incidents" / FILE).write_text(begins(run_id="other") + SAVED)
-    assert ttp("verdict", place).out == "saved\n"
-    forget_launcher(run_dir)
 
 
 def test_a_job_whose_run_directory_does_not_tell_its_port_is_found_by_its_history(
