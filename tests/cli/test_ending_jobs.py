@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Controller, Ttp
+from tests.store.storage import small_disk
 from tests.waiting import until
 from ttp.cli import verdict
 from ttp.core import messages as m
@@ -120,3 +122,13 @@ def test_a_launcher_that_waits_without_a_controller_has_no_verdict_yet(
     (tmp_path / "incidents" / FILE).write_text(launch.replace("job", "other") + saved)
     assert ttp("verdict", tmp_path).out == "saved\n"
     forget_launcher(run_dir)
+
+
+def test_a_disk_that_takes_no_more_files_is_named(ttp: Ttp) -> None:
+    with small_disk("1m,nr_inodes=6") as disk:
+        (disk / "incidents").mkdir()
+        (disk / "incidents" / FILE).write_text(line_of("incarnation", 100.0, {"run_id": "job", "incarnation": 1}))
+        with contextlib.suppress(OSError):
+            for number in range(6):
+                (disk / str(number)).touch()
+        assert f"The file system of {disk} is out of inodes" in ttp("verdict", disk).err.replace("\n", " ")

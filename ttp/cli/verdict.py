@@ -196,7 +196,8 @@ def _storage(place: Path) -> str:
         now = os.statvfs(place)
     except OSError as problem:
         return f". {place} cannot be read: {problem.strerror}"
-    state = "mounted read-only" if now.f_flag & os.ST_RDONLY else "full" if now.f_blocks and not now.f_bavail else ""
+    full = "full" if now.f_blocks and not now.f_bavail else "out of inodes" if now.f_files and not now.f_favail else ""
+    state = "mounted read-only" if now.f_flag & os.ST_RDONLY else full
     told = "what could not be recorded there is in the launcher's log, and in incidents/ of the run directory"
     told += ". As long as it takes no files a start is refused (64)"
     return f". The file system of {place} is {state}: {told}" if state else ""
