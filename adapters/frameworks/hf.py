@@ -15,7 +15,6 @@ gradients, only that sum is needed: the rest is read from the ranks that have fi
 from __future__ import annotations
 
 import contextlib
-import importlib
 import inspect
 import logging
 import time
@@ -26,18 +25,18 @@ import torch
 from torch import Tensor
 
 from ttp import api, session
-from ttp.adapters.frameworks.hf_directory import choose, complete, complete_shards, fsdp_plugin
+from ttp.adapters.frameworks.hf_directory import choose, complete, complete_shards, fsdp_plugin, refuse
 from ttp.adapters.torch.local_state.extra_state import by_name
 from ttp.adapters.torch.local_state.rng import RngState
 from ttp.adapters.torch.sharding.exchange import gather_bytes
-from ttp.adapters.versions import names_of, numbers, require
-from ttp.errors import ConfigError, RestoreError, UsageError
+from ttp.adapters.versions import names_of, require
+from ttp.errors import RestoreError, UsageError
 from ttp.store.encoding import decode, encode
 
 TESTED = ("4.57", "5.23")
 """Oldest and newest version of transformers with which ttp was tested."""
 
-_transformers = require("transformers", "hf", TESTED)
+require("transformers", "hf", TESTED)
 with names_of("transformers", TESTED):
     from transformers import TrainerCallback
     from transformers.trainer_callback import ExportableState
@@ -82,17 +81,20 @@ class TtpCallback(TrainerCallback):
         self._carried: Tensor | None = None
         self._grad_norm: Any = None
         self._rate: Any = None
+        self._streams = b""  # random streams at the beginning of the epoch: a sampler may draw its order from them
+        self._again = b""  # the same, in a process that has resumed and has not begun its first epoch
         self._pause = contextlib.ExitStack()
 
     # ------------------------------------------------------------------------------------------------- the extra state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the Trainer on this rank: step, marks, sum of losses, log."""
+        """Return the state of the Trainer on this rank: step, marks, sum of losses, log, streams of the epoch."""
         history = self._trainer.state.log_history
         if len(history) < len(self._lines):
             self._lines = []
         self._lines += map(encode, history[len(self._lines) :])
-        return {"step": self._step, "marks": self._marks, "loss": self._loss, "log": self._lines}
+        mine = {"step": self._step, "marks": self._marks, "loss": self._loss, "streams": self._streams}
+        return mine | {"log": self._lines}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Keep the state for ``_resume``, which runs when the training begins."""
@@ -204,7 +206,18 @@ class TtpCallback(TrainerCallback):
         self._pause.close()
         self._marked(state, control, done=True)
 
-    on_epoch_begin = on_step_begin
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Keep the random streams with which the epoch begins, or restore them if the job resumes in its middle.
+
+        The order of ``LengthGroupedSampler`` is drawn from them. The Trainer itself restores the streams of the last
+        step when it has skipped the batches.
+        """
+        if not self._again:
+            self._streams = _streams()
+        self.on_step_begin(args, state, control)
+        if self._again:
+            RngState().restore(self._again)
+            self._again = b""
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End the pause, if one is open."""
@@ -240,7 +253,7 @@ class TtpCallback(TrainerCallback):
             "rate": self._rate.item() if isinstance(self._rate, Tensor) else self._rate,
             "flos": float(getattr(trainer, "current_flos", 0)),
             "measured": _measured(trainer),
-            "rng": b"".join(map(bytes, RngState().capture())) if draws else b"",
+            "rng": _streams() if draws else b"",
         }
 
     def _marked(self, state: Any, control: Any, *, done: bool = False) -> None:
@@ -282,6 +295,9 @@ class TtpCallback(TrainerCallback):
         if not mark["done"]:
             with api.paused("log, evaluation and save after the last step"):
                 self._make_again(mark, control)
+        amid = trainer.state.global_step % self._steps_per_epoch() != 0
+        if not (amid and trainer.args.ignore_data_skip):
+            self._again = self._streams = own.get("streams", b"") if amid else _streams()
         complete(found["directory"], trainer)
 
     def _restore_callbacks(self, mark: dict[str, Any], control: Any) -> None:
@@ -322,6 +338,11 @@ class TtpCallback(TrainerCallback):
         follow(loss, mark["grad_norm"], model, None, epoch, None, time.time(), **rate)
 
 
+def _streams() -> bytes:
+    """Return the state of the random streams of this process."""
+    return b"".join(map(bytes, RngState().capture()))
+
+
 def _measured(trainer: Any) -> list[Any] | None:
     """Return the state and the rates of a scheduler that is stepped by evaluations, so after the version; else None."""
     if "metrics" not in inspect.signature(trainer.lr_scheduler.step).parameters:
@@ -348,7 +369,7 @@ def resume_directory(trainer: Any) -> str | None:
     callback = next((each for each in trainer.callback_handler.callbacks if isinstance(each, TtpCallback)), None)
     if callback is None:
         raise UsageError("call trainer.add_callback(ttp.hf.TtpCallback(save_dir)) before resume_directory(trainer)")
-    _refuse(trainer)
+    refuse(trainer)
     found: dict[str, Any] = {}
     problem: Exception | None = None
     if trainer.args.process_index == 0:
@@ -364,31 +385,3 @@ def resume_directory(trainer: Any) -> str | None:
         raise RestoreError(found["problem"])
     callback.bind(trainer, found)
     return found.get("directory")
-
-
-def _refuse(trainer: Any) -> None:
-    accelerate = importlib.import_module("accelerate").__version__
-    if numbers(_transformers.__version__) < (5, 0) and numbers(accelerate) < (1, 15):
-        raise ConfigError(
-            f"transformers {_transformers.__version__} with accelerate {accelerate} resumes in the middle of any epoch "
-            "with the data in the order of the first epoch: install accelerate>=1.15"
-        )
-    refused = {
-        "enable_jit_checkpoint": "installs its own SIGTERM handler, which would prevent ttp from saving",
-        "auto_find_batch_size": "begins the training again in the same process, which ttp does not support",
-    }
-    for name, why in refused.items():
-        if getattr(trainer.args, name, False):
-            raise ConfigError(f"TrainingArguments({name}=True) {why}: switch it off")
-    for name in ("is_deepspeed_enabled", "is_fsdp_xla_enabled"):
-        if getattr(trainer, name, False):
-            raise ConfigError(
-                f"ttp.hf protects a Trainer with DistributedDataParallel or FSDP, and this Trainer has {name}: write "
-                "the loop with ttp.deepspeed or ttp.wrap_optimizer"
-            )
-    plugin = fsdp_plugin(trainer)
-    if plugin is not None and "LOCAL" in str(plugin.state_dict_type):
-        raise ConfigError(
-            "fsdp_config: state_dict_type LOCAL_STATE_DICT fits one number of ranks only, and ttp resumes on any "
-            "number: use FULL_STATE_DICT or SHARDED_STATE_DICT"
-        )

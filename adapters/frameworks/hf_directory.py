@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 import logging
@@ -18,7 +19,8 @@ from ttp import session
 from ttp.adapters.torch.convert.contents import tree
 from ttp.adapters.torch.convert.from_checkpoint import read_checkpoint
 from ttp.adapters.torch.local_state.image import read_local_state
-from ttp.errors import CheckpointError
+from ttp.adapters.versions import numbers
+from ttp.errors import CheckpointError, ConfigError
 from ttp.store.choice import look_back
 from ttp.store.encoding import decode
 from ttp.store.manifest import Manifest
@@ -31,6 +33,36 @@ NAME = "ttp.hf"
 
 _FSDP_MODEL = "pytorch_model_fsdp"
 """Accelerate's name for the file or directory with the model of an FSDP training."""
+
+
+def refuse(trainer: Any) -> None:
+    """Raise ``ConfigError`` if a training with these arguments could not resume with its bits."""
+    transformers = importlib.import_module("transformers").__version__
+    accelerate = importlib.import_module("accelerate").__version__
+    if numbers(transformers) < (5, 0) and numbers(accelerate) < (1, 15):
+        raise ConfigError(
+            f"transformers {transformers} with accelerate {accelerate} resumes in the middle of any epoch "
+            "with the data in the order of the first epoch: install accelerate>=1.15"
+        )
+    refused = {
+        "enable_jit_checkpoint": "installs its own SIGTERM handler, which would prevent ttp from saving",
+        "auto_find_batch_size": "begins the training again in the same process, which ttp does not support",
+    }
+    for name, why in refused.items():
+        if getattr(trainer.args, name, False):
+            raise ConfigError(f"TrainingArguments({name}=True) {why}: switch it off")
+    for name in ("is_deepspeed_enabled", "is_fsdp_xla_enabled"):
+        if getattr(trainer, name, False):
+            raise ConfigError(
+                f"ttp.hf protects a Trainer with DistributedDataParallel or FSDP, and this Trainer has {name}: write "
+                "the loop with ttp.deepspeed or ttp.wrap_optimizer"
+            )
+    plugin = fsdp_plugin(trainer)
+    if plugin is not None and "LOCAL" in str(plugin.state_dict_type):
+        raise ConfigError(
+            "fsdp_config: state_dict_type LOCAL_STATE_DICT fits one number of ranks only, and ttp resumes on any "
+            "number: use FULL_STATE_DICT or SHARDED_STATE_DICT"
+        )
 
 
 def choose(trainer: Any, save_dir: Any) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The example's Trainer with evaluations, a best metric and a callback with a state; see ``ttp.testing.kit``.
 
 ``HF_SHARD``: ``fsdp1``, ``fsdp2``, ``hsdp`` (two replicas). ``HF_SCALER``: a scaler that skips steps.
-``HF_PLATEAU``: evaluations lower the learning rate.
+``HF_PLATEAU``: evaluations lower the learning rate, and torch's random stream gives the order of the data.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from accelerate import ParallelismConfig
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
 
 from tests.frameworks.sharded_on_cpu import believe
 from ttp import session
@@ -78,6 +78,8 @@ def main(steps: int, save_dir: Path, report: Callable[[int, Any], None]) -> dict
     if os.environ.get("HF_PLATEAU"):
         plateau = {"patience": 0, "factor": 0.5, "threshold": 0.5}  # each evaluation but the first lowers the rate
         settings |= {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": plateau, "eval_steps": 2}
+        v5 = hasattr(TrainingArguments, "train_sampling_strategy")
+        settings |= {"train_sampling_strategy": "group_by_length"} if v5 else {"group_by_length": True}
     if shard := os.environ.get("HF_SHARD"):
         believe()
         settings |= {"fsdp": True, "fsdp_config": FSDP[shard]}

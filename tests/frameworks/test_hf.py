@@ -40,7 +40,10 @@ def test_it_is_killed_in_a_step_and_behind_it(scaler: str, kills: list[kit.Kill]
 
 
 def test_a_schedule_that_follows_evaluations(tmp_path: Path) -> None:
-    """An evaluation comes after its version, so a job that is killed in the next step has to keep the rate it set."""
+    """An evaluation comes after its version, so a job that is killed in the next step has to keep the rate it set.
+
+    A sampler that groups by length draws the order of an epoch from torch's stream, where the epoch begins.
+    """
     kills = [kit.Kill("backward", rank=1, after=4), kit.Kill("on_evaluate", rank=0, after=2), kit.Kill("forward")]
     survives(kit.Job(PROGRAM, kills, steps=14, env={"HF_PLATEAU": "1"}), tmp_path)
 
