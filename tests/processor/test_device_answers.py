@@ -213,17 +213,45 @@ def test_a_save_of_what_the_device_holds_succeeds(rig: Callable[[int], Rig]) -> 
 
 
 def test_other_weights_in_the_model_count_as_torn_until_they_are_gone(rig: Callable[[int], Rig]) -> None:
-    """An average that the program evaluates. The copies for undo may hold parts of it too."""
+    """An average that the program evaluates, without a copy of the version before."""
     it = rig(3)
     source: Any = it.source
-    source.other_weights, source.copies = lambda: True, True
+    source.other_weights = lambda: True
     it.looker.freeze(hurry=True)
     first: Quiet = it.said()
     assert (first.version, first.phase, first.has_preimage, first.digests) == (3, m.Phase.TORN, False, ())
     assert it.silent(), "said once"
     source.other_weights = lambda: False
     then: Quiet = it.said()
-    assert (then.version, then.phase, then.has_preimage) == (3, m.Phase.IDLE, True)
+    assert (then.version, then.phase) == (3, m.Phase.IDLE)
+
+
+@pytest.mark.parametrize(("left", "patience_s"), [(True, 3600.0), (False, 0.0)])
+def test_other_weights_that_stay_leave_the_version_before(
+    rig: Callable[[int], Rig], left: bool, patience_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy that was made before the last update. If the weights come back after all, the rank is whole."""
+    monkeypatch.setattr(state_inspector, "WEIGHTS_S", patience_s)
+    it = rig(3)
+    source: Any = it.source
+    source.other_weights, source.copies, it.looker.left = lambda: True, True, left
+    it.looker.freeze(hurry=True)
+    first: Quiet = it.said()
+    assert (first.version, first.phase, first.has_preimage) == (2, m.Phase.TORN, True)
+    assert it.silent(), "said once"
+    source.other_weights = lambda: False
+    last: Quiet = it.said()
+    assert (last.version, last.phase) == (3, m.Phase.IDLE)
+
+
+def test_weights_that_come_back_in_a_moment_cost_no_step(rig: Callable[[int], Rig]) -> None:
+    it = rig(3)
+    source: Any = it.source
+    looks = iter([True] * 3)
+    source.other_weights, source.copies = lambda: next(looks, False), True
+    it.looker.freeze(hurry=True)
+    found: Quiet = it.said()
+    assert (found.version, found.phase, found.has_preimage) == (3, m.Phase.IDLE, True)
 
 
 @pytest.mark.parametrize(("version", "warnings"), [(3, 1), (0, 0)])

@@ -208,6 +208,7 @@ class Processor:
                 ranks exit with 64.
         """
         self._exit_code, self.broken = then, True
+        self._inspector.left = True
         self.gate.mark_torn()
         self._inbox.put(ev.Raised(kind, text, detail, wrong=then == EXIT_BAD_CONFIG))
 

@@ -5,7 +5,8 @@ dead, and the host cannot tell which. So the inspector waits for the device only
 reports the version that the device has finished, and later a newer one if the device goes on after all. The controller
 then makes its plan again. A save that has begun from the first plan checks the state after each piece, and fails.
 
-If the program has put other weights into the model, to evaluate them, the copy counts as torn until they are gone.
+If the program has put other weights into the model, to evaluate them, the copy counts as torn until they are gone. If
+there is a copy of the version before, that one is offered, unless the weights of training are back in a moment.
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ FOLLOW_S = 0.005
 
 COMES_S = 1.0
 """Seconds that a training thread which waits for its peers may take to reach the gate once it is closed."""
+
+WEIGHTS_S = 5.0
+"""Seconds to wait for the weights of training before a copy of the version before is offered, which costs a step."""
 
 LOOK_S = 0.2
 """Seconds. If an inspection took longer than this, the next freeze is acknowledged before the state is inspected."""
@@ -92,6 +96,8 @@ class StateInspector:
         self._came = threading.Event()  # the training thread has come to the gate since it was closed
         self._patience_s = DEVICE_PATIENCE_S
         self._enough = threading.Event()  # set to end the thread that follows a device
+        self.left = False
+        """True when the training thread has left train() with an error: it puts no weights back any more."""
         self._seen: tuple[tuple[int, Version, m.Phase], Seen] | None = None
         self._said: tuple[GateState, Version, m.Phase] | None = None
 
@@ -174,9 +180,15 @@ class StateInspector:
         version = self._device_version(state)
         torn = version is None or state.phase is m.Phase.TORN
         swapped = not torn and self._asked(self._source.other_weights, False)
+        has_preimage = self._asked(lambda: self._source.has_preimage, False)
+        behind = version is not None and version < state.version
+        if swapped and has_preimage and version == state.version > 0:
+            swapped = not self._weights_return(state)
+            version = Version(state.version - swapped)
+        else:
+            has_preimage = has_preimage and not swapped
         phase = m.Phase.TORN if torn or swapped else state.phase
         digests, bad = self._inspected(state.closure, version, phase)
-        behind = version is not None and version < state.version
         hold_dir, in_memory = self._asked(lambda: self._hold(digests), NOT_HELD)
         quiet = ev.Quiet(
             version=state.version if version is None else version,
@@ -184,7 +196,7 @@ class StateInspector:
             parked=state.parked,
             post_step_done=self._asked(self._source.post_step_done, False),
             has_gradient=(state.parked or behind) and self._asked(self._source.gradient_ready, False),
-            has_preimage=not swapped and self._asked(lambda: self._source.has_preimage, False),
+            has_preimage=has_preimage,
             digests=digests,
             bad=bad,
             kept=self._held(),
@@ -199,6 +211,16 @@ class StateInspector:
                 log.warning(_SWAPPED, state.version)
             if version != state.version or swapped:
                 self._follow(state, version, swapped)
+
+    def _weights_return(self, state: GateState) -> bool:
+        """Acknowledge the freeze, and return whether the program puts the weights of training back in a moment."""
+        self._put(Snapshot(state.closure, ev.Quiet(state.version, m.Phase.UPDATING, state.parked, False)))
+        until = time.monotonic() + WEIGHTS_S
+        while self._asked(self._source.other_weights, False):
+            if self.left or time.monotonic() > until or self._gate.state() != state:
+                return False
+            time.sleep(FOLLOW_S)
+        return True
 
     def _follow(self, state: GateState, said: Version | None, swapped: bool) -> None:
         """Report again when a device that is behind its host goes on, or when the weights of training are back."""

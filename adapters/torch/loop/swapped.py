@@ -109,6 +109,8 @@ class Swapped:
         reduced: Collection[int] = (),
     ) -> None:
         self._optimizers = tuple(optimizers)
+        self.parameters = (*parameters.values(),)
+        """All parameters of the model."""
         given = [[*parameters_of(each)] for each in self._optimizers]
         chosen = [parameter for each in given for parameter in _chosen(each)][:_SAMPLES_MAX]
         others = _chosen([p for each in given for p in each if id(p) not in reduced])

@@ -212,6 +212,11 @@ class PreImage:
         image = self._kept()
         return image is not None and len(image.members) == len(self._members) and image.modules
 
+    def holds(self, tensors: Iterable[Tensor]) -> bool:
+        """Return whether all of these live tensors were copied."""
+        image = self._kept()
+        return image is not None and all(id(tensor) in image.copies for tensor in tensors)
+
     @property
     def nbytes(self) -> int:
         """Bytes of memory that the copies take."""

@@ -178,7 +178,10 @@ class Standing(PagedSource):
             return preimage.version == state.version
         finished = self.finished.finished_version()  # the device's version; the host may be ahead of it
         whole = not self.on_device or self.begun.finished_version() <= finished
-        return whole and preimage.whole and preimage.version == finished - 1 and not self.may_follow()
+        if not whole or not preimage.whole or preimage.version != finished - 1 or self.may_follow():
+            return False
+        # while other weights are in the model, no live parameter may be read
+        return not self.other_weights() or (self.swapped is not None and preimage.holds(self.swapped.parameters))
 
     def other_weights(self) -> bool:
         """See ``StateSource``."""

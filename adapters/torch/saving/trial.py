@@ -372,17 +372,21 @@ def _same_form(tensor: Tensor) -> Tensor:
 def _has_state(optimizer: Optimizer) -> bool:
     """Return whether an optimizer has made updates.
 
-    Some make their state before, of zeros or of a first value, with a count of 0 then; and torch's ``get_state_dict()``
+    Some make their state before, of zeros, masks and copies of the weights (MADGRAD), or of a first value, with a count
+    of 0 then; and torch's ``get_state_dict()``
     makes that of all optimizers, by a step that leaves zeros and is counted.
     """
     try:
-        return any(_updated(state) for state in optimizer.state.values() if isinstance(state, Mapping))
+        return any(_updated(*entry) for entry in optimizer.state.items() if isinstance(entry[1], Mapping))
     except Exception:  # not all dtypes and kinds of tensors can be compared with zero, and this is only for a warning
         return False
 
 
-def _updated(state: Mapping[str, Any]) -> bool:
-    found = {name: bool(local(value).any()) for name, value in state.items() if isinstance(value, Tensor)}
+def _updated(owner: Any, state: Mapping[str, Any]) -> bool:
+    tensors = {name: local(value) for name, value in state.items() if isinstance(value, Tensor)}
+    weights = local(owner) if isinstance(owner, Tensor) else torch.empty(0)
+    same = {name for name, v in tensors.items() if v.dtype == weights.dtype and torch.equal(v, weights)}
+    found = {name: bool(v.any()) for name, v in tensors.items() if v.dtype != torch.bool and name not in same}
     return found.pop("step", bool(state.get("step", 1))) and any(found.values())
 
 

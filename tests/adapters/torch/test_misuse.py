@@ -167,6 +167,20 @@ class TestGradientsWithoutABackwardPass:
         assert "backward pass of autograd" not in caplog.text
 
 
+class Madgrads(SGD):
+    """Makes its state at once, like MADGRAD and SPAM: a sum, the first weights, and a mask."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr)
+        for p in self.param_groups[0]["params"]:
+            self.state[p] = {"sum": torch.zeros_like(p), "x0": p.detach().clone(), "mask": torch.ones(2) > 0}
+
+    def step(self, closure: Any = None) -> Any:
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["sum"] += p.grad
+        return super().step(closure)
+
+
 @pytest.mark.supports("checkpoints of the program's own")
 class TestStateOfEarlierUpdates:
     @pytest.mark.parametrize(
@@ -175,6 +189,7 @@ class TestStateOfEarlierUpdates:
             torch.optim.Adam,
             partial(torch.optim.SGD, momentum=0.9),  # counts no updates
             partial(torch.optim.Adagrad, initial_accumulator_value=0.1),  # makes its state at once
+            Madgrads,
         ],
     )
     @pytest.mark.parametrize("earlier", [True, False])
@@ -183,9 +198,10 @@ class TestStateOfEarlierUpdates:
         self, kind: Any, earlier: bool, asked: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         model = nn.Linear(3, 2)
-        optimizer, other = kind(model.parameters(), lr=0.1), kind(model.parameters(), lr=0.1)
+        other = kind(model.parameters(), lr=0.1)
         model(torch.ones(1, 3)).sum().backward()
         other.step()
+        optimizer = kind(model.parameters(), lr=0.1)
         if earlier:
             optimizer.load_state_dict(other.state_dict())
         adapter = registered(model, optimizer)

@@ -15,6 +15,7 @@ from tests.adapters.torch.stub_processor import Loop
 from ttp.adapters.torch.loop.followers import Followers
 from ttp.adapters.torch.loop.swapped import Swapped
 from ttp.adapters.torch.loop.untouched import Untouched
+from ttp.core.decide import How
 from ttp.processor.source import MovedError
 
 INPUT = torch.ones(2, 3)
@@ -30,15 +31,16 @@ class Job(Loop):
         networks: int = 1,
         model: nn.Module | None = None,
         optimizer: type[Any] = torch.optim.SGD,
+        undo: str | None = None,
         **setting: Any,
     ) -> None:
         made = [nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 1)) for _ in range(networks)]
         self.networks = made if model is None else [model]
-        groups = [[{"params": [*each.parameters()], **setting}] for each in self.networks]
+        groups = [[{"params": [p for p in each.parameters() if p.requires_grad], **setting}] for each in self.networks]
         self.optimizers = [optimizer(group, lr=0.1) for group in groups]
         self.averages = [torch.full_like(p, 0.5) for p in self.networks[0].parameters()]
         whole = self.networks[0] if networks == 1 else nn.ModuleList(self.networks)
-        super().__init__(directory, whole, self.optimizers)
+        super().__init__(directory, whole, self.optimizers, undo=undo)
         self.between, self.directory, self.saves = between, directory, 0
         self.start(directory / "pages")
 
@@ -116,6 +118,27 @@ def test_other_weights_are_not_saved(put: Any, networks: int, tmp_path: Path) ->
         back()
         assert not job.swapped
     job.save_and_go_on()
+
+
+@pytest.mark.supports("EMA")
+@pytest.mark.parametrize("put", [copied, pointed, loaded])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_copy_of_the_version_before_can_be_saved_meanwhile(put: Any, frozen: bool, tmp_path: Path) -> None:
+    """Unless it lacks parameters: a large frozen one, which may be another one now too, is not copied."""
+    base = nn.Linear(300, 300).requires_grad_(False) if frozen else nn.Identity()
+    network = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 1))
+    job = Job(tmp_path, model=nn.Sequential(*network, base) if frozen else network, undo="preimage")
+    if frozen:
+        base.forward = nn.Identity().forward  # type: ignore[method-assign] # it only has to be there
+    for _ in range(6):
+        before = [p.detach().clone() for p in job.parameters]
+        job.step()
+    put(job)
+    assert job.source.has_preimage is not frozen
+    if not frozen:
+        kept = job.save(5, How.UNDO)
+        assert job.load(kept) == 5
+        assert all(map(torch.equal, job.parameters, before))
 
 
 @pytest.mark.parametrize("put", [copied, pointed])
