@@ -276,16 +276,14 @@ def config(unused_port: int) -> Config:
 
 
 @pytest.fixture
-def keeper(config: Config, run_dir: Path) -> Iterator[ControllerKeeper]:
+def keeper(config: Config, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ControllerKeeper]:
+    monkeypatch.setattr(controller_keeper, "STOPPED_LOOKS", 2)
     keeping = ControllerKeeper(config, run_dir)
     yield keeping
     keeping.stop()
 
 
-def test_a_dead_or_stopped_controller_is_replaced(
-    keeper: ControllerKeeper, config: Config, run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(controller_keeper, "STOPPED_LOOKS", 2)
+def test_a_dead_or_stopped_controller_is_replaced(keeper: ControllerKeeper, config: Config, run_dir: Path) -> None:
     keeper.start("127.0.0.1")
     for killed, how in enumerate((signal.SIGSTOP, signal.SIGKILL, signal.SIGKILL), start=1):
         os.kill(started(run_dir)[-1], how)

@@ -372,9 +372,8 @@ def _same_form(tensor: Tensor) -> Tensor:
 def _has_state(optimizer: Optimizer) -> bool:
     """Return whether an optimizer has made updates.
 
-    Some make their state before, of zeros, masks and copies of the weights (MADGRAD), or of a first value, with a count
-    of 0 then; and torch's ``get_state_dict()``
-    makes that of all optimizers, by a step that leaves zeros and is counted.
+    Some make their state before, of zeros, masks and copies of the weights, or of a first value, with a count of 0
+    then; and torch's ``get_state_dict()`` makes that of all optimizers, by a step that leaves zeros and is counted.
     """
     try:
         return any(_updated(*entry) for entry in optimizer.state.items() if isinstance(entry[1], Mapping))
@@ -382,11 +381,15 @@ def _has_state(optimizer: Optimizer) -> bool:
         return False
 
 
+def _is_copy(tensor: Tensor, weights: Tensor) -> bool:
+    of = (weights.dtype, weights.device)  # counts may be on the CPU
+    return (tensor.dtype, tensor.device) == of and torch.equal(tensor, weights)
+
+
 def _updated(owner: Any, state: Mapping[str, Any]) -> bool:
     tensors = {name: local(value) for name, value in state.items() if isinstance(value, Tensor)}
     weights = local(owner) if isinstance(owner, Tensor) else torch.empty(0)
-    same = {name for name, v in tensors.items() if v.dtype == weights.dtype and torch.equal(v, weights)}
-    found = {name: bool(v.any()) for name, v in tensors.items() if v.dtype != torch.bool and name not in same}
+    found = {name: bool(v.any()) for name, v in tensors.items() if v.dtype != torch.bool and not _is_copy(v, weights)}
     return found.pop("step", bool(state.get("step", 1))) and any(found.values())
 
 

@@ -189,9 +189,7 @@ def summary(training: Training) -> dict[str, str]:
     scalers = [getattr(each, "grad_scaler", None) for each in training.optimizer.chained_optimizers]
     return {
         "weights": digest(*(p for chunk in training.chunks for p in chunk.parameters())),
-        "buffers": digest(
-            *(p for chunk in training.chunks for m in chunk.modules() for p in m._buffers.values() if p is not None)
-        ),
+        "buffers": digest(*(b for chunk in training.chunks for b in chunk.buffers())),
         "main": digest(*main),
         "moments": digest(*(v for s in states for _, v in sorted(s.items()) if isinstance(v, torch.Tensor))),
         "groups": repr([sorted(group.items()) for group in groups]),
