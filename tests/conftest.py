@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import importlib
 import os
 import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -37,24 +36,27 @@ ALL = Path(__file__).parent.name
 
 def pytest_configure(config: pytest.Config) -> None:
     """Let the workers of a run of all tests share one process that has imported torch, instead of one each."""
-    if config.args == [ALL] and getattr(config.option, "numprocesses", None):
+    if of_all_tests(config):
         from tests import forking
 
         forking.share()
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection(session: pytest.Session) -> None:
-    """Import a part of the test files first: in a fresh clone every worker would compile all, for half of its time.
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """Fork the workers of a run of all tests from one process that has imported the tests, for them all."""
+    if of_all_tests(config):
+        from tests import workers
 
-    Each worker begins with another part, and finds the other parts' code on disk when it collects.
-    """
-    worker, workers = os.environ.get("PYTEST_XDIST_WORKER"), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    if worker is None or session.config.args != [ALL]:
-        return
-    for path in sorted(Path(__file__).parent.rglob("test_*.py"))[int(worker.removeprefix("gw")) :: workers]:
-        with contextlib.suppress(Exception, pytest.skip.Exception):  # the collection, which follows, reports it
-            importlib.import_module(".".join(path.relative_to(session.config.rootpath).with_suffix("").parts))
+        python, end = workers.start()
+        config.add_cleanup(end)
+        for spec in specs:
+            spec.python = python
+
+
+def of_all_tests(config: pytest.Config) -> bool:
+    """Return whether this process starts the workers of a run of all tests."""
+    return config.args == [ALL] and bool(getattr(config.option, "numprocesses", None))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
