@@ -171,7 +171,7 @@ def ended(ranks: Sequence[BaseProcess], timeout_s: float) -> list[int]:
 
 def _main(module: str, env: dict[str, str], out: Path, err: Path, argv: list[str]) -> None:
     sys.argv = argv
-    lead(lambda: importlib.import_module(module).main(), env, out, err)
+    lead(lambda: sys.exit(importlib.import_module(module).main()), env, out, err)
 
 
 def lead(job: Callable[[], object], env: dict[str, str], out: Path, err: Path | None = None) -> NoReturn:
