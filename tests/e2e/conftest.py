@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import fcntl
 import itertools
 import os
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -54,19 +56,26 @@ def bad_disk(tmp_path: Path) -> Iterator[BadDisk]:
 
 @pytest.fixture(scope="session")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dict[str, Any]]]:
-    """Return a function that gives the results of the same job without ttp and faults. Each kind of job runs once."""
-    known: dict[Any, list[dict[str, Any]]] = {}
+    """Return a function that gives the results of the same job without ttp and faults.
+
+    Each kind of job runs once, for all workers of a test run.
+    """
+    shared = tmp_path_factory.getbasetemp()
+    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
 
     def results(job: Job) -> list[dict[str, Any]]:
         names = "JOB_KIND", "JOB_OVERFLOW"
         env: dict[str, str] = {name: job.env[name] for name in names if name in job.env}
-        key = (job.ranks, job.steps, job.script.stem, *env.items())
-        if key not in known:
-            directory, module = tmp_path_factory.mktemp("unbroken"), f"tests.e2e.{job.script.stem}"
-            reference = ForkedJob(directory, job.ranks, job.steps, env=env, module=module, protected=False)
-            assert reference.live(200) == [0] * job.ranks, reference.story()
-            known[key] = reference.results()
-        return known[key]
+        directory = shared / "-".join(map(str, ("unbroken", job.ranks, job.steps, job.script.stem, *env.values())))
+        module, ended = f"tests.e2e.{job.script.stem}", directory / "ended"
+        reference = ForkedJob(directory, job.ranks, job.steps, env=env, module=module, protected=False)
+        with directory.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not ended.exists():
+                shutil.rmtree(directory, ignore_errors=True)  # of a run that failed
+                assert reference.live(200) == [0] * job.ranks, reference.story()
+                ended.touch()
+        return reference.results()
 
     return results
 

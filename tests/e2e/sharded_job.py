@@ -195,7 +195,8 @@ def make_optimizer(model: nn.Module) -> tuple[Any, Any]:
     if KIND == "zero":
         sharded: Any = ZeroRedundancyOptimizer(model.parameters(), TwoHalves, lr=1e-2)
         return sharded, sharded.optim
-    optimizer = TwoHalves(model.parameters(), lr=1e-2)
+    sharded = KIND in ("hsdp", "fsdp")
+    optimizer = TwoHalves(model.parameters(), lr=1e-2, fused=sharded)  # else DTensor plans each of its operations
     return optimizer, optimizer
 
 

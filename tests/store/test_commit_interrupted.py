@@ -130,7 +130,11 @@ def fingerprint(directory: Path) -> frozenset[tuple[str, bytes, int]]:
     )
 
 
-@pytest.mark.parametrize(("occupied", "lacks"), CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize(  # in a group: those of a case share what they have looked at
+    ("occupied", "lacks"),
+    [pytest.param(*case, marks=pytest.mark.xdist_group(f"pulled, {name}")) for name, case in CASES.items()],
+    ids=CASES.keys(),
+)
 @pytest.mark.usefixtures("at_one_time")
 @pytest.mark.parametrize(
     ("moment", "loss"),  # before a call is after the one before it: once is enough

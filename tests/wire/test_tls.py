@@ -21,6 +21,8 @@ from ttp.errors import ConfigError
 from ttp.launch.presence import ask_status
 from ttp.wire import tls
 
+pytestmark = pytest.mark.xdist_group("tls")  # they share certificates and a controller
+
 
 @pytest.fixture(scope="module")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:

@@ -294,6 +294,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_world(tmp_path_factory.mktemp("order"), "tests.adapters.torch.order_worker", "everything", size=2)
 
 
+@pytest.mark.xdist_group("captures")  # they share one run
 @pytest.mark.parametrize("case", CASES)
 def test_the_capture_comes_before_the_reduction_and_ranks_pass_the_same_points(
     seen: list[dict[str, Any]], case: str
