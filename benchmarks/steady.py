@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ BLOCK_STEPS = 20
 """Steps in a block."""
 GROUPS = 1_000
 """Number of param groups of the job with many."""
+GROUPS_QUICK = 120
+"""The same in a quick run: each step takes a time for each group."""
 LEARNING_STEPS = 10
 """Number of first steps, in which ttp finds out which state changes when. They are not part of the steady state."""
 
@@ -108,6 +110,7 @@ def run(quick: bool) -> Iterator[Result]:
 
 def _protected(job: Job, quick: bool) -> list[Result]:
     blocks = 60 if job.budget is not None else 10
+    job = replace(job, groups=min(job.groups, GROUPS_QUICK)) if quick else job
     with scratch() as directory, protected(directory) as save_dir:
         return measure(job, save_dir, *((2, 3) if quick else (blocks, BLOCK_STEPS)))
 
@@ -131,7 +134,7 @@ def measure(job: Job, save_dir: str, blocks: int, steps: int) -> list[Result]:
         off.append(statistics.median(step() for _ in range(steps)))
         adapter.attach(processor)
     taken = _cpu_us(model, optimizer, step, blocks * steps // 4 + 1)
-    hot = time_us(lambda: adapter.capture.capture(processor.gate.version, True), 200) if job is JOBS["plain"] else []
+    hot = time_us(lambda: adapter.capture.capture(processor.gate.version, True), 200) if job == JOBS["plain"] else []
     current.left()
     session.reset()
     how = f"{blocks} blocks of {steps} steps by turns; off: {statistics.median(off) * 1e3:.2f} ms"
