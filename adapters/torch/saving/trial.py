@@ -382,8 +382,7 @@ def _has_state(optimizer: Optimizer) -> bool:
 
 
 def _is_copy(tensor: Tensor, weights: Tensor) -> bool:
-    of = (weights.dtype, weights.device)  # counts may be on the CPU
-    return (tensor.dtype, tensor.device) == of and torch.equal(tensor, weights)
+    return (tensor.dtype, tensor.device) == (weights.dtype, weights.device) and torch.equal(tensor, weights)
 
 
 def _updated(owner: Any, state: Mapping[str, Any]) -> bool:
