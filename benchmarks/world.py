@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -18,6 +19,7 @@ import grpc
 import psutil
 
 from ttp.polling import poll
+from ttp.store.held import Held
 from ttp.wire.channel import open_channel, stub
 from ttp.wire.v1 import controller_pb2 as pb
 from ttp.wire.v1.controller_pb2_grpc import ControllerStub
@@ -204,6 +206,13 @@ def _wait_for(service: ControllerStub, version: int) -> None:
 
 @contextlib.contextmanager
 def scratch() -> Iterator[Path]:
-    """Make a temporary directory in the working directory, on whose disk a job would save."""
+    """Make a temporary directory in the working directory, on whose disk a job would save.
+
+    At the end what its job held in shared memory is removed too: a launcher that was killed has left it.
+    """
     with tempfile.TemporaryDirectory(dir=".", prefix=".bench-") as name:
-        yield Path(name).absolute()
+        directory = Path(name).absolute()
+        try:
+            yield directory
+        finally:
+            shutil.rmtree(Held.of(directory / "checkpoints").root, ignore_errors=True)

@@ -14,6 +14,7 @@ import pytest
 from benchmarks import __main__ as benchmarks
 from benchmarks import peers, resume, world
 from tests.forking import ForkedPython
+from ttp.store.held import Held
 
 ROOT = Path(__file__).parents[1]
 
@@ -52,9 +53,17 @@ def test_groups_that_start_ranks_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(world, "start", start)
     monkeypatch.setattr(resume, "start", start)
     monkeypatch.setattr(peers, "Popen", launch)
+    of, held = Held.of, list[Path]()
+
+    def note(save_dir: Path) -> Held:
+        held.append(of(save_dir).root)
+        return of(save_dir)
+
+    monkeypatch.setattr(Held, "of", note)
     monkeypatch.setattr(sys, "argv", ["benchmarks", *names, "--quick", "--json", str(tmp_path / "results.json")])
     assert benchmarks.main() == 0
     check(tmp_path / "results.json", names)
+    assert held and not [root for root in held if root.exists()], "left in shared memory"
 
 
 def check(results: Path, groups: list[str]) -> None:

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.waiting import until
+from tests.waiting import has_ended, until
 from ttp.chaos import world
 from ttp.chaos.namespaces import Namespaces
 
@@ -151,8 +151,10 @@ class Cluster:
         self.hosts.close()
         for daemon in self._daemons:
             daemon.wait(30)
-        os.kill(int((self.folder / "munge.pid").read_text()), signal.SIGTERM)
-        shutil.rmtree(self.folder, ignore_errors=True)  # munged may be removing its own
+        munged = int((self.folder / "munge.pid").read_text())
+        os.kill(munged, signal.SIGTERM)
+        until(lambda: has_ended(munged))  # it writes its seed as it ends
+        shutil.rmtree(self.folder)
 
 
 class BatchJob:
@@ -176,7 +178,8 @@ class BatchJob:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("TTP_", "SLURM_"))}
         command = ["sbatch", "--parsable", f"--output={self.out}", f"--chdir={self.folder}", "--gpus-per-node=1"]
         training = [str(TRAIN), f"--steps={steps}", f"--step-ms={step_ms}", f"--save-dir={self.save_dir}"]
-        kept |= {"HOME": str(self.folder), "SAVE_DIR": str(self.save_dir), "OMP_NUM_THREADS": "1", **(env or {})}
+        kept |= {"HOME": str(self.folder), "TMPDIR": str(self.folder), "SAVE_DIR": str(self.save_dir)}
+        kept |= {"OMP_NUM_THREADS": "1", **(env or {})}
         self.id = cluster.command(*command, "--nodes=2", *options, str(SBATCH), *training, env=kept).strip()
 
     def facts(self) -> dict[str, str]:
