@@ -141,7 +141,7 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[train.Callback] 
     if arguments.is_recover or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
         resumed = restore(model, dataset, arguments.checkpoints)
         first, initial_epoch = resumed.step, resumed.initial_epoch
-    print(f"rank {get_rank()} begins after step {first}", flush=True)
+    print(f"rank {get_rank()} begins after step {first}.", flush=True)
     if initial_epoch < arguments.epochs:
         model.train(
             arguments.epochs,

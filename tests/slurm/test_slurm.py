@@ -119,7 +119,7 @@ def test_with_no_kill_the_loss_of_the_first_node_leaves_a_job_without_a_script(
 
 
 def test_before_the_time_limit_it_is_saved_and_started_again(cluster: Cluster, unbroken: Digests) -> None:
-    """The limit of one minute ends before the training does."""
+    """The limit of two minutes ends before the training does."""
     job = BatchJob(cluster, "--time=2", "--signal=TERM@30", step_ms=3000)
     facts = assert_resumed(job, unbroken, lives_max=9)
     assert facts["TimeLimit"] == "00:02:00"

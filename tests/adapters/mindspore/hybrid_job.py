@@ -101,7 +101,7 @@ def main(mode: str, undo: str | None) -> None:
     dataset = data(rank)
     callback = TFTRegister(0, "127.0.0.1", 30051, "./ttp_checkpoints/", replicas=SLICES)
     resumed = restore(model, dataset, "./ttp_checkpoints/", replicas=SLICES)
-    print(f"rank {rank} begins after step {resumed.step}", flush=True)
+    print(f"rank {rank} begins after step {resumed.step}.", flush=True)
     model.train(
         3, dataset, callbacks=[*kills(), Journal(resumed.step), callback], dataset_sink_mode=False,
         initial_epoch=resumed.initial_epoch,

@@ -26,8 +26,8 @@ SMALL = ["--hidden", "32", "--images", "256", "--batch", "8", "--epochs", "2"]
 """For the example: epochs of 16 steps with 2 workers, of 8 with 4."""
 
 STEP = re.compile(r"rank (\d+) step (\d+) epoch \d+ (\S+) ([0-9a-f]{16})")
-BEGUN = re.compile(r"rank 0 begins after step (\d+)")
-"""What workers print; ends of lines come late when several of them do at the same time."""
+BEGUN = re.compile(r"rank 0 begins after step (\d+)\.")
+"""What workers print; ends of lines come late when several of them do at the same time: a text has its own end."""
 
 Kill = tuple[int, int, str]
 """Rank, step, place; see ``mnist_job``."""

@@ -31,7 +31,7 @@ def watched(killers: list[Killer]) -> None:
         position = self._adapter.position if self._adapter is not None else None
         if position is not None and not self.__dict__.setdefault("told_begin", False):
             self.__dict__["told_begin"] = True
-            print(f"rank {os.environ['RANK_ID']} begins after step {position.step - 1}", flush=True)
+            print(f"rank {os.environ['RANK_ID']} begins after step {position.step - 1}.", flush=True)
             for killer in killers:
                 killer._now = position.step - 1
         for killer in killers:

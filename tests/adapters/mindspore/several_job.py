@@ -45,7 +45,7 @@ def train() -> None:
     optimizer = OptTTPWrapper(nn.Momentum(network.trainable_params(), 1e-2, 0.9))
     model = ms.Model(network, loss_fn=nn.CrossEntropyLoss(), optimizer=optimizer)
     resumed = restore(model, dataset, "./ttp_checkpoints/")
-    print(f"rank {get_rank()} begins after step {resumed.step}", flush=True)
+    print(f"rank {get_rank()} begins after step {resumed.step}.", flush=True)
     protection = TFTRegister(0, "127.0.0.1", 30051, "./ttp_checkpoints/")
     size, step = dataset.get_dataset_size(), resumed.step
     for epoch in range(resumed.initial_epoch, EPOCHS):
