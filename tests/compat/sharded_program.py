@@ -112,6 +112,8 @@ class Program:
                 continue  # the step is made again: do not wait below
             if at in ("data", "backward", "inside", "updated") and fault.get("warm", True):
                 await_ready()
+            while at == "backward" and len([*DIR.glob(f"gathered{step}-*")]) < self.world:
+                time.sleep(0.01)  # else a reset of its connections may drop what others have yet to read
             while "after" in fault and not (DIR / fault["after"]).exists():
                 time.sleep(0.01)
             try:
@@ -159,6 +161,8 @@ class Program:
             step = state.step + 1
             self.hurt(step, "data")
             gradients = self.gather(gradient(state.weights, step, self.rank))
+            if any(fault["at"] == "backward" for fault in FAULTS):
+                (DIR / f"gathered{step}-{self.rank}").touch()
             self.hurt(step, "backward")
             self.tft.tft_start_updating_os()
             self.hurt(step, "inside")

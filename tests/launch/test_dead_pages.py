@@ -17,7 +17,6 @@ from ttp.processor.local_state import page_file
 from ttp.processor.local_state.pages import PageWriter
 
 INCARNATION = 3
-HERE = os.getpid()
 
 
 @pytest.fixture
@@ -52,29 +51,29 @@ def said(pages: list[Mirror]) -> list[tuple[int, int, bool, bytes]]:
 
 def test_the_last_one_to_die_leaves_the_pages_of_all(written: dict[int, PageWriter], tmp_path: Path) -> None:
     """Two versions of each rank are sent, the older one first, and only once."""
-    pages = left(tmp_path, r4=HERE, r5=HERE)
-    assert pages.after(5, HERE) == [], "rank 4 lives and will see to it"
-    assert said(pages.after(4, HERE)) == [
+    pages = left(tmp_path, r4=os.getpid(), r5=os.getpid())
+    assert pages.after(5, os.getpid()) == [], "rank 4 lives and will see to it"
+    assert said(pages.after(4, os.getpid())) == [
         (4, 8, True, b"4 at 8"),
         (4, 9, False, b"4 at 9"),
         (5, 8, True, b"5 at 8"),
         (5, 9, False, b"5 at 9"),
     ]
-    assert pages.after(4, HERE) == pages.after(5, HERE) == []
+    assert pages.after(4, os.getpid()) == pages.after(5, os.getpid()) == []
 
 
 def test_pages_of_another_process_are_not_believed(written: dict[int, PageWriter], tmp_path: Path) -> None:
-    pages = left(tmp_path, r4=HERE + 1, r5=HERE)
-    assert pages.after(4, HERE + 1) == []
-    assert {page.rank for page in pages.after(5, HERE)} == {5}
+    pages = left(tmp_path, r4=os.getpid() + 1, r5=os.getpid())
+    assert pages.after(4, os.getpid() + 1) == []
+    assert {page.rank for page in pages.after(5, os.getpid())} == {5}
 
 
 def test_the_end_of_who_had_the_seat_before_says_nothing_of_who_has_it(
     written: dict[int, PageWriter], tmp_path: Path
 ) -> None:
-    pages = left(tmp_path, r4=HERE, r5=HERE)
-    assert pages.after(4, HERE + 1) == pages.after(5, HERE) == []
-    assert pages.after(4, HERE)
+    pages = left(tmp_path, r4=os.getpid(), r5=os.getpid())
+    assert pages.after(4, os.getpid() + 1) == pages.after(5, os.getpid()) == []
+    assert pages.after(4, os.getpid())
 
 
 def test_what_was_being_written_is_left_out(written: dict[int, PageWriter], tmp_path: Path) -> None:
@@ -82,14 +81,14 @@ def test_what_was_being_written_is_left_out(written: dict[int, PageWriter], tmp_
     with written[4].path.open("r+b") as file:
         file.seek(record_of(written[4], 9))
         file.write(page_file.SEQUENCE.pack(3))
-    assert [page.version for page in left(tmp_path, r4=HERE).after(4, HERE)] == [7, 8]
+    assert [page.version for page in left(tmp_path, r4=os.getpid()).after(4, os.getpid())] == [7, 8]
 
 
 def test_a_page_that_is_too_large_stays(
     written: dict[int, PageWriter], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(dead_pages, "PAGE_BYTES_MAX", 5)
-    assert left(tmp_path, r4=HERE).after(4, HERE) == []
+    assert left(tmp_path, r4=os.getpid()).after(4, os.getpid()) == []
     assert "larger than 5 bytes" in caplog.text
 
 
@@ -103,7 +102,7 @@ def test_whatever_lies_there_nobody_is_hurt(in_memory: Path, tmp_path: Path, wha
             path.symlink_to("/dev/zero")
         case "a directory":
             path.mkdir()
-    assert left(tmp_path, r4=HERE).after(4, HERE) == []
+    assert left(tmp_path, r4=os.getpid()).after(4, os.getpid()) == []
 
 
 def test_the_page_of_an_equal_pid_in_another_container_is_not_taken(
@@ -111,4 +110,4 @@ def test_the_page_of_an_equal_pid_in_another_container_is_not_taken(
 ) -> None:
     """Containers may share memory without sharing pids: the same image starts its ranks with equal ones."""
     monkeypatch.setattr(dead_pages, "start_of", lambda pid: start_of(pid) + 1)
-    assert left(tmp_path, r4=HERE).after(4, HERE) == []
+    assert left(tmp_path, r4=os.getpid()).after(4, os.getpid()) == []

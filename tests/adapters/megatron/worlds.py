@@ -189,7 +189,7 @@ def summary(training: Training) -> dict[str, str]:
     scalers = [getattr(each, "grad_scaler", None) for each in training.optimizer.chained_optimizers]
     return {
         "weights": digest(*(p for chunk in training.chunks for p in chunk.parameters())),
-        "buffers": digest(*(b for chunk in training.chunks for b in chunk.buffers())),
+        "buffers": digest(*(b for chunk in training.chunks for b in torch.nn.Module.buffers(chunk))),
         "main": digest(*main),
         "moments": digest(*(v for s in states for _, v in sorted(s.items()) if isinstance(v, torch.Tensor))),
         "groups": repr([sorted(group.items()) for group in groups]),
