@@ -16,8 +16,11 @@ EARLY_S = 120.0
 """A launch that lasts longer does not count: the program may train without ttp, which nobody can see from outside."""
 
 
-FORMS_S = 600.0
-"""Seconds after the start of workers in which a lost host has all started again, if none has joined the job by then."""
+FORMS_S = 300.0
+"""Seconds after the start of workers in which a lost host has all started again, if none has joined the job by then.
+
+Not longer than torch's exit barrier: a host whose program has ended, without ttp, would be taken for lost after it.
+"""
 
 WAITED_S = 10.0
 """Seconds for which a rank may have left a restart alone before others count as waiting for it."""

@@ -41,6 +41,8 @@ ANSWER_S = 1.0
 """Seconds that a launcher waits in each look at its workers for the rendezvous to say whether hosts want to join."""
 GONE_S = 30.0
 """Seconds that a restart waits for a rendezvous that does not answer, as its host may be lost."""
+AGAIN_MAX = 3
+"""Starts in a row that lost hosts may end. Torch counts no restart then, and a host may only seem to be lost."""
 TURN_KEY = "ttp/turn"
 """Prefix of the key, one per round, that counts the hosts that want an empty place of that round."""
 
@@ -63,10 +65,11 @@ class Rescheduling(WrappedRendezvous):
         self._wait_s, self._forms = wait_s, forms
         self._met: RendezvousInfo | None = None
         self._seated = self._left = self._gone = False
+        self._again = 0  # starts in a row that a lost host has ended
         self._asked: Future[int] | None = None
 
     def num_nodes_waiting(self) -> int:
-        """Return how many hosts want to join, or are lost while ranks start: torch starts all again if it is not 0.
+        """Return how many hosts want to join, or 1 if one is lost while ranks start: if it is not 0, all start again.
 
         It is 0 if the rendezvous has gone: the workers need it only to start again.
 
@@ -90,18 +93,21 @@ class Rescheduling(WrappedRendezvous):
             return 0
 
     def _lost_at_the_start(self) -> int:
-        """Return how many hosts are lost since all met, if ranks of this host may be waiting for theirs.
+        """Return 1 if a host is lost since all met, and ranks of this host may be waiting for its ranks; else 0.
 
         They would wait until the time-out of their process group, half an hour by default. Once they have joined the
-        job, its controller knows of the loss.
+        job, its controller knows of the loss. A host whose keep-alives came late is lost for the others, and finds out.
         """
         if self._met is None or not self._forms():
+            self._again = 0
             return 0
-        state, hosts = self._inner._state_holder.state, self._met.world_size
-        lost = hosts - len(state.participants) if state.complete else 0
-        if lost > 0:
-            logger.warning("%d of %d hosts are lost, and the ranks are still starting: all start again", lost, hosts)
-        return max(0, lost)
+        there = self._inner._state_holder.state.participants
+        lost = self._inner._this_node not in there or len(there) < self._met.world_size
+        if not lost or self._again == AGAIN_MAX:
+            return 0
+        self._again += 1
+        logger.warning("a host is lost, or seemed to be, while the ranks are still starting: all start again")
+        return 1
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet the other hosts; from the second meeting on within ``wait_s``.
