@@ -88,8 +88,8 @@ def test_one_that_does_not_start_or_ends_is_started_again(
     config = Config(token="secret", run_dir=str(tmp_path), address="127.0.0.1")
     job: Any = SimpleNamespace(config=config, env=SimpleNamespace(master_addr="127.0.0.1"), save_dir=tmp_path)
     told: Queue[Any] = Queue()
-    over = threading.Event()
-    errands.Errands(job, told.put, over.is_set).run(m.StandBy(Rank(2), 1))
+    kept = errands.Errands(job, told.put)
+    kept.run(m.StandBy(Rank(2), 1))
     assert told.get(timeout=60).address == ""
     monkeypatch.setattr(standby, "START_S", 60.0)
     first = until(lambda: told.get(timeout=60).address, 60)
@@ -97,7 +97,8 @@ def test_one_that_does_not_start_or_ends_is_started_again(
     started[-1].wait()
     second = told.get(timeout=60).address
     assert first and controller_pid(*split(second), "secret") == started[-1].pid
-    over.set()
+    kept.end()
+    until(lambda: all(thread.name != "ttp-standby" for thread in threading.enumerate()))
 
 
 def test_one_whose_rank_has_ended_makes_way(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 
 from ttp.core import messages as m
@@ -33,13 +32,17 @@ class Errands:
     Args:
         job: the rank, and the directory of checkpoints for a controller that is started.
         put: takes the result of a request.
-        over: returns whether this rank has left its job, and needs no standby controller any more.
     """
 
-    def __init__(self, job: RankJob, put: Callable[[ev.Event], None], over: Callable[[], bool]) -> None:
-        self._job, self._run_dir, self._put, self._over = job, job.config.resolved_run_dir(), put, over
+    def __init__(self, job: RankJob, put: Callable[[ev.Event], None]) -> None:
+        self._job, self._run_dir, self._put = job, job.config.resolved_run_dir(), put
+        self._over = threading.Event()
         self._standby = ""  # where it serves; empty: it could not be started
         self._keeps = threading.Lock()  # held by the thread that keeps the standby controller running
+
+    def end(self) -> None:
+        """Keep no standby controller any more: this rank has left its job."""
+        self._over.set()
 
     def run(self, order: m.TakeStack | m.Probe | m.StandBy) -> None:
         """Begin to carry out a request."""
@@ -65,10 +68,9 @@ class Errands:
         if not self._keeps.acquire(blocking=False):
             return
         pause_s = LOOK_S
-        while not self._over():
-            time.sleep(pause_s)
+        while not self._over.wait(pause_s):
             before = self._standby
-            if self._over() or (before and listens(*split(before), PROBE_S)):
+            if before and listens(*split(before), PROBE_S):
                 continue
             self._start_standby()
             if before and self._standby:

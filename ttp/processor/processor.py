@@ -118,7 +118,7 @@ class Processor:
             job, self.copying, holding, version=lambda: self.gate.version, wait_pages=self.host.wait_stored, put=put,
             wrote=self._wrote, look_again=self._inspector.look_again,
         )  # fmt: skip
-        self._errands = Errands(job, put, over=lambda: self._closed or self._machine.gone)
+        self._errands = Errands(job, put)
         self._closed = False
         self._exit_code: int | None = None
         self.broken = False
@@ -289,6 +289,7 @@ class Processor:
                 time.sleep(0.01 * 2**failed)  # 20 ms to 1.28 s: the error may come at every turn, which takes no time
             else:
                 failed = 0
+        self._errands.end()
 
     def _try(self, action: act.Action) -> None:
         """Carry out an action. If it fails, the actions after it are still carried out."""
