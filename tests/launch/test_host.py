@@ -19,7 +19,7 @@ from ttp.launch import early_failures, job_verdict, leases, ring, worker_stops
 from ttp.launch.host import Host
 from ttp.launch.preparation import settled
 from ttp.launch.proc_files import is_ending
-from ttp.launch.run_dir import prepare_run_dir
+from ttp.launch.run_dir import forget_launcher, launcher_lives, prepare_run_dir
 from ttp.launch.token_file import read_token, write_token
 from ttp.wire.v1.controller_pb2 import GetStatusResponse, GetVerdictResponse, IncidentStatus
 
@@ -248,6 +248,19 @@ def test_a_second_job_on_the_port_of_a_running_one_leaves_its_run_directory_as_i
     assert read_token(run_dir) == "theirs"
     assert launch() is None and not (run_dir / "ring.json").exists(), "nobody runs there any more"
     assert read_token(run_dir) is None
+
+
+def test_who_comes_before_another_job_has_ended_is_known_after_it(
+    unused_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other launcher removes the note of a launcher when it ends. It has the same port, and so the same files."""
+    monkeypatch.setattr("ttp.launch.host.is_of_another_job", lambda *job: True)
+    host = Host(Config(port=unused_port), run_dir := prepare_run_dir(tmp_path / "run"))
+    forget_launcher(run_dir)
+    host.before_workers("127.0.0.1", first_node=False)
+    assert launcher_lives(run_dir)
+    host.close(several_nodes=False, code=0)
+    assert not launcher_lives(run_dir)
 
 
 @pytest.mark.parametrize(

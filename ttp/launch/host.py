@@ -133,6 +133,7 @@ class Host:
             if self._too_early:  # the other job has ended meanwhile: no controller could be started before
                 self._too_early = False
                 forget_ring(self._run_dir)
+                note_launcher(self._run_dir)  # that of the other job has removed its own
                 if self.config.token:
                     write_token(self._run_dir, self.config.token)
         except ConfigError as problem:
