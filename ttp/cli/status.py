@@ -116,9 +116,9 @@ def _asked(client: Client, where: Where) -> pb.GetStatusResponse:
     try:
         now = client.status()
     except UnreachableError as problem:
-        raise UnreachableError(
-            f"{problem}. {LAUNCHER_WAITS}" if launcher_lives(where.run_dir) else str(problem)
-        ) from None
+        if not launcher_lives(where.run_dir):
+            raise
+        raise UnreachableError(f"{problem}. {LAUNCHER_WAITS}") from None
     if now.stage == "waiting" and now.world_size and launcher_lives(where.run_dir):
         now.between_launches = True
     return now
