@@ -107,10 +107,9 @@ def verdict(
         asked = (directory, run_id, since, launcher_code)
         result = poll(lambda: _found(*asked, patient=True), PATIENCE_S, 0.5) or _found(*asked, patient=False)
     except (CheckpointError, OSError, UsageError) as problem:  # a script must not take this for a job that runs
-        running = _running(directory, [], run_id)
+        running = _no_longer_waited(_running(directory, [], run_id))
         if running is None and isinstance(problem, UsageError):
             raise
-        running = running if running and running.code is not None else None
         text = f"what the job left cannot be read: {problem}"
         result = running or Verdict(EXIT_NOT_SAVED, text), []
     assert result
@@ -153,11 +152,16 @@ def _found(
         of_whom = f" of job {run_id!r}" if run_id is not None else ""
         raise UsageError(f"{place} holds nothing{of_whom} that ttp wrote: give the save_dir of the job")
     running = _running(directory, recent, run_id) if recent or not launches else None
-    if running is not None and running.code is None:
-        if patient:
-            return False
-        running = Verdict(EXIT_RUNNING, running.text) if running.text else None
-    return running or _judge(recent, incident, word, launcher_code), launches
+    if patient and running is not None and running.code is None:
+        return False
+    return _no_longer_waited(running) or _judge(recent, incident, word, launcher_code), launches
+
+
+def _no_longer_waited(running: Verdict | None) -> Verdict | None:
+    """Return what ``_running`` says once nobody waits any longer: a launcher that lives may go on with the job."""
+    if running is None or running.code is not None:
+        return running
+    return Verdict(EXIT_RUNNING, running.text) if running.text else None
 
 
 def _history(place: Path, run_id: str | None, *, must_exist: bool) -> tuple[Path, list[Launch]]:
