@@ -13,10 +13,12 @@ import importlib
 import os
 import select
 import shlex
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,7 +27,8 @@ import pytest
 HERE = Path(__file__).parent
 SERVE = "import sys; from tests import workers; workers.main(int(sys.argv[1]))"
 CONNECT = """
-import os, socket, sys
+import os, signal, socket, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)
 server = socket.socket(socket.AF_UNIX)
 server.connect(sys.argv[1])
 socket.send_fds(server, [b"1"], [0, 1, 2])
@@ -60,10 +63,12 @@ class Imports:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_cmdline_main(self) -> int:
-        """Import all tests. What cannot be imported is reported by the workers, which try again."""
-        for path in sorted(HERE.rglob("test_*.py")):
-            with contextlib.suppress(Exception, pytest.skip.Exception):
-                importlib.import_module(".".join(path.relative_to(HERE.parent).with_suffix("").parts))
+        """Import all tests. What cannot be imported, or warns, is reported by the workers, which try again."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # as while pytest collects: workers would not see a warning again
+            for path in sorted(HERE.rglob("test_*.py")):
+                with contextlib.suppress(Exception, pytest.skip.Exception):
+                    importlib.import_module(".".join(path.relative_to(HERE.parent).with_suffix("").parts))
         return 0
 
 
@@ -72,12 +77,14 @@ def main(listener: int) -> None:
     pytest.main(["-s"], plugins=[Imports()])
     gc.collect()
     gc.freeze()
+    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # of Ctrl-C only the test run and its workers tell
     with socket.socket(fileno=listener) as requests:
         while requests.fileno() in select.select([requests.fileno(), 0], [], [])[0]:
             connection, _ = requests.accept()
             if os.fork():
                 connection.close()
                 continue
+            signal.signal(signal.SIGINT, interrupt)
             _, streams, _, _ = socket.recv_fds(connection, 1, 3)
             for number, stream in enumerate(streams):
                 os.dup2(stream, number)
