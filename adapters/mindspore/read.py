@@ -21,10 +21,7 @@ from ttp.store.manifest import Manifest
 from ttp.store.plain_file import read_plain
 
 _NO_RANK = -1
-_BEHIND = (
-    "rank {} died before the end of its step to version {}, in which the replicas' state has changed differently: "
-    "this may not be the state of that version: {}"
-)
+_BEHIND = "rank {} died before the end of its step to version {}, so this may not be its state of that version: {}"
 _OTHER = "on rank {} it had another value than on the rank that saved, which is the one restored here: {}"
 """Notes on rank-local state."""
 
