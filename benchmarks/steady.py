@@ -87,7 +87,7 @@ JOBS = {
     "plain": Job("10 ms step"),
     "accumulate": Job("two micro-batches", micro_batches=2),
     "extra": Job("two micro-batches, extra_state of 6 KB", 1.01, 2, extra=lambda _model: Cursor()),
-    "groups": Job(f"{GROUPS} param groups", None, groups=GROUPS),
+    "groups": Job("many param groups", None, groups=GROUPS),
     "average": Job("an average of 16 MB as extra_state", None, extra=lambda _model: Average()),
 }
 """The kinds of jobs. All have BatchNorm, dropout and a scheduler, in DistributedDataParallel."""
