@@ -226,30 +226,46 @@ def test_other_weights_in_the_model_count_as_torn_until_they_are_gone(rig: Calla
     assert (then.version, then.phase) == (3, m.Phase.IDLE)
 
 
-@pytest.mark.parametrize(("left", "patience_s"), [(True, 3600.0), (False, 0.0)])
+@pytest.mark.parametrize("thread", ["evaluates", "left", "returned"])
 def test_other_weights_that_stay_leave_the_version_before(
-    rig: Callable[[int], Rig], left: bool, patience_s: float, monkeypatch: pytest.MonkeyPatch
+    rig: Callable[[int], Rig], thread: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The copy that was made before the last update. If the weights come back after all, the rank is whole."""
-    monkeypatch.setattr(state_inspector, "WEIGHTS_S", patience_s)
     it = rig(3)
     source: Any = it.source
-    source.other_weights, source.copies, it.looker.left = lambda: True, True, left
+    source.other_weights, source.copies, it.looker.left = lambda: True, True, thread == "left"
+    if thread == "returned":
+        it.processor.gate.mark_done()
+    monkeypatch.setattr(state_inspector, "WEIGHTS_S", 0.0 if thread == "evaluates" else 3600.0)
     it.looker.freeze(hurry=True)
+    if thread == "evaluates":
+        assert not it.said().has_preimage
     first: Quiet = it.said()
     assert (first.version, first.phase, first.has_preimage) == (2, m.Phase.TORN, True)
     assert it.silent(), "said once"
     source.other_weights = lambda: False
     last: Quiet = it.said()
-    assert (last.version, last.phase) == (3, m.Phase.IDLE)
+    assert (last.version, last.phase) == (3, m.Phase.DONE if thread == "returned" else m.Phase.IDLE)
 
 
-def test_weights_that_come_back_in_a_moment_cost_no_step(rig: Callable[[int], Rig]) -> None:
+def test_weights_that_come_back_in_a_moment_cost_no_step(
+    rig: Callable[[int], Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then the rank has no version, and says so: a save of ranks that have one does not wait for it."""
+    monkeypatch.setattr(state_inspector, "WEIGHTS_S", 3600.0)
     it = rig(3)
     source: Any = it.source
-    looks = iter([True] * 3)
-    source.other_weights, source.copies = lambda: next(looks, False), True
+    source.other_weights, source.copies = lambda: True, True
     it.looker.freeze(hurry=True)
+    first: Quiet = it.said()
+    assert (first.version, first.phase, first.has_preimage) == (3, m.Phase.TORN, False)
+
+    def late() -> bool:
+        raise TimeoutError("a device did not answer")
+
+    source.other_weights = late
+    assert it.silent(), "they may still be there"
+    source.other_weights = lambda: False
     found: Quiet = it.said()
     assert (found.version, found.phase, found.has_preimage) == (3, m.Phase.IDLE, True)
 

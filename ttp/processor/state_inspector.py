@@ -181,13 +181,23 @@ class StateInspector:
         torn = version is None or state.phase is m.Phase.TORN
         swapped = not torn and self._asked(self._source.other_weights, False)
         has_preimage = self._asked(lambda: self._source.has_preimage, False)
-        behind = version is not None and version < state.version
         if swapped and has_preimage and version == state.version > 0:
             swapped = not self._weights_return(state)
             version = Version(state.version - swapped)
         else:
             has_preimage = has_preimage and not swapped
         phase = m.Phase.TORN if torn or swapped else state.phase
+        answered = self._answer(state, version, phase, has_preimage=has_preimage)
+        self._took_s = time.monotonic() - began
+        if answered:
+            if swapped and state.version:  # at version 0 restore() may be loading the weights, and nothing is lost
+                log.warning(_SWAPPED, state.version)
+            if version != state.version or swapped:
+                self._follow(state, version, swapped)
+
+    def _answer(self, state: GateState, version: Version | None, phase: m.Phase, *, has_preimage: bool) -> bool:
+        """Report what is known of ``version``. Returns False if ``state`` is outdated: then this is not reported."""
+        behind = version is not None and version < state.version
         digests, bad = self._inspected(state.closure, version, phase)
         hold_dir, in_memory = self._asked(lambda: self._hold(digests), NOT_HELD)
         quiet = ev.Quiet(
@@ -203,20 +213,23 @@ class StateInspector:
             hold_dir=hold_dir,
             held=in_memory,
         )
-        self._took_s = time.monotonic() - began
-        if not self._moved_on(state):
-            self._said = state, quiet.version, phase
-            self._put(Snapshot(state.closure, quiet))
-            if swapped and state.version:  # at version 0 restore() may be loading the weights, and nothing is lost
-                log.warning(_SWAPPED, state.version)
-            if version != state.version or swapped:
-                self._follow(state, version, swapped)
+        if self._moved_on(state):
+            return False
+        self._said = state, quiet.version, phase
+        self._put(Snapshot(state.closure, quiet))
+        return True
 
     def _weights_return(self, state: GateState) -> bool:
-        """Acknowledge the freeze, and return whether the program puts the weights of training back in a moment."""
-        self._put(Snapshot(state.closure, ev.Quiet(state.version, m.Phase.UPDATING, state.parked, False)))
+        """Return whether the program puts the weights of training back in a moment.
+
+        Until then this rank has no version, and says so: a save of ranks that have one must not wait for it.
+        """
+        if self.left or state.phase is m.Phase.DONE:
+            return False
+        if not state.parked:  # else the weights are back in the queue of a device
+            self._answer(state, state.version, m.Phase.TORN, has_preimage=False)
         until = time.monotonic() + WEIGHTS_S
-        while self._asked(self._source.other_weights, False):
+        while self._asked(self._source.other_weights, True):
             if self.left or time.monotonic() > until or self._gate.state() != state:
                 return False
             time.sleep(FOLLOW_S)
