@@ -166,7 +166,8 @@ def _samples_to_validate(args: Any, iteration: int) -> int:
     begins_anew = getattr(args, "full_validation", False) or getattr(args, "multiple_validation_sets", False)
     if not getattr(args, "do_valid", False) or begins_anew or not every or iteration % every:
         return 0
-    return int(rounds) * int(args.global_batch_size)
+    size = getattr(args, "eval_global_batch_size", None) or getattr(args, "global_batch_size", None)
+    return int(rounds or 0) * int(size or 0)
 
 
 def samples_after(steps: int, batch_size: int) -> int:

@@ -160,6 +160,15 @@ def test_samples_of_an_evaluation_are_counted_only_if_they_continue_those_of_the
     assert progress.state_dict()["counters"]["consumed_valid_samples"] == 8
 
 
+@pytest.mark.parametrize(("size", "counted"), [(2, 4), (None, 16)])
+def test_an_evaluation_may_have_batches_of_another_size(size: Any, counted: int) -> None:
+    """``--eval-global-batch-size`` of newer versions of Megatron-LM."""
+    validated = {"consumed_valid_samples": 0, "eval_interval": 4, "eval_iters": 2, "do_valid": True}
+    _, progress = made(**validated, eval_global_batch_size=size)
+    progress.iteration_begins()
+    assert progress.state_dict()["counters"]["consumed_valid_samples"] == counted
+
+
 def test_a_batch_of_unknown_size_is_as_large_as_the_one_before(caplog: pytest.LogCaptureFixture) -> None:
     args, progress = made(global_batch_size=None)
     with caplog.at_level(logging.WARNING):
