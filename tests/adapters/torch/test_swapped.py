@@ -102,6 +102,10 @@ def loaded(job: Job) -> Callable[[], None]:
     return lambda: job.networks[0].load_state_dict(kept) and None
 
 
+def moved(job: Job) -> None:
+    job.optimizers[0].eval()
+
+
 @pytest.mark.supports("EMA")
 @pytest.mark.parametrize("put", [copied, pointed, loaded])
 @pytest.mark.parametrize("networks", [1, 2])
@@ -121,13 +125,15 @@ def test_other_weights_are_not_saved(put: Any, networks: int, tmp_path: Path) ->
 
 
 @pytest.mark.supports("EMA")
-@pytest.mark.parametrize("put", [copied, pointed, loaded])
+@pytest.mark.supports("schedule-free optimizers")
+@pytest.mark.parametrize("put", [copied, pointed, loaded, moved])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_the_copy_of_the_version_before_can_be_saved_meanwhile(put: Any, frozen: bool, tmp_path: Path) -> None:
     """Unless it lacks parameters: a large frozen one, which may be another one now too, is not copied."""
     base = nn.Linear(300, 300).requires_grad_(False) if frozen else nn.Identity()
     network = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 1))
-    job = Job(tmp_path, model=nn.Sequential(*network, base) if frozen else network, undo="preimage")
+    model = nn.Sequential(*network, base) if frozen else network
+    job = Job(tmp_path, model=model, undo="preimage", optimizer=ScheduleFree, train_mode=True)
     if frozen:
         base.forward = nn.Identity().forward  # type: ignore[method-assign] # it only has to be there
     for _ in range(6):
@@ -139,6 +145,7 @@ def test_the_copy_of_the_version_before_can_be_saved_meanwhile(put: Any, frozen:
         kept = job.save(5, How.UNDO)
         assert job.load(kept) == 5
         assert all(map(torch.equal, job.parameters, before))
+        assert job.optimizers[0].param_groups[0]["train_mode"]
 
 
 @pytest.mark.parametrize("put", [copied, pointed])
