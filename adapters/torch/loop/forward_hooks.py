@@ -18,12 +18,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ttp.adapters.torch.loop.hook import Hook
 from ttp.adapters.torch.sharding.data_parallel import ddps_around, instances_of
 from ttp.adapters.torch.sharding.ddp_buckets import Ddp
+from ttp.adapters.versions import numbers
+
+_ORDERED_MIN = (2, 13)
+"""Oldest torch whose compiler was seen to know the order of hooks that were registered with ``prepend``."""
 
 _Call = Callable[[nn.Module, Any], None]
 
@@ -74,7 +79,7 @@ class ForwardHooks:
         registered = _Registered(call, outside or call, prepend)
         self._registered.append(registered)
         for module in self._called:
-            registered.handles.append(module.register_forward_pre_hook(Hook(call), prepend=prepend))
+            registered.handles.append(_hooked(module, Hook(call), prepend))
         for wrapper, inner in self._wrappers:
             self._hook(registered, wrapper(), inner)
         return partial(self._remove, registered)
@@ -107,7 +112,7 @@ class ForwardHooks:
     def _hook(self, registered: _Registered, wrapper: nn.Module | None, inner: nn.Module) -> None:
         if wrapper is not None:
             hook = Hook(partial(_with_inner, registered.outside, inner))
-            registered.handles.append(wrapper.register_forward_pre_hook(hook, prepend=registered.prepend))
+            registered.handles.append(_hooked(wrapper, hook, registered.prepend))
 
     def _remove(self, registered: _Registered) -> None:
         self._registered.remove(registered)
@@ -127,6 +132,20 @@ def called(model: nn.Module) -> Iterator[nn.Module]:
     if not whole:
         for child in model.children():
             yield from called(child)
+
+
+def _hooked(module: nn.Module, hook: Hook, prepend: bool) -> Any:
+    """Register a hook, and return its handle.
+
+    torch 2.7, at least, compiles a module with its hooks in the order in which they were registered, and then finds
+    others in their places ("Guard check failed"). So they are put anew into their dictionary, in their real order.
+    """
+    handle, hooks = module.register_forward_pre_hook(hook, prepend=prepend), module._forward_pre_hooks
+    if prepend and numbers(torch.__version__) < _ORDERED_MIN:
+        in_order = [*hooks.items()]
+        hooks.clear()
+        hooks.update(in_order)
+    return handle
 
 
 def _inside(wrapper: nn.Module) -> nn.Module:
