@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.conftest import OF_MINDSPORE, Start
-from ttp.launch.early_failures import EARLY_S, WAITED_S, EarlyFailures
+from ttp.launch.early_failures import EARLY_S, FORMS_S, WAITED_S, EarlyFailures
 from ttp.wire.v1 import controller_pb2 as pb
 
 NOBODY = pb.GetStatusResponse(stage="waiting")
@@ -96,3 +96,13 @@ def test_a_rank_that_leaves_a_restart_early_is_told_once_if_the_job_had_formed()
         told = [failures.keeps_waiting(now, left) for now, left in ((began, False), (began + 5, True), (late, False))]
         assert told == [False] * 3
         assert [failures.keeps_waiting(late, True), failures.keeps_waiting(late + 1, True)] == [True, False]
+
+
+def test_who_has_joined_is_not_starting_any_more_though_its_files_are_removed() -> None:
+    """Two launchers of a machine may share them, and one removes them when it leaves: the other's job went on anew."""
+    counts = EarlyFailures()
+    counts.begins(100.0)
+    assert counts.forms(101.0, joined=False) and not counts.forms(102.0, joined=True)
+    assert not counts.forms(103.0, joined=False)
+    counts.begins(200.0)
+    assert counts.forms(201.0, joined=False) and not counts.forms(200.0 + FORMS_S, joined=False)

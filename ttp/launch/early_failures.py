@@ -33,6 +33,7 @@ class EarlyFailures:
         self.in_a_row = 0
         """Launches that failed early, without another one in between."""
         self._began_s = 0.0
+        self._joined = False
         self._formed = 0  # incarnation of the last launch that formed
         self._left_s: float | None = 0.0  # since when a rank has left this launch early; None: that was told
 
@@ -43,11 +44,18 @@ class EarlyFailures:
 
     def begins(self, now_s: float) -> None:
         """Note that the workers of a launch are being started."""
-        self._began_s, self._left_s = now_s, 0.0
+        self._began_s, self._left_s, self._joined = now_s, 0.0, False
 
     def forms(self, now_s: float, joined: bool) -> bool:
-        """Return whether the workers are still starting. ``joined``: one of this host has joined the job."""
-        return not joined and now_s - self._began_s < FORMS_S
+        """Return whether the workers are still starting.
+
+        Args:
+            now_s: the time.
+            joined: whether one of this host has joined the job, as far as is known now: a launcher that leaves removes
+                the files of all, if two of a machine share them.
+        """
+        self._joined = self._joined or joined
+        return not self._joined and now_s - self._began_s < FORMS_S
 
     def keeps_waiting(self, now_s: float, left: bool) -> bool:
         """Return, once in each restart of a job that had formed, whether a rank that has left keeps others waiting.
