@@ -67,7 +67,7 @@ class Imports:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # as while pytest collects: workers would not see a warning again
             for path in sorted(HERE.rglob("test_*.py")):
-                with contextlib.suppress(Exception, pytest.skip.Exception):
+                with contextlib.suppress(Exception, pytest.skip.Exception):  # the workers' collection tells of it
                     importlib.import_module(".".join(path.relative_to(HERE.parent).with_suffix("").parts))
         return 0
 
@@ -92,7 +92,7 @@ def main(listener: int) -> None:
             break
         else:
             return
-    sys.argv, sys.stdin = ["-c"], open(0, closefd=False)  # noqa: SIM115 - as a fresh process has them
+    sys.argv, sys.stdin = ["-c"], open(0, closefd=False)  # noqa: SIM115 - stdin stays open
     exec(eval(sys.stdin.readline()), {"__name__": "__main__"})  # what execnet has its workers do
     atexit._run_exitfuncs()
     os._exit(0)  # to free all that has been imported would take half a second
