@@ -17,7 +17,8 @@ from ttp.cli.output import Json, aside, count_text, duration_text, print_json, s
 from ttp.errors import UsageError
 
 if TYPE_CHECKING:
-    from ttp.testing.campaign import Outcome, Wish
+    from ttp.testing.campaign import Wish
+    from ttp.testing.simulation import Result
 
 RANKS_MAX = 100_000
 BROKEN_SHOWN = 20
@@ -77,10 +78,10 @@ def simulate(
     wish.scenario(seed)  # raises for wrong options before anything is played
     tally = Tally(wish, seed, runs)
     began = time.monotonic()
-    for outcome in _played(wish, range(seed, seed + runs), jobs, trace):
-        tally.add(outcome)
-        if outcome.trace:
-            say(outcome.trace.rstrip("\n"))
+    for result in _played(wish, range(seed, seed + runs), jobs, trace):
+        tally.add(result)
+        if result.trace:
+            say(result.trace.rstrip("\n"))
     elapsed_s = time.monotonic() - began
     if json:
         print_json(tally.facts(elapsed_s))
@@ -103,7 +104,7 @@ def _grid(ranks: int | None, shards: int | None, replicas: int | None) -> tuple[
     return shards, replicas
 
 
-def _played(wish: Wish, seeds: range, jobs: int, trace: bool) -> Iterator[Outcome]:
+def _played(wish: Wish, seeds: range, jobs: int, trace: bool) -> Iterator[Result]:
     from ttp.testing.campaign import play, play_many
 
     if len(seeds) == 1:
@@ -114,10 +115,10 @@ def _played(wish: Wish, seeds: range, jobs: int, trace: bool) -> Iterator[Outcom
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("runs", total=len(seeds))
         broken = 0
-        for outcome in play_many(wish, seeds, jobs):
-            broken += bool(outcome.problem)
+        for result in play_many(wish, seeds, jobs):
+            broken += bool(result.problem)
             bar.update(task, advance=1, description=f"runs, {broken} broken" if broken else "runs")
-            yield outcome
+            yield result
 
 
 @dataclass(slots=True)
@@ -133,27 +134,27 @@ class Tally:
     wish: Wish
     seed: int
     runs: int
-    broken: list[Outcome] = field(default_factory=list)
+    broken: list[Result] = field(default_factory=list)
     incarnations: int = 0
     checkpoints: int = 0
     events: int = 0
     virtual_s: float = 0.0
     exits: Counter[int | None] = field(default_factory=Counter)
-    last: Outcome | None = None
+    last: Result | None = None
     _hash: Any = field(default_factory=hashlib.sha256)
 
-    def add(self, outcome: Outcome) -> None:
-        """Add the outcome of one run."""
-        if outcome.problem:
-            self.broken.append(outcome)
-        self.incarnations += len(outcome.exits)
-        self.checkpoints += len(outcome.saved)
-        self.events += outcome.events
-        self.virtual_s += outcome.virtual_s
-        for codes in outcome.exits:
+    def add(self, result: Result) -> None:
+        """Add the result of one run."""
+        if result.problem:
+            self.broken.append(result)
+        self.incarnations += len(result.exits)
+        self.checkpoints += len(result.saved)
+        self.events += result.events
+        self.virtual_s += result.virtual_s
+        for codes in result.exits:
             self.exits.update(codes)
-        self._hash.update(outcome.digest.encode())
-        self.last = outcome
+        self._hash.update(result.digest.encode())
+        self.last = result
 
     @property
     def digest(self) -> str:
@@ -188,14 +189,15 @@ class Tally:
 
     def tell(self, elapsed_s: float) -> None:
         """Print the result for people."""
-        for outcome in self.broken[:BROKEN_SHOWN]:
-            say(f"BROKEN  {outcome.problem}")
-            say(f"        {self.command(outcome.seed)}")
+        for result in self.broken[:BROKEN_SHOWN]:
+            say(f"BROKEN  {result.problem}")
+            say(f"        {self.command(result.seed)}")
         if len(self.broken) > BROKEN_SHOWN:
             say(f"        and {len(self.broken) - BROKEN_SHOWN} more")
         if self.runs == 1 and self.last is not None:
             for number, codes in enumerate(self.last.exits):
-                ended = ", ".join(f"{count} {_ended(code)}" for code, count in sorted(codes.items(), key=str))
+                counted = sorted(Counter(codes).items(), key=str)
+                ended = ", ".join(f"{count} {_ended(code)}" for code, count in counted)
                 say(f"incarnation {number}: {ended}")
         made = f"{count_text(self.incarnations, 'incarnation')}, {count_text(self.checkpoints, 'checkpoint')}"
         say(

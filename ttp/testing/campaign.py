@@ -9,13 +9,12 @@ import multiprocessing
 import random
 import re
 import signal
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 
-from ttp.core.layout import Rank, Version
+from ttp.core.layout import Rank
 from ttp.errors import TtpError, UsageError
 from ttp.testing.scenario import (
     KINDS,
@@ -31,7 +30,7 @@ from ttp.testing.scenario import (
     with_shadow,
     with_transfers,
 )
-from ttp.testing.simulation import Simulation
+from ttp.testing.simulation import Result, Simulation
 
 SEEDS_AT_ONCE = 100
 """Number of seeds that a process simulates per task; garbage is collected once per task."""
@@ -88,48 +87,19 @@ class Wish:
         return scenario
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The result of one run.
-
-    Args:
-        seed: the seed of the run.
-        problem: the broken invariant or the error, in words; empty if the run is good.
-        exits: per incarnation, the number of ranks by exit code; the code ``None`` means killed.
-        saved: versions of the committed checkpoints.
-        events: number of calls that the clock made.
-        virtual_s: duration of the run in virtual seconds.
-        digest: digest of the trace.
-        trace: text of the trace; empty unless it was kept.
-    """
-
-    seed: int
-    problem: str
-    exits: tuple[dict[int | None, int], ...] = ()
-    saved: tuple[Version, ...] = ()
-    events: int = 0
-    virtual_s: float = 0.0
-    digest: str = ""
-    trace: str = ""
-
-
-def play(wish: Wish, seed: int, *, keep_trace: bool = False) -> Outcome:
-    """Simulate the job of one seed. An error during the run is not raised but returned as ``Outcome.problem``."""
+def play(wish: Wish, seed: int, *, keep_trace: bool = False) -> Result:
+    """Simulate the job of one seed. An error during the run is not raised but returned as ``Result.problem``."""
     simulation = Simulation(wish.scenario(seed), keep_trace=keep_trace)
     try:
         with no_collections():
-            result = simulation.run()
+            return simulation.run()
     except Exception as problem:
         text = str(problem) if isinstance(problem, AssertionError) else f"{type(problem).__name__}: {problem}"
-        digest = simulation.digest()
-        return Outcome(seed, text, (), (), simulation.events, simulation.now, digest, simulation.text())
-    exits = tuple(dict(Counter(codes)) for codes in result.exits)
-    saved = tuple(result.saved)
-    return Outcome(seed, "", exits, saved, result.events, result.virtual_s, result.digest, result.trace)
+        return replace(simulation.so_far(), problem=text)
 
 
-def play_many(wish: Wish, seeds: range, jobs: int) -> Iterator[Outcome]:
-    """Simulate one job per seed and yield the outcomes in the order of the seeds.
+def play_many(wish: Wish, seeds: range, jobs: int) -> Iterator[Result]:
+    """Simulate one job per seed and yield the results in the order of the seeds.
 
     Args:
         wish: the options of the jobs.
@@ -146,20 +116,20 @@ def play_many(wish: Wish, seeds: range, jobs: int) -> Iterator[Outcome]:
         return
     pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _begin_process)
     try:
-        for outcomes in pool.map(_play_part, parts):
-            yield from outcomes
+        for results in pool.map(_play_part, parts):
+            yield from results
     except BrokenProcessPool:
         raise TtpError("a worker process was killed, perhaps for lack of memory: try fewer --jobs") from None
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _play_part(part: tuple[Wish, range]) -> list[Outcome]:
+def _play_part(part: tuple[Wish, range]) -> list[Result]:
     wish, seeds = part
     with no_collections():
-        outcomes = [play(wish, seed) for seed in seeds]
+        results = [play(wish, seed) for seed in seeds]
     gc.collect()
-    return outcomes
+    return results
 
 
 def _begin_process() -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ttp.core import messages as m
@@ -32,7 +33,7 @@ from ttp.core.replication import keepers
 from ttp.testing.clock import Clock, Killed
 from ttp.testing.invariants import Judge
 from ttp.testing.network import RankEnd, Stream
-from ttp.testing.scenario import Scenario, random_scenario
+from ttp.testing.scenario import Scenario
 from ttp.testing.sim_collectives import Collectives
 from ttp.testing.sim_controller import KEEPALIVE_S, SimController
 from ttp.testing.sim_copies import Copies
@@ -87,27 +88,29 @@ INCARNATIONS_MAX = 8
 
 @dataclass(slots=True)
 class Result:
-    """The result of a run that broke no invariant.
+    """The result of one run.
 
     Args:
-        incarnations: number of launches of the job.
+        seed: the seed of the run.
         events: number of calls that the clock made.
-        exits: exit codes of all ranks of each incarnation; ``None`` means killed.
-        saved: versions of the checkpoints, in the order of their commits.
+        virtual_s: duration of the run in virtual seconds.
         digest: digest of the trace.
         trace: text of the trace; empty unless it was kept.
         points: how often ranks were at each point of ``scenario.POINTS``.
-        virtual_s: duration of the run in virtual seconds.
+        exits: exit codes of all ranks of each incarnation; ``None`` means killed. Empty if the run is not good.
+        saved: versions of the checkpoints, in the order of their commits. Empty if the run is not good.
+        problem: the broken invariant or the error, in words; empty if the run is good.
     """
 
-    incarnations: int
+    seed: int
     events: int
-    exits: list[list[int | None]]
-    saved: list[Version]
+    virtual_s: float
     digest: str
     trace: str
     points: Counter[str]
-    virtual_s: float
+    exits: Sequence[Sequence[int | None]] = ()
+    saved: Sequence[Version] = ()
+    problem: str = ""
 
 
 class Simulation(Clock):
@@ -182,8 +185,11 @@ class Simulation(Clock):
         except Exception as problem:
             problem.args = (f"seed {self.scenario.seed} at {self.now:.6f} s: {problem}",)
             raise
-        saved = self.judge.saved
-        return Result(len(exits), self.events, exits, saved, self.digest(), self.text(), self.points, self.now)
+        return replace(self.so_far(), exits=exits, saved=self.judge.saved)
+
+    def so_far(self) -> Result:
+        """Return what is known of a run that has not ended well, or not yet."""
+        return Result(self.scenario.seed, self.events, self.now, self.digest(), self.text(), self.points)
 
     def _incarnation(self, launch: int) -> list[int | None]:
         self._launch(launch)
@@ -363,8 +369,3 @@ class Simulation(Clock):
         if self.memory is not None:
             self.memory.committed(order)
         self.judge.committed(order.version)
-
-
-def run_seed(seed: int, *, keep_trace: bool = False, shards: int | None = None, replicas: int | None = None) -> Result:
-    """Simulate the random scenario of ``seed``."""
-    return Simulation(random_scenario(seed, shards, replicas), keep_trace=keep_trace).run()
