@@ -182,7 +182,7 @@ class Restoring(abc.ABC):
 
     def _load(self, restore: Restore, kept: Kept | None = None) -> Version:
         world_size = restore.world_size
-        restored = restore_into(
+        job, _ = restore_into(
             restore.checkpoint,
             restore.manifest,
             model=self._model,
@@ -194,7 +194,7 @@ class Restoring(abc.ABC):
         )
         self._resumed = True
         self._load_modules(restore)
-        return self._loaded(restore, restored.job)
+        return self._loaded(restore, job)
 
     def _loaded(self, restore: Restore, job: JobState) -> Version:
         """Load the rank-local state too, and note that all objects hold the checkpoint's version."""

@@ -38,21 +38,6 @@ _GROUPS = ("optim", "param_groups")
 _Owners = Mapping[str, tuple[Tensor, Mapping[str, Any]]]
 
 
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """The result of a restore.
-
-    Args:
-        version: finished updates.
-        job: the job-wide scalars; the caller has to restore ``job.extra``.
-        notes: differences from the saved state, in words.
-    """
-
-    version: int
-    job: JobState
-    notes: tuple[str, ...]
-
-
 def restore_into(
     path: Path,
     manifest: Manifest,
@@ -63,7 +48,7 @@ def restore_into(
     scaler: Any = None,
     elsewhere: Collection[str] = (),
     kept: Kept | None = None,
-) -> Restored:
+) -> tuple[JobState, list[str]]:
     """Load the checkpoint at ``path`` into these objects, in place.
 
     Every rank calls it with the same checkpoint, before the first forward pass. The ranks do not communicate.
@@ -78,6 +63,10 @@ def restore_into(
         elsewhere: names that only other ranks of this job have, such as other pipeline stages.
         kept: the state of model and optimizer that is in memory already; None: none. With it, no tensors are read, and
             buffers are restored with the rank-local state.
+
+    Returns:
+        The job-wide scalars, of which the caller has to restore ``extra``, and differences from the saved state, in
+        words.
 
     Raises:
         UnlikeError: ``kept`` does not fit (nothing has been modified).
@@ -113,7 +102,7 @@ def restore_into(
     notes += [] if elsewhere else _frozen_otherwise(names, optimizer, job)
     for note in notes:
         _log.warning("restored version %d from %s, but %s", job.version, path, note)
-    return Restored(job.version, job, tuple(notes))
+    return job, notes
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +277,7 @@ def _belongs_to_device(item: IndexEntry, saved_parameter: str, parameter: Tensor
 def _frozen_otherwise(names: ModelNames, optimizer: Optimizer, job: JobState) -> list[str]:
     """Return notes on parameters whose ``requires_grad`` differs from the saved one; the program has to set it."""
     if not isinstance(saved := job.extra.get(FROZEN), list):
-        return []  # an older ttp made the checkpoint, without such a list
+        return []  # `ttp convert` made the checkpoint, from a file without such a list
     here, toggled = {*frozen(names, optimizer)}, job.extra.get(TOGGLED, ())
     both = ("trained", "frozen", here.difference(saved)), ("frozen", "trained", {*saved} - here)
     return [

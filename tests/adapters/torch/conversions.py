@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.adapters.torch.checkpoints import Net, adamw, digest, shards, whole_checkpoint, write_checkpoint
 from ttp.adapters.torch.convert.conversion import Converted, convert
-from ttp.adapters.torch.restoring.restore import Restored, restore_into
+from ttp.adapters.torch.restoring.restore import restore_into
 from ttp.adapters.torch.saving.checkpoint import Chunk
 from ttp.adapters.torch.saving.job_state import JobState
 from ttp.store.manifest import Manifest
@@ -47,7 +47,9 @@ def facts(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     return digest(model.state_dict(), optimizer)
 
 
-def restored(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any = None) -> Restored:
+def restored(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any = None
+) -> tuple[JobState, list[str]]:
     assert verify_checkpoint(path) == []
     return restore_into(path, Manifest.load(path), model=model, optimizer=optimizer, scheduler=scheduler)
 

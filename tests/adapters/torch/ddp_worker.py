@@ -72,14 +72,14 @@ def train(job: Job, rank: int) -> dict[str, object]:
     registered: Any = model.module if job.load else model  # either will do, and the other one when it is resumed
     names, start = ModelNames(registered, optimizer), 0
     watch = data_parallel.LayoutWatch(data_parallel.ddps_of(registered), names)
-    notes: tuple[str, ...] = ()
+    notes: list[str] = []
     if job.load:
         if job.forget_layout:
             vars(data_parallel)["apply_bucket_layout"] = lambda *_: "forgotten"
         model.requires_grad_(not job.frozen)
         manifest = Manifest.load(Path(job.load))
-        restored = restore.restore_into(Path(job.load), manifest, model=registered, optimizer=optimizer)
-        start, notes = restored.version, restored.notes
+        restored, notes = restore.restore_into(Path(job.load), manifest, model=registered, optimizer=optimizer)
+        start = restored.version
         frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
         assert len(frozen) == (len(list(model.parameters())) if job.frozen else 0), "restoring leaves it as it is"
         model.requires_grad_(True)

@@ -120,8 +120,8 @@ def test_there_and_back_every_bit_is_the_same(tmp_path: Path, checkpoint: Path, 
     path = there_and_back(checkpoint, to)
     assert path == tmp_path / "new" / checkpoint.name and Manifest.load(path).cause == "converted from file"
     model, optimizer, scheduler = fresh()
-    back = restored(path, model, optimizer, scheduler if to == "torch" else None)
-    assert (back.version, back.notes) == (3, ()) and facts(model, optimizer) == facts(*trained[:2])
+    job, notes = restored(path, model, optimizer, scheduler if to == "torch" else None)
+    assert (job.version, notes) == (3, []) and facts(model, optimizer) == facts(*trained[:2])
     if to == "torch":
         assert scheduler.state_dict() == trained[2].state_dict()
     model, optimizer, _ = fresh()
@@ -154,8 +154,8 @@ def test_weights_alone_start_a_job_with_an_optimizer_of_its_own(
     model, optimizer, _ = fresh()
     train(model, optimizer, None, 1)
     before = copy.deepcopy(optimizer.state_dict())
-    back = restored(path, model, optimizer)
-    assert back.version == 0 and "weights only" in back.notes[0]
+    job, notes = restored(path, model, optimizer)
+    assert job.version == 0 and "weights only" in notes[0]
     assert same(model.state_dict().values(), trained[0].state_dict().values())
     after = optimizer.state_dict()
     assert torch.equal(before["state"][0]["exp_avg"], after["state"][0]["exp_avg"])

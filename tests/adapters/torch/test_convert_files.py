@@ -56,8 +56,8 @@ def test_what_people_save_becomes_a_checkpoint(tmp_path: Path, form: str, make: 
     done = converted(tmp_path / "f.pt", tmp_path / "new", "dcp")
     other = plain_net()
     again = make(other)
-    back = restored(done.target, other, again)
-    assert back.version == (5 if form == "numbered" else 0)
+    job, _ = restored(done.target, other, again)
+    assert job.version == (5 if form == "numbered" else 0)
     if form == "numbered":
         assert facts(other, again) == facts(model, optimizer)
         assert bool(done.notes) is (make is sgd)  # that names were guessed is said

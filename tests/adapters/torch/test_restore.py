@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tests.adapters.torch.checkpoints import Net, adamw, digest, train, write_checkpoint
 from ttp.adapters.torch.restoring.compare import hand_to
 from ttp.adapters.torch.restoring.reader import read_values
-from ttp.adapters.torch.restoring.restore import Restored, restore_into
+from ttp.adapters.torch.restoring.restore import restore_into
 from ttp.adapters.torch.saving.checkpoint import write_shard
 from ttp.adapters.torch.saving.job_state import JobState
 from ttp.adapters.torch.saving.piece_index import items_of
@@ -98,9 +98,9 @@ def test_every_bit_comes_back_and_training_goes_on_as_before(tmp_path: Path, nam
     manifest = write_checkpoint(tmp_path / "c", model, optimizer, JobState(version=steps))
     other, again = fresh(OPTIMIZERS[name])
     random = torch.get_rng_state()
-    restored = restore_into(tmp_path / "c", manifest, model=other, optimizer=again)
+    job, notes = restore_into(tmp_path / "c", manifest, model=other, optimizer=again)
     assert torch.equal(torch.get_rng_state(), random)
-    assert (restored.version, restored.notes) == (steps, ())
+    assert (job.version, notes) == (steps, [])
     assert facts(other, again) == facts(model, optimizer)
     assert state_kinds(again) == state_kinds(optimizer)
     for one, two in ((model, optimizer), (other, again)):
@@ -151,9 +151,9 @@ def test_what_only_one_side_has_is_noted(tmp_path: Path) -> None:
     job = JobState(version=1, scheduler={"last_epoch": 1}, extra={"epoch": 4})
     manifest = write_checkpoint(tmp_path / "c", model, optimizer, job)
     scaler = torch.amp.GradScaler("cpu")
-    restored = restore_into(tmp_path / "c", manifest, model=model, optimizer=optimizer, scaler=scaler)
-    assert restored.job.extra == {"epoch": 4}
-    assert [note[:30] for note in restored.notes] == [
+    job, notes = restore_into(tmp_path / "c", manifest, model=model, optimizer=optimizer, scaler=scaler)
+    assert job.extra == {"epoch": 4}
+    assert [note[:30] for note in notes] == [
         "the checkpoint has the state o",
         "the checkpoint has no state of",
     ]
@@ -251,8 +251,8 @@ def test_a_job_with_another_number_of_schedules_keeps_its_own(tmp_path: Path) ->
     manifest = write_checkpoint(tmp_path / "c", model, optimizer, JobState(version=2, several=states))
     model, optimizer = fresh()
     own = [torch.optim.lr_scheduler.StepLR(optimizer, 2) for _ in range(3)]
-    found = restore_into(tmp_path / "c", manifest, model=model, optimizer=optimizer, scheduler=own)
-    assert "the checkpoint has 2 LR schedulers and this job 3: they were not restored" in found.notes
+    _, notes = restore_into(tmp_path / "c", manifest, model=model, optimizer=optimizer, scheduler=own)
+    assert "the checkpoint has 2 LR schedulers and this job 3: they were not restored" in notes
     assert [each.last_epoch for each in own] == [0, 0, 0]
 
 
@@ -275,10 +275,11 @@ class Counting(nn.Module):
         self.seen = state["seen"]
 
 
-def through_a_checkpoint(path: Path, model: nn.Module, other: nn.Module) -> Restored:
-    """Save one and restore the other from it."""
+def through_a_checkpoint(path: Path, model: nn.Module, other: nn.Module) -> list[str]:
+    """Save one and restore the other from it. Return what is noted."""
     one, two = (torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1) for m in (model, other))
-    return restore_into(path, write_checkpoint(path, model, one, JobState(version=1)), model=other, optimizer=two)
+    manifest = write_checkpoint(path, model, one, JobState(version=1))
+    return restore_into(path, manifest, model=other, optimizer=two)[1]
 
 
 @pytest.mark.parametrize(
@@ -353,9 +354,9 @@ def test_a_schedule_of_another_class_is_named(tmp_path: Path) -> None:
 def test_an_extra_state_that_could_not_be_stored_is_noted_and_left_alone(tmp_path: Path) -> None:
     model, other = Counting(5.0), Counting(1.0)
     model.seen, other.seen = (lambda: 1), "mine"
-    notes = through_a_checkpoint(tmp_path / "c", model, other).notes
+    notes = through_a_checkpoint(tmp_path / "c", model, other)
     assert other.seen == "mine"
-    assert notes == ("model._extra_state.seen could not be saved: it keeps the value that this program gave it",)
+    assert notes == ["model._extra_state.seen could not be saved: it keeps the value that this program gave it"]
 
 
 @pytest.mark.parametrize(
