@@ -45,7 +45,6 @@ def test_json_has_the_documented_keys(ttp: Ttp, s8: Path, tmp_path: Path) -> Non
         "world_size": 4,
         "tensors": 26,
         "size": sum(file.stat().st_size for file in files),
-        "own": {},
         "notes": [],
     }
     said = ttp("reshard", "--help").out

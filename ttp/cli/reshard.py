@@ -69,7 +69,7 @@ def reshard(
     Exits with 1 if the files are damaged or the strategies do not fit.
 
     JSON keys: source, target, version (finished updates; null: unknown), ranks (made), world_size (of DST_DIR), tensors
-    (in all files), size (bytes), own (always empty), notes.
+    (in all files), size (bytes), notes.
     """
     from_memory = None if memory is None else _bytes(memory)
     with bars() as watch:
@@ -115,7 +115,6 @@ def describe(done: Resharded) -> dict[str, Any]:
         "source": str(done.source),
         "target": str(done.target),
         **fields_of(done, "version", "ranks", "world_size", "tensors", "size"),
-        "own": {},  # formerly the tensors that ttp converted instead of MindSpore; kept for programs that read this key
         "notes": list(done.notes),
     }
 
