@@ -114,8 +114,7 @@ def _agreed(checkpoint: Path, manifest: Manifest) -> dict[str, Any]:
     here = [each for each in states if each["step"] == step]
     stage = min(len(each["marks"]) for each in here) - 1 if len(here) == manifest.world_size else 0
     mark = here[0]["marks"][stage]
-    lines = here[0]["log"][: mark["logged"]]
-    log_lines = [decode(line) if isinstance(line, bytes) else line for line in lines]  # an older ttp encoded no lines
+    log_lines = [decode(line) for line in here[0]["log"][: mark["logged"]]]
     return {"step": step, "stage": stage, "mark": mark, "log": log_lines}
 
 

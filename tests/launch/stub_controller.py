@@ -30,7 +30,8 @@ class Stub(ControllerServicer):
     def GetStatus(self, request: wire.GetStatusRequest, context: grpc.ServicerContext) -> wire.GetStatusResponse:  # noqa: N802
         self._check(context)
         state = "frozen" if self._busy.exists() else "lost"
-        return wire.GetStatusResponse(pid=os.getpid(), ranks=[wire.RankStatus(rank=0, state=state)])
+        ranks = [wire.RankStatus(rank=0, state=state)]
+        return wire.GetStatusResponse(pid=os.getpid(), ranks=ranks, attached=state == "frozen")
 
     def ReportFault(  # noqa: N802
         self, request: wire.ReportFaultRequest, context: grpc.ServicerContext

@@ -307,7 +307,7 @@ def test_a_history_that_cannot_be_read_keeps_no_job_from_starting(
     [
         (5, SimpleNamespace(attached=True, between_launches=False), True),
         (5, SimpleNamespace(attached=False, between_launches=True), True),
-        (5, SimpleNamespace(attached=False, between_launches=False, ranks=[]), False),  # it has ended
+        (5, SimpleNamespace(attached=False, between_launches=False), False),  # it has ended
         (5, None, False),
         (1, SimpleNamespace(attached=True, between_launches=False), False),  # the same job
     ],

@@ -238,23 +238,15 @@ class Client:
         with self._asking(ANSWER_S) as stub:
             return stub.ReportFault(request, timeout=ANSWER_S, metadata=self._metadata)
 
-    def move(self, host: str) -> tuple[bool, str]:
-        """Move the ranks of this host to one that stands by, while all ranks train.
-
-        Returns:
-            Whether they are moved, and a text: what happens, or why not.
-        """
+    def move(self, host: str) -> bool:
+        """Ask that the ranks of this host be moved to one that stands by, while all train. Return whether they are."""
         from ttp.wire.v1 import rounds_pb2 as rounds
         from ttp.wire.v1.rounds_pb2_grpc import ManagerStub
 
-        try:
-            with self._asking(ANSWER_S):
-                notice = rounds.Notice(what="move", params=_text(host))
-                assert self._channel is not None
-                answer = ManagerStub(self._channel).Notify(notice, timeout=ANSWER_S, metadata=self._metadata)
-        except ConfigError as problem:  # an older controller
-            return False, str(problem)
-        return answer.accepted, answer.text
+        with self._asking(ANSWER_S):
+            notice = rounds.Notice(what="move", params=_text(host))
+            assert self._channel is not None
+            return ManagerStub(self._channel).Notify(notice, timeout=ANSWER_S, metadata=self._metadata).accepted
 
     def close(self) -> None:
         """Close the connection."""

@@ -82,7 +82,7 @@ def accuse(client: Client, ranks: list[int], host: str, reason: str, *, drain: b
     Returns:
         Whether the job acts on it, the accused ranks (none if they are moved), and what happened, in words.
     """
-    if drain and client.move(host)[0]:
+    if drain and client.move(host):
         return True, [], f"the ranks of {host} are moved to a host that stands by, while all train"
     answer = client.report_fault(ranks, host, reason, drain=drain)
     return bool(answer.accused), list(answer.accused), answer.text

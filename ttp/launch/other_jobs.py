@@ -21,7 +21,7 @@ from typing import Any
 from ttp.config import Config, RankEnv
 from ttp.errors import EXIT_NOT_SAVED, EXIT_SAVED, ConfigError, DirectoryInUseError
 from ttp.inbox import Inbox
-from ttp.launch.presence import LIVES, ask_status, attached, controller_pid, is_local, listens, probe
+from ttp.launch.presence import LIVES, ask_status, controller_pid, is_local, listens, probe
 from ttp.launch.run_dir import noted_port
 from ttp.launch.token_file import read_token
 from ttp.processor.aside import aside
@@ -202,7 +202,7 @@ def warn_of_job_in(run_dir: Path, port: int | None) -> None:
         return
     with contextlib.suppress(ConfigError):
         status = ask_status(LOOPBACK, noted, read_token(run_dir) or "")
-        if status is not None and (status.between_launches or attached(status)):
+        if status is not None and (status.between_launches or status.attached):
             log.warning(
                 "a job with TTP_PORT=%d runs in the run directory %s: commands such as ttp status no longer find it "
                 "there. Give each job on a host a TTP_RUN_DIR of its own", noted, run_dir

@@ -149,11 +149,6 @@ def ask_status(address: str, port: int, token: str, timeout_s: float = PROBE_S, 
         return None
 
 
-def attached(status: Any) -> bool:
-    """Return whether a rank is connected that trains or saves; an older controller says that only of each rank."""
-    return status.attached or any(rank.state in LIVES for rank in status.ranks)
-
-
 def ask(address: str, port: int, token: str, method: str, request: Any, timeout_s: float) -> Any:
     """Send one request to a controller, over a connection of its own, and return the answer.
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ttp.inbox import Inbox
-from ttp.launch.presence import PROBE_S, ask_status, attached
+from ttp.launch.presence import PROBE_S, ask_status
 from ttp.launch.run_dir import make_private
 from ttp.store.durable import replace_file
 from ttp.wire.address import split
@@ -167,7 +167,7 @@ def ask_everybody(
 def job_is_busy(around: Iterable[str], token: str) -> bool:
     """Return whether a rank is still connected and trains or saves. False if no controller answers."""
     found = reigning(around, token)
-    return found is not None and attached(found[1])
+    return found is not None and found[1].attached
 
 
 def rescue_goes_on(around: Iterable[str], token: str) -> bool:
@@ -178,7 +178,7 @@ def rescue_goes_on(around: Iterable[str], token: str) -> bool:
 
 def _standing(status: Any) -> tuple[bool, bool, int, int]:
     """Return a key that sorts the statuses of controllers; the highest is that of the one that leads."""
-    return attached(status), status.world_size > 0, status.incarnation, status.term
+    return status.attached, status.world_size > 0, status.incarnation, status.term
 
 
 def _ask(place: str, ask: Callable[[str, int], Any]) -> Any:

@@ -16,7 +16,7 @@ from ttp.config import Config
 from ttp.errors import TtpError
 from ttp.launch.controller_process import end_controller, start_controller, stop_controller, wait_until_serving
 from ttp.launch.leases import exists
-from ttp.launch.presence import ask_status, attached, may_be_bound
+from ttp.launch.presence import ask_status, may_be_bound
 from ttp.launch.run_dir import make_private
 from ttp.wire.access import is_loopback, listening_address
 from ttp.wire.address import connect, resolve, split, target
@@ -104,7 +104,7 @@ def start_standby(config: Config, run_dir: Path, address: str, save_dir: str) ->
         owner, port = _noted(folder, address)
         status = ask_status(address, port, config.token) if port else None
         if status is None or not exists(owner):
-            if status is not None and not attached(status):
+            if status is not None and not status.attached:
                 end_controller(address, port, config.token)
             port = _start(config, folder, bind, address, save_dir)
             (folder / NOTE).write_text(f"{os.getpid()} {target(address, port)}")
