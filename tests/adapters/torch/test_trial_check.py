@@ -17,16 +17,15 @@ def test_a_check_that_does_not_end_is_told_and_training_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A ``state_dict()`` of the program may wait for something that only the next update brings."""
-    monkeypatch.setattr(trial_module, "_PATIENCE_S", 0.01)
     job, ends = Job(tmp_path).wrap(), threading.Event()
-    job.step()
     trial: Any = job.adapter._trial
 
     def check() -> str:
         ends.wait()
         return ""
 
-    job.step()
+    job.step(2)
+    monkeypatch.setattr(trial_module, "_PATIENCE_S", 0.01)  # now, because the check of the first update takes longer
     trial.start(check)
     trial.start(lambda: "only one check runs at a time")
     running = trial._thread
