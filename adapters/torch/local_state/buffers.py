@@ -21,8 +21,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from ttp.adapters.torch.sharding.names import _walk as walk
-from ttp.adapters.torch.sharding.names import takes_any_shape
+from ttp.adapters.torch.sharding.names import takes_any_shape, walk
 from ttp.adapters.torch.tensor_memory import copied_bytes, flat_bytes, is_plain
 from ttp.errors import CheckpointError
 from ttp.processor.local_state.host_rng import memory_at

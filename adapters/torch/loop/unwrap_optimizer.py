@@ -266,8 +266,8 @@ def refuse_shared(members: Sequence[Optimizer], names: ModelNames) -> None:
 
 def tell_forgotten(optimizer: Optimizer, names: ModelNames) -> None:
     """Log the names of parameters that require gradients but that ``optimizer`` does not update."""
-    updated = {id(parameter) for parameter in parameters_of(optimizer)}
-    left = [name for name, p in names.parameters.items() if p.requires_grad and id(p) not in updated]
+    updated = names.updated_by(optimizer)
+    left = [name for name, p in names.parameters.items() if p.requires_grad and name not in updated]
     if left:
         log.warning(
             "%d parameters require gradients but are in no optimizer that wrap_optimizer() was given (%s). Their "

@@ -28,7 +28,7 @@ from ttp.adapters.torch.device.accelerator import Runtime, holder, poll
 from ttp.adapters.torch.saving.flatten_state import leaves
 from ttp.adapters.torch.saving.piece_index import StatePath
 from ttp.adapters.torch.saving.state import optimizer_state
-from ttp.adapters.torch.sharding.names import ModelNames, parameters_of
+from ttp.adapters.torch.sharding.names import ModelNames
 from ttp.adapters.torch.sharding.sharding import Sharding, local_tensors
 from ttp.adapters.torch.tensor_memory import flat_bytes, is_plain, memory_order, packs
 from ttp.core.layout import Shard
@@ -72,11 +72,12 @@ class Findings:
 
 def replicated(names: ModelNames, optimizer: Optimizer) -> list[ComparedTensor]:
     """Return the tensors to compare, each once. The module's docstring says which tensors are left out."""
-    trained = {id(p) for p in parameters_of(optimizer) if p.requires_grad}
+    trained = names.updated_by(optimizer)
     state = optimizer_state(names, optimizer)["state"]
     found: dict[int, ComparedTensor] = {}
     for name, parameter in sorted(names.parameters.items()):
-        found.setdefault(id(parameter), ComparedTensor(f"model.{name}", parameter, id(parameter) in trained, name))
+        checked = name in trained and parameter.requires_grad
+        found.setdefault(id(parameter), ComparedTensor(f"model.{name}", parameter, checked, name))
     for leaf in leaves({"optim": {"state": state}}):
         if isinstance(leaf.value, Tensor):
             found.setdefault(id(leaf.value), ComparedTensor(leaf.key, leaf.value, True, str(leaf.path[2])))

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from ttp.adapters.torch.loop.unwrap_optimizer import members_of, unwrap_optimizer
 from ttp.adapters.torch.saving.job_state import JobState
 from ttp.adapters.torch.saving.preimage import Image
-from ttp.adapters.torch.sharding.names import ModelNames, parameters_of
+from ttp.adapters.torch.sharding.names import ModelNames
 
 
 def checkpoint_state(
@@ -105,8 +105,7 @@ def groups_with(
 
 def frozen(names: ModelNames, optimizer: Optimizer) -> list[str]:
     """Return the names of the parameters of ``optimizer`` that have ``requires_grad=False`` now."""
-    owned = {id(parameter) for parameter in parameters_of(optimizer)}
-    return [name for name, p in names.parameters.items() if id(p) in owned and not p.requires_grad]
+    return [name for name, parameter in names.updated_by(optimizer).items() if not parameter.requires_grad]
 
 
 def optimizer_kind(optimizer: Optimizer) -> str:

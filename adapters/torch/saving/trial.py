@@ -241,12 +241,8 @@ class Trial:
     def _refuse_replaced(self) -> None:
         """Refuse parameters that were replaced after the objects were wrapped and before training."""
         now = ModelNames(self._model, None).parameters
-        trained = {id(p) for optimizer in self._optimizers for p in parameters_of(optimizer)}
-        replaced = [
-            name
-            for name, parameter in self._names.parameters.items()
-            if id(parameter) in trained and now.get(name, parameter) is not parameter
-        ]
+        trained = self._names.updated_by(*self._optimizers)
+        replaced = [name for name, parameter in trained.items() if now.get(name, parameter) is not parameter]
         if replaced:
             raise UsageError(
                 f"{len(replaced)} parameters of the model ({', '.join(replaced[:_LISTED_MAX])}) were replaced after "

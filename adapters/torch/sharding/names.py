@@ -115,6 +115,11 @@ class ModelNames:
             )
         return name
 
+    def updated_by(self, *optimizers: Optimizer) -> dict[str, Tensor]:
+        """Return the parameters of these optimizers, by every name that they have here."""
+        owned = {id(parameter) for parameter in parameters_of(*optimizers)}
+        return {name: parameter for name, parameter in self.parameters.items() if id(parameter) in owned}
+
     def replace_buffer(self, name: str, tensor: Tensor) -> None:
         """Replace the buffer ``name`` by ``tensor``."""
         owner, key = self._buffer_owners[name]
@@ -123,7 +128,7 @@ class ModelNames:
     def _record(self) -> None:
         self.parameters.clear()
         self._by_identity.clear()
-        for raw, name, owner in _walk(self._model):
+        for raw, name, owner in walk(self._model):
             if isinstance(owner, torch.jit.ScriptModule):
                 raise ConfigError(
                     f"{raw[:-1] or 'the model'} is made by torch.jit.script() or torch.jit.trace(), and ttp cannot "
@@ -182,19 +187,19 @@ def loads_itself(module: nn.Module) -> bool:
 def module_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return the tensors in ``module.state_dict(keep_vars=True)``, without running any of its hooks."""
     found: dict[str, Tensor] = {}
-    for raw, _, owner in _walk(module):
+    for raw, _, owner in walk(module):
         found.update((raw + key, value) for key, value in owner._parameters.items() if value is not None)
         kept = ((k, v) for k, v in owner._buffers.items() if k not in owner._non_persistent_buffers_set)
         found.update((raw + key, value) for key, value in kept if value is not None)
     return found
 
 
-def _walk(module: nn.Module, raw: str = "", name: str = "") -> Iterator[tuple[str, str, nn.Module]]:
+def walk(module: nn.Module, raw: str = "", name: str = "") -> Iterator[tuple[str, str, nn.Module]]:
     """Yield every module as (prefix of its names in torch, prefix of its names in the checkpoint, module)."""
     yield raw, name, module
     for key, child in module._modules.items():
         if child is not None:
-            yield from _walk(child, f"{raw}{key}.", name if _is_wrapped(module, key) else f"{name}{key}.")
+            yield from walk(child, f"{raw}{key}.", name if _is_wrapped(module, key) else f"{name}{key}.")
 
 
 def _is_wrapped(module: nn.Module, key: str) -> bool:

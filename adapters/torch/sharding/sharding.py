@@ -17,7 +17,7 @@ from ttp.adapters.torch.sharding.data_parallel import ddps_of, not_replicated
 from ttp.adapters.torch.sharding.ddp_buckets import Ddp
 from ttp.adapters.torch.sharding.dtensor_chunks import Cutter, is_distributed
 from ttp.adapters.torch.sharding.exchange import connected, gather_or_refuse
-from ttp.adapters.torch.sharding.names import ModelNames, parameters_of
+from ttp.adapters.torch.sharding.names import ModelNames
 from ttp.core.layout import Layout, Shard
 from ttp.errors import ConfigError
 
@@ -79,9 +79,9 @@ class TrainingObjects:
     def left_alone(self) -> Mapping[str, bool]:
         """The unsharded parameters that DistributedDataParallel was told to ignore: name -> whether it is trained."""
         alone = {id(parameter) for parameter in not_replicated(self.ddps)}
-        given = {id(parameter) for parameter in parameters_of(self.optimizer)}
+        given = self.names.updated_by(self.optimizer)
         return {
-            name: parameter.requires_grad and id(parameter) in given
+            name: parameter.requires_grad and name in given
             for name, parameter in self.names.parameters.items()
             if id(parameter) in alone and not self.cutter.is_cut(name, parameter)
         }

@@ -50,19 +50,16 @@ class ZeroSharding(Sharding):
         if shard == REPLICATED:
             return self._names.parameters.keys()
         if shard == COMMON:
-            given = _parameters(self._optimizer)
-            return [name for name, p in self._names.parameters.items() if id(p) not in given]
+            return self._names.parameters.keys() - self._names.updated_by(self._optimizer).keys()
         assert shard == self._mine, (shard, self._mine)
-        own = _parameters(self._inner)
-        return [name for name, p in self._names.parameters.items() if id(p) in own]
+        return self._names.updated_by(self._inner).keys()
 
     def carries(self, shard: Shard, value: Any) -> bool:
         """See ``Sharding``."""
         return shard in (REPLICATED, COMMON)
 
     def _described(self) -> bytes:
-        own = _parameters(self._inner)
-        mine = [(n, list(p.shape)) for n, p in sorted(self._names.parameters.items()) if id(p) in own]
+        mine = [(name, list(p.shape)) for name, p in sorted(self._names.updated_by(self._inner).items())]
         return hashlib.sha256(repr(mine).encode()).digest()[:12] if mine else _NOTHING
 
 
@@ -83,10 +80,6 @@ def partitions(digests: Sequence[bytes], rank: int) -> tuple[Layout, Shard | Non
         held[(COMMON,)] = [Rank(number) for number in range(len(digests))]
     layout, names = named(held, len(digests))
     return layout, names.get((digests[rank],))
-
-
-def _parameters(optimizer: Optimizer) -> set[int]:
-    return {id(parameter) for group in list(optimizer.param_groups) for parameter in list(group["params"])}
 
 
 def _check(parts: TrainingObjects) -> None:
