@@ -53,8 +53,8 @@ class DevicePages:
         """Write to this page from now on."""
         self.page, self.provisional, self._at_once = page, NOWHERE, -1
 
-    def put(self, page: PageWriter, version: int, final: bool, *, learning: bool) -> bool:
-        """Begin to copy the buffers from the devices, and have the image written when they arrive. Returns False.
+    def put(self, page: PageWriter, version: int, final: bool, *, learning: bool) -> None:
+        """Begin to copy the buffers from the devices, and have the image written when they arrive.
 
         Nothing is copied if nothing has changed since the provisional capture. The first updates copy nevertheless, to
         learn whether a buffer changes without torch's counting it (``learning``).
@@ -66,10 +66,10 @@ class DevicePages:
                 self._hand_over((version, final, None, Staged(ready=buffers.event())))
             else:
                 self.provisional, self._at_once = known, at_once
-            return False
+            return
         staged = buffers.capture(learning=learning)
         if staged is None:
-            return False  # the device hangs, so it will finish no new version
+            return  # the device hangs, so it will finish no new version
         image = head.joined(self.table)  # after the capture, because it describes the buffers that were found
         staged.stands = staged.stands and version == known[0]
         apart = head.with_apart(())
@@ -81,7 +81,6 @@ class DevicePages:
                 staged.in_page = page.write(version, False, (image,), staged.kept)
                 self._at_once = version if staged.in_page else -1
         self._hand_over((version, final, image, staged))
-        return False
 
     def _hand_over(self, capture: _Capture) -> None:
         if self._thread is None:

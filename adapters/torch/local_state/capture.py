@@ -35,12 +35,13 @@ class HostPages:
     Args:
         module: the module with the buffers; None: they cannot be captured.
         head: what precedes the buffers in an image.
+        wrote: called with version and final after each write; may not raise.
     """
 
     arrived = 0
 
-    def __init__(self, module: nn.Module | None, head: Head) -> None:
-        self._head = head
+    def __init__(self, module: nn.Module | None, head: Head, wrote: Callable[[int, bool], None]) -> None:
+        self._head, self._wrote = head, wrote
         self._buffers = None if module is None else BufferSet(module)
         self.table = BufferTable(nn.Module()) if self._buffers is None else self._buffers.table
         self.page: PageWriter | None = None
@@ -50,14 +51,14 @@ class HostPages:
         """Write to this page from now on."""
         self.page, self.provisional = page, NOWHERE
 
-    def put(self, page: PageWriter, version: int, final: bool, *, learning: bool) -> bool:
-        """Write the image to the page, unless that has it already. Return whether anything was written."""
+    def put(self, page: PageWriter, version: int, final: bool, *, learning: bool) -> None:
+        """Write the image to the page, unless that has it already."""
         parts, kept = self.image()
         image, known = b"".join(parts), self.provisional
         self.provisional = NOWHERE if final else (version, image, kept)
-        if version != known[0] or image != known[1] or kept is not known[2]:
-            return page.write(version, final, (image,), kept)
-        return final and page.finish(version)  # the page holds this image already
+        held = version == known[0] and image == known[1] and kept is known[2]  # the page holds this image already
+        if (final and page.finish(version)) if held else page.write(version, final, (image,), kept):
+            self._wrote(version, final)
 
     def image(self) -> tuple[list[Buffer], Sequence[Kept]]:
         """Return the parts of the image, some of them live memory; and large buffers and arrays, which it lacks."""
@@ -102,9 +103,9 @@ class LocalCapture:
         self.extra = extra or ExtraState()
         self._head = head = Head(self._streams, self.extra)
         self._pages: HostPages | DevicePages = (
-            DevicePages(module, runtimes, head, self._wrote) if runtimes else HostPages(module, head)
+            DevicePages(module, runtimes, head, self._wrote) if runtimes else HostPages(module, head, self._wrote)
         )
-        self._without_buffers = HostPages(None, head)  # takes over if buffers cannot be captured
+        self._without_buffers = HostPages(None, head, self._wrote)  # takes over if buffers cannot be captured
         if page is not None:
             self.open_page(page)
         self._updates = 0
@@ -168,8 +169,7 @@ class LocalCapture:
     def _put(self, page: PageWriter, version: int, final: bool) -> None:
         """Write the image to the page, or have it written when it arrives from a device. Never raises."""
         try:
-            if self._pages.put(page, version, final, learning=self._updates <= _LEARNING_UPDATES):
-                self._wrote(version, final)
+            self._pages.put(page, version, final, learning=self._updates <= _LEARNING_UPDATES)
         except Exception as problem:
             self._head.give_up("the model's buffers", problem)
             self._pages.close()
