@@ -36,7 +36,7 @@ class ExtraStates(ModuleStates):
         super().__init__(owners, on_device=on_device)
         self._written = set(written)
 
-    def _check(self, key: str, state: Any) -> None:
+    def _first_seen(self, key: str, state: Any) -> None:
         """Refuse a new state that cannot be saved.
 
         Raises:

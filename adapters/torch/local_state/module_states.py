@@ -51,22 +51,22 @@ class ModuleStates:
                 self._complained = True
                 log.warning("get_extra_state() failed: checkpoints may hold states of another version", exc_info=True)
             return
-        self._look_at_new(found)
+        self._note_new(found)
         before = sorted(known for known in self._kept if known < version)[1 - _KEPT :]
         self._kept = {known: self._kept[known] for known in before} | {version: found}
 
-    def _look_at_new(self, found: Mapping[str, Any]) -> None:
-        """Warn once that captures may wait for the device, and check new states."""
+    def _note_new(self, found: Mapping[str, Any]) -> None:
+        """Note which modules have a state now. Warn once that captures may wait for the device."""
         if found and not self._seen and self._on_device:
             log.warning(
                 "get_extra_state() of %d modules is called at each update: it may wait for the device", len(found)
             )
         for key in found.keys() - self._seen:
             self._seen.add(key)
-            self._check(key, found[key])
+            self._first_seen(key, found[key])
 
-    def _check(self, key: str, state: Any) -> None:
-        """Do nothing with a new state: ``saving.trial`` checks what there is at the start of training."""
+    def _first_seen(self, key: str, state: Any) -> None:
+        """Called with the first state of each module. Megatron's checks it here; for torch ``saving.trial`` does."""
 
 
 def states_of(owners: Mapping[str, nn.Module]) -> dict[str, Any]:
