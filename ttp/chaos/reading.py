@@ -13,9 +13,9 @@ from ttp.chaos.script import Fault, Run, Script, settled, usual_outcome
 from ttp.chaos.vocabulary import (
     CALLED_PHASES,
     EVENTS,
+    EXPECTED,
     FAULT_WORDS,
     LAUNCHERS,
-    OUTCOMES,
     RESTARTS,
     START_PHASES,
     STEP_PHASES,
@@ -190,7 +190,7 @@ def _run(group: Sequence[tuple[Fault, dict[str, str]]], script: Script) -> Run:
             raise ConfigError(f"{fault.name}: {' and '.join(said)} belong to the first fault of a run")
     said = group[0][1]
     expect = said.get("expect", usual_outcome(faults, script.world_size))
-    check_known(expect, OUTCOMES, "an outcome", f"{faults[0].name}: expect")
+    check_known(expect, EXPECTED, "an outcome", f"{faults[0].name}: expect")
     return Run(said.get("run", f"{faults[0].what} {faults[0].who}"), faults, expect)
 
 

@@ -7,6 +7,7 @@ import platform
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
@@ -14,8 +15,10 @@ import psutil
 from ttp._version import __version__
 from ttp.chaos.checks import COVERED
 from ttp.chaos.result import Result
+from ttp.chaos.vocabulary import STEP_PHASES
 
 OUTCOMES = ("saved", "kept", "unhurt", "gone", "refused", "lost", "stuck")
+"""Outcomes of runs, in the order of the tables; ``_MEANING`` explains them."""
 MOMENTS = ("detect_ms", "commit_ms")
 
 _MEANING = """\
@@ -175,14 +178,10 @@ def _places(count: int) -> tuple[int, int, int]:
 
 
 def _phase_order(phase: str) -> tuple[int, str]:
-    from ttp.chaos.vocabulary import STEP_PHASES
-
     return (STEP_PHASES.index(phase) if phase in STEP_PHASES else len(STEP_PHASES), phase)
 
 
 def _torch() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
     try:
         return version("torch")
     except PackageNotFoundError:

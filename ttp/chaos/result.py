@@ -31,7 +31,7 @@ class Result(Judgement):
         faults: the injected faults, in words.
         world: number of hosts and of ranks on each, such as ``1x3``.
         launcher: launcher of the job.
-        expect: expected outcome; see ``ttp.chaos.vocabulary.OUTCOMES``.
+        expect: expected outcome; see ``ttp.chaos.vocabulary.EXPECTED``.
         missed: the faults that were not injected, with the reason.
         freezes: number of incidents, including those that were thawed.
         kept_processes: how often the survivors continued in their processes.
@@ -56,10 +56,6 @@ class Result(Judgement):
     def good(self) -> bool:
         """Whether there are no findings."""
         return not self.findings
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the result as a dict, for a line of ``results.jsonl``."""
-        return dataclasses.asdict(self)
 
 
 def result_of(job: int, script: Script, folder: Path, judged: Judged) -> Result:
@@ -86,7 +82,7 @@ def result_of(job: int, script: Script, folder: Path, judged: Judged) -> Result:
 def write(path: Path, result: Result) -> None:
     """Append one line to a file of results."""
     with path.open("a") as file:
-        file.write(json.dumps(result.to_json()) + "\n")
+        file.write(json.dumps(dataclasses.asdict(result)) + "\n")
 
 
 def read(path: Path) -> list[Result]:

@@ -66,7 +66,7 @@ class Run:
     Args:
         title: title of the kind of run, for the report.
         faults: the faults, in their order.
-        expect: the expected outcome, one of ``OUTCOMES``.
+        expect: the expected outcome, one of ``vocabulary.EXPECTED``.
     """
 
     title: str

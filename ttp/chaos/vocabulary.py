@@ -33,7 +33,7 @@ LAUNCHERS = ("ttp", "torchrun")
 RESTARTS = ("agent", "scheduler")
 """What restarts a job: ``agent``, the launcher, which keeps running; ``scheduler``, after the launchers have ended."""
 
-OUTCOMES = ("saved", "unhurt", "refused", "any")
+EXPECTED = ("saved", "unhurt", "refused", "any")
 """Outcomes that a script may expect of a run (see ``ttp.chaos.checks``); ``any`` accepts all."""
 
 FEATURES = ("fallback", "hang", "keep", "mirror", "soak", "standby", "warm")

@@ -7,7 +7,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -221,7 +221,7 @@ def _tell(results: list[Result], folder: Path, *, json: bool) -> None:
     from ttp.chaos.report import coverage, spread
 
     if json:
-        print_json([result.to_json() for result in results])
+        print_json([asdict(result) for result in results])
         return
     rows: list[list[str | Text]] = []
     for title in sorted({result.title for result in results}):
