@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-import psutil
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.peers import PYTHON as PEERS_PYTHON
 from benchmarks.result import Result
+from ttp.chaos import report
 
 GROUPS = (
     "core", "steady", "keep", "buddy", "barrier", "exchange", "layouts", "zero", "save", "restore", "detect", "rescue",
@@ -95,11 +95,7 @@ def measure(names: Sequence[str], quick: bool, lines: IO[str]) -> list[tuple[str
 
 def machine() -> str:
     """Return a description of this machine, to print with the numbers."""
-    memory = psutil.virtual_memory().total / 2**30
-    return (
-        f"{os.cpu_count()} cores, {memory:.0f} GiB, {platform.system()} {platform.release().split('-')[0]}, "
-        f"Python {platform.python_version()}, load {os.getloadavg()[0]:.1f}"
-    )
+    return f"{report.machine()}, Python {platform.python_version()}, load {os.getloadavg()[0]:.1f}"
 
 
 def as_table(results: list[Result]) -> Table:
