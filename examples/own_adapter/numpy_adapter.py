@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 from collections.abc import Callable
@@ -22,7 +21,6 @@ from ttp.core.restore_messages import Candidate, RestoreView
 from ttp.errors import CheckpointError, ConfigError, UsageError
 from ttp.processor.processor import Processor
 from ttp.processor.source import Cancelled, StateSource, UpdateReporter
-from ttp.store.durable import sync_directory
 from ttp.store.manifest import Manifest
 from ttp.store.piece_file import write_piece
 
@@ -77,12 +75,11 @@ class NumpySource(StateSource):
                 raise Cancelled
             data = io.BytesIO()
             np.savez(data, **self.arrays)
-            piece = write_piece(draft, f"{shard}_{generation}.npz", data.getvalue(), "shard", order.rank)
-            pieces.append(dataclasses.replace(piece, shard=shard))
+            file = f"{shard}_{generation}.npz"
+            pieces.append(write_piece(draft, file, data.getvalue(), "shard", order.rank, shard=shard))
         if order.job_state:
             job = json.dumps({"version": version}).encode()
             pieces.append(write_piece(draft, f"job_{generation}.json", job, "job", order.rank))
-        sync_directory(draft)
         return pieces
 
 

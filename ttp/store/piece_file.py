@@ -82,19 +82,22 @@ def all_or_nothing(draft: Path) -> Iterator[list[Piece]]:
         raise
 
 
-def write_piece(draft: Path, file: str, data: bytes, kind: str, writer: Rank, table: str = "") -> Piece:
-    """Write a small piece that belongs to no shard, durably.
+def write_piece(
+    draft: Path, file: str, data: bytes, kind: str, writer: Rank, *, shard: str = "", table: str = ""
+) -> Piece:
+    """Write a small piece, durably.
 
     Args:
         draft: directory of the draft.
         file: name of the new file inside it.
         data: its contents.
-        kind: ``rank_local`` or ``job``.
+        kind: ``shard``, ``rank_local`` or ``job``.
         writer: the rank that writes.
+        shard: the shard; empty for other kinds of pieces.
         table: JSON that describes the contents.
 
     Raises:
         OSError: the disk refused.
     """
     write_durably(draft / file, data)
-    return Piece(file, len(data), digest_bytes(data), kind, "", writer, table)
+    return Piece(file, len(data), digest_bytes(data), kind, shard, writer, table)

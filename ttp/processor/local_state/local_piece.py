@@ -103,7 +103,7 @@ def write_local_piece(draft: Path, file: str, pages: Pages, writer: Rank) -> Pie
         "changes": {name: [[*change, ranks] for change, ranks in by.items()] for name, by in pages.changes.items()},
     }
     data = encode({int(rank): image for rank, image in pages.data.items()})
-    return write_piece(draft, file, data, LOCAL_KIND, writer, json.dumps(table))
+    return write_piece(draft, file, data, LOCAL_KIND, writer, table=json.dumps(table))
 
 
 def read_local_image(path: Path, pieces: Sequence[Piece], rank: int) -> bytes | None:
