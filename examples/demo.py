@@ -212,13 +212,8 @@ def command() -> str:
 def choose(options: argparse.Namespace) -> Kill:
     """Return the rank to kill and the moment, from the options or at random. The same seed gives the same choice."""
     chance = random.Random(options.kill_seed)
-    rank, step, fraction = (
-        chance.randrange(options.ranks),
-        chance.randint(options.steps // 4, options.steps * 2 // 3),
-        0.0,
-    )
-    fraction = chance.random()
-    return Kill(rank if options.rank is None else options.rank, options.step or step, fraction)
+    rank, step = chance.randrange(options.ranks), chance.randint(options.steps // 4, options.steps * 2 // 3)
+    return Kill(rank if options.rank is None else options.rank, options.step or step, chance.random())
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -163,11 +163,11 @@ def _behind(now: pb.GetStatusResponse, pace: Pace) -> Iterator[str]:
 def _writing(log: IncidentLog | None, stage: str) -> Iterator[str]:
     if log is None:
         yield "all ranks wait for the ranks that write"
-    plan, commit = (None, None) if log is None else (log.last("plan"), log.last("commit"))
+        return
+    plan, commit = log.last("plan"), log.last("commit")
     if stage == "committing" and commit is not None:
         yield f"all ranks wait for rank {commit.facts.get('rank')}, which writes the checkpoint's manifest"
-    savers = plan.facts.get("savers") if plan is not None else None
-    if stage == "saving" and log is not None and plan is not None and isinstance(savers, dict):
+    if stage == "saving" and plan is not None and isinstance(savers := plan.facts.get("savers"), dict):
         written = {line.facts.get("rank") for line in log.of("saved")}
         still = {rank for rank in savers.values() if isinstance(rank, int) and rank not in written}
         if still:
