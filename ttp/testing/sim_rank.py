@@ -277,10 +277,19 @@ class SimRank(Process):
 
     # ---------------------------------------------------------------------------------------------------------- stream
 
-    def attached(self, stream: Stream) -> None:
-        """Take a stream that was opened for this rank."""
-        self.stream = stream
-        self.run(self.put, ev.StreamUp())
+    def wanted(self, _attempt: int) -> bool:
+        """Return whether an attempt to connect goes on: there is one at a time."""
+        return self.alive
+
+    def attached(self, stream: Stream | None, _attempt: int) -> None:
+        """Take the result of an attempt to connect: a stream, or None if no controller answered."""
+        if stream is not None and not self.alive:
+            stream.end()
+        elif stream is None or not stream.open:  # it may have broken before the rank got it
+            self.on_down(None)
+        else:
+            self.stream = stream
+            self.run(self.put, ev.StreamUp())
 
     def on_order(self, stream: Stream, order: m.Order) -> None:
         """See ``RankEnd``."""

@@ -19,6 +19,7 @@ from ttp.testing.sim_controller import SimController
 from ttp.testing.sim_relay import SimRelay, Uplink
 
 if TYPE_CHECKING:
+    from ttp.testing.sim_aside import SimAside
     from ttp.testing.sim_rank import SimRank
     from ttp.testing.simulation import Simulation
 
@@ -149,39 +150,27 @@ class Roads:
                 refuses_s = 0.0 if there is None or not self._silent(there.host) else wanted.within_s or NO_ANSWER_S
                 self._world.after(refuses_s, rank.on_down, None)
                 return
-            there = self._start(rank.host, HOME)
-        if self._blocked_until.get(rank.rank, 0.0) > self._world.now:
-            rank.on_down(None)
-            return
+            self._start(rank.host, HOME)
         patience_s = NO_ANSWER_S if wanted.within_s is None else wanted.within_s
-        self._knock(rank, there, self._world.now + patience_s)
-
-    def _knock(self, rank: SimRank, there: SimController, until: float) -> None:
-        if not (rank.alive and there.alive) or self._world.now >= until:
-            rank.on_down(None)
-        elif there.stopped or not self._road(rank, there):
-            self._world.after(KNOCK_S, self._knock, rank, there, until)
-        else:
-            stream = self._accept(rank.host, rank, there)
-            self._world.after(self._world.delay(), self._attach, rank, stream)
+        self._knock(rank, rank, 0, wanted.address, self._world.now + patience_s)
 
     def connect_aside(self, rank: SimRank, wanted: act.ConnectAside, attempt: int) -> None:
         """Open a rank's second stream."""
-        self._world.after(
-            self._world.delay(), self._knock_aside, rank, wanted, attempt, self._world.now + wanted.within_s
-        )
+        until = self._world.now + wanted.within_s
+        self._world.after(self._world.delay(), self._knock, rank, rank.aside, attempt, wanted.address, until)
 
-    def _knock_aside(self, rank: SimRank, wanted: act.ConnectAside, attempt: int, until: float) -> None:
-        if not rank.aside.wanted(attempt):
+    def _knock(self, rank: SimRank, end: SimRank | SimAside, attempt: int, address: str, until: float) -> None:
+        """Try again and again to open a stream of ``rank``, whose end is ``end``, until a controller accepts it."""
+        if not end.wanted(attempt):
             return
-        there, now = self._at.get(wanted.address), self._world.now
+        there, now = self._at.get(address), self._world.now
         if there is None or not there.alive or now >= until or self._blocked_until.get(rank.rank, 0.0) > now:
-            rank.aside.attached(None, attempt)
+            end.attached(None, attempt)
         elif there.stopped or not self._road(rank, there):
-            self._world.after(KNOCK_S, self._knock_aside, rank, wanted, attempt, until)
+            self._world.after(KNOCK_S, self._knock, rank, end, attempt, address, until)
         else:
-            stream = self._accept(rank.host, rank.aside, there)
-            self._world.after(self._world.delay(), rank.aside.attached, stream, attempt)
+            stream = self._accept(rank.host, end, there)
+            self._world.after(self._world.delay(), end.attached, stream, attempt)
 
     def next_connection(self) -> ConnectionId:
         """Return a new number for a stream."""
@@ -207,14 +196,6 @@ class Roads:
 
     def _silent(self, host: str) -> bool:
         return host in self._silent_since and self._cut_off_until[host] > self._world.now
-
-    def _attach(self, rank: SimRank, stream: Stream) -> None:
-        if not rank.alive:
-            stream.end()
-        elif stream.open:
-            rank.attached(stream)
-        else:
-            rank.on_down(None)  # the stream broke before the rank got it
 
     def _road(self, rank: SimRank, controller: SimController) -> bool:
         if self._world.now < self._split_until and (rank.rank in self._beyond) == (controller is self._split_from):
