@@ -19,8 +19,6 @@ from ttp.store.room import size_text
 if TYPE_CHECKING:
     from ttp.adapters.torch.convert.conversion import Converted
 
-SHOWN_MAX = 20
-
 
 class Form(str, Enum):
     """The formats that can be written."""
@@ -126,4 +124,4 @@ def _tell(done: Converted) -> None:
         *(f"{name} cannot be stored in this format and was left out" for name in done.left_out),
         *done.notes,
     ]
-    say_notes(lines, SHOWN_MAX)
+    say_notes(lines)

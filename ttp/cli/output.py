@@ -27,6 +27,7 @@ WIDE = 200
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else.")]
 
+NOTES_SHOWN_MAX = 20
 SECONDS_MAX = 1e7
 """Most seconds that an option takes, 115 days: the system and gRPC refuse to wait for much longer."""
 
@@ -71,12 +72,12 @@ def shown(text: str | Text) -> Text:
     return safe
 
 
-def say_notes(notes: Sequence[str], most: int) -> None:
-    """Print the first ``most`` notes below a line of output, and the number of the others."""
-    for note in notes[:most]:
+def say_notes(notes: Sequence[str]) -> None:
+    """Print the first notes below a line of output, and the number of the others."""
+    for note in notes[:NOTES_SHOWN_MAX]:
         say(f"         note: {note}")
-    if len(notes) > most:
-        say(f"         note: and {len(notes) - most} more (--json lists them)")
+    if (more := len(notes) - NOTES_SHOWN_MAX) > 0:
+        say(f"         note: and {more} more (--json lists them)")
 
 
 def complain(text: str) -> None:

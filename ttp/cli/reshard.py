@@ -17,7 +17,6 @@ from ttp.store.room import size_text
 if TYPE_CHECKING:
     from ttp.mindspore_files.reshard import Resharded
 
-SHOWN_MAX = 20
 
 _MEMORY = re.compile(r"(\d{1,30}(?:\.\d{1,30})?)\s*([kKMGT]?)B?")
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -125,4 +124,4 @@ def _tell(done: Resharded) -> None:
     whole = "" if len(done.ranks) == done.world_size else f" of {done.world_size}"
     counted = f"{count_text(done.tensors, 'tensor')}{step}, {size_text(done.size)}"
     say(Text.assemble(("written  ", "green"), f"{done.target}: {made}{whole}, {counted}, every element checked"))
-    say_notes(done.notes, SHOWN_MAX)
+    say_notes(done.notes)

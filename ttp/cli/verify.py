@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from ttp.cli.directories import CheckpointOrDir, bears_name, existing, fallback_of, is_checkpoint
-from ttp.cli.output import Json, bars, complain, fields_of, print_json, say
+from ttp.cli.output import Json, bars, complain, fields_of, print_json, say, say_notes
 from ttp.core.layout import Version
 from ttp.errors import CheckpointError
 from ttp.store.catalog import CatalogEntry, look, restorable, scan
@@ -19,8 +19,6 @@ from ttp.store.manifest import Manifest, manifest_digest
 from ttp.store.room import size_text
 from ttp.store.verify import name_problems, piece_problems, unlisted_files
 from ttp.store.walk import ATTEMPTS
-
-NOTES_SHOWN_MAX = 20
 
 All = Annotated[bool, typer.Option("--all", help="Verify every checkpoint; exit with 0 only if all are whole.")]
 
@@ -168,10 +166,9 @@ def _tell(found: list[Finding]) -> None:
             say(Text.assemble(("damaged  ", "bold red"), name))
         for problem in finding.problems:
             say(f"         {problem}")
-        for note in finding.notes[:NOTES_SHOWN_MAX]:
-            say(f"         note: {note} is not in the manifest and cannot be verified; a restore ignores it")
-        if len(finding.notes) > NOTES_SHOWN_MAX:
-            say(f"         note: and {len(finding.notes) - NOTES_SHOWN_MAX} more files (--json lists them)")
+        say_notes(
+            [f"{file} is not in the manifest and cannot be verified; a restore ignores it" for file in finding.notes]
+        )
 
 
 def _name(finding: Finding, home: Path) -> str:
