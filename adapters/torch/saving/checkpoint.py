@@ -59,7 +59,7 @@ class Chunk:
         return self.tensor.numel() * self.stored_dtype.itemsize
 
 
-TensorOrChunks = Tensor | Chunk | tuple[Chunk, ...]
+TensorOrChunks = Tensor | tuple[Chunk, ...]
 """One tensor of the state: the whole tensor, or the chunks of it that this rank holds. A chunk without elements is not
 written, unless the whole tensor has none."""
 
@@ -85,7 +85,7 @@ def write_shard(
     Args:
         draft: the draft directory; it exists.
         file: name of the new file in the draft.
-        state: nested mappings and lists of tensors, ``Chunk``s, tuples of ``Chunk``s and plain values. It must not
+        state: nested mappings and lists of tensors, tuples of ``Chunk``s, and plain values. It must not
             change during the call.
         shard: the shard that the piece belongs to.
         writer: this rank.
@@ -187,11 +187,7 @@ def chunks_of(value: Any) -> Sequence[Chunk] | None:
     """Return the chunks to write for a tensor; None if ``value`` is neither a tensor nor chunks of one."""
     if isinstance(value, Tensor):
         return (Chunk(value, tuple(value.shape), (0,) * value.dim()),)
-    if isinstance(value, tuple):
-        of_tensor = bool(value) and all(isinstance(part, Chunk) for part in value)
-    else:
-        of_tensor, value = isinstance(value, Chunk), (value,)
-    if not of_tensor:
+    if not (isinstance(value, tuple) and value and all(isinstance(part, Chunk) for part in value)):
         return None
     return [chunk for chunk in value if chunk.tensor.numel() or not prod(chunk.shape)]
 

@@ -25,11 +25,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ttp.adapters.torch.device.accelerator import Runtime, holder, poll
+from ttp.adapters.torch.saving.checkpoint import chunks_of
 from ttp.adapters.torch.saving.flatten_state import leaves
 from ttp.adapters.torch.saving.piece_index import StatePath
 from ttp.adapters.torch.saving.state import optimizer_state
 from ttp.adapters.torch.sharding.names import ModelNames
-from ttp.adapters.torch.sharding.sharding import Sharding, local_tensors
+from ttp.adapters.torch.sharding.sharding import Sharding
 from ttp.adapters.torch.tensor_memory import flat_bytes, is_plain, memory_order, packs
 from ttp.core.layout import Shard
 from ttp.processor.sampling import BAD_MAX, Blocks, blocks_of
@@ -90,10 +91,10 @@ def leaves_of(
     """Return the tensors of ``everything`` that belong to ``shard``, as the plain tensors that this rank holds."""
     wanted, parameters = set(sharding.parameters_of(shard)), names.parameters.keys()
     return [
-        replace(leaf, tensor=tensor)
+        replace(leaf, tensor=chunk.tensor)
         for leaf in everything
         if leaf.owner in wanted or leaf.owner not in parameters
-        for tensor in local_tensors(sharding.stored(leaf.owner, leaf.tensor))
+        for chunk in chunks_of(sharding.stored(leaf.owner, leaf.tensor)) or ()
     ]
 
 

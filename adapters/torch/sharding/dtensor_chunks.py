@@ -68,10 +68,9 @@ def stored(tensor: Any) -> TensorOrChunks:
         return tensor
     shape, placed = tuple(tensor.shape), _placed(tensor)
     if not cut_among(tensor):
-        return Chunk(local(tensor), shape, (0,) * len(shape), placed=placed)
+        return (Chunk(local(tensor), shape, (0,) * len(shape), placed=placed),)
     found = _chunks(local(tensor), shape, [_runs(tensor, dim) for dim in range(len(shape))])
-    chunks = tuple(replace(chunk, placed=placed) for chunk in found)
-    return chunks[0] if len(chunks) == 1 else chunks
+    return tuple(replace(chunk, placed=placed) for chunk in found)
 
 
 def _placed(tensor: Any) -> tuple[int, ...]:

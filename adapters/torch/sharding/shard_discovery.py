@@ -12,7 +12,7 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor, nn
 
-from ttp.adapters.torch.saving.checkpoint import Chunk, TensorOrChunks
+from ttp.adapters.torch.saving.checkpoint import TensorOrChunks
 from ttp.adapters.torch.sharding import dtensor_chunks
 from ttp.adapters.torch.sharding.data_parallel import pipeline_stages
 from ttp.adapters.torch.sharding.dtensor_chunks import Ranks
@@ -192,8 +192,8 @@ def _others(parts: TrainingObjects) -> Iterator[ShardEntry]:
 
 
 def _text(stored: TensorOrChunks) -> str:
-    chunks = stored if isinstance(stored, tuple) else (stored,)
-    return repr([(list(c.offsets), list(c.tensor.shape)) for c in chunks if isinstance(c, Chunk) and c.tensor.numel()])
+    chunks = stored if isinstance(stored, tuple) else ()
+    return repr([(list(c.offsets), list(c.tensor.shape)) for c in chunks if c.tensor.numel()])
 
 
 def _stated(key: Key, entries: Iterable[ShardEntry]) -> StatedShards:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ttp.adapters.torch.loop.unwrap_optimizer import is_sharded, members_of
-from ttp.adapters.torch.saving.checkpoint import Chunk, TensorOrChunks, chunks_of
+from ttp.adapters.torch.saving.checkpoint import TensorOrChunks, chunks_of
 from ttp.adapters.torch.sharding.data_parallel import ddps_of, not_replicated
 from ttp.adapters.torch.sharding.ddp_buckets import Ddp
 from ttp.adapters.torch.sharding.dtensor_chunks import Cutter, is_distributed
@@ -215,12 +215,6 @@ def _flat(groups: Sequence[Mapping[str, Any]], wanted: Collection[str]) -> dict[
         for name in group["params"]
         if name in wanted
     }
-
-
-def local_tensors(stored: TensorOrChunks) -> tuple[Tensor, ...]:
-    """Return a stored tensor, or the tensors of its chunks."""
-    chunks = stored if isinstance(stored, tuple) else (stored,)
-    return tuple(chunk.tensor if isinstance(chunk, Chunk) else chunk for chunk in chunks)
 
 
 def _carried(sharding: Sharding, shard: Shard, values: Mapping[str, Any]) -> dict[str, Any]:

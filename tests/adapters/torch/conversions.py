@@ -66,7 +66,7 @@ def sharded(path: Path, whole: dict[str, Tensor]) -> Path:
     for name, tensor in whole.items():
         middle, rest = min(tensor.shape[0] // 2 + 1, tensor.shape[0]), (0,) * (tensor.dim() - 1)
         for state, start, part in zip(states, (0, middle), (tensor[:middle], tensor[middle:]), strict=True):
-            state["model"][name] = Chunk(part, tuple(tensor.shape), (start, *rest))
+            state["model"][name] = (Chunk(part, tuple(tensor.shape), (start, *rest)),)
     for state in states:
         state["model"]["b"] = state["model"]["a"]
     whole_checkpoint(path, shards(path, *states), 4)

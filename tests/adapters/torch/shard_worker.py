@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.adapters.torch.stub_processor import StubProcessor, join, registered, save_together
 from ttp.adapters.torch.restoring.rank_local import Restore
-from ttp.adapters.torch.saving.checkpoint import Chunk
+from ttp.adapters.torch.saving.checkpoint import chunks_of
 from ttp.adapters.torch.sharding.names import ModelNames
 from ttp.adapters.torch.sharding.sharding import Sharding, TrainingObjects, sharding_of
 from ttp.core.layout import Layout, Rank, Shard, Version
@@ -107,11 +107,6 @@ def groups(found: Sharding) -> dict[str, list[int]]:
     return {shard: list(ranks) for shard, ranks in found.layout.groups.items()}
 
 
-def parts_of(stored: Any) -> list[Chunk]:
-    parts = stored if isinstance(stored, tuple) else (stored,)
-    return [p if isinstance(p, Chunk) else Chunk(p, tuple(p.shape), (0,) * p.dim()) for p in parts]
-
-
 def described(found: Sharding, model: nn.Module, rank: int) -> dict[str, Any]:
     """Return the names that this rank writes for each shard, and whether its chunks equal the whole model's."""
     names = ModelNames(model, adamw(model))
@@ -120,7 +115,7 @@ def described(found: Sharding, model: nn.Module, rank: int) -> dict[str, Any]:
     for shard in found.layout.shards_of(Rank(rank)):
         written[shard] = sorted(found.parameters_of(shard))
         for name in written[shard]:
-            for chunk in parts_of(found.stored(name, names.parameters[name])):
+            for chunk in chunks_of(found.stored(name, names.parameters[name])) or ():
                 box = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.tensor.shape, strict=True))
                 assert type(chunk.tensor) is not DTensor
                 assert torch.equal(chunk.tensor, whole[name][box].to(chunk.tensor.dtype)), (name, chunk.offsets)

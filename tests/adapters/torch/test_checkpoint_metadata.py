@@ -30,8 +30,8 @@ from ttp.store.plain_file import open_plain
 WHOLE = torch.arange(24.0).reshape(4, 6)
 
 
-def chunk(top: int, left: int, height: int, width: int) -> Chunk:
-    return Chunk(WHOLE[top : top + height, left : left + width], (4, 6), (top, left))
+def chunk(top: int, left: int, height: int, width: int) -> tuple[Chunk]:
+    return (Chunk(WHOLE[top : top + height, left : left + width], (4, 6), (top, left)),)
 
 
 def test_a_tensor_that_is_spread_over_shards_is_one_again(tmp_path: Path) -> None:
@@ -59,8 +59,8 @@ def test_a_tensor_that_is_spread_over_shards_is_one_again(tmp_path: Path) -> Non
         ([{"w": chunk(0, 0, 3, 6)}, {"w": chunk(2, 0, 2, 6)}], r"overlap, in __0_0.distcp and __1_0.distcp"),
         ([{"w": chunk(0, 0, 3, 6)}, {"w": chunk(2, 0, 1, 6)}], r"overlap"),
         ([{"w": chunk(0, 0, 1, 6)}, {"w": chunk(3, 0, 1, 6)}, {"w": chunk(0, 0, 2, 6)}], r"overlap"),
-        ([{"w": Chunk(WHOLE, (4, 6), (1, 0))}], r"outside of \[4, 6\]"),
-        ([{"w": Chunk(WHOLE, (4, 6), (0,))}], r"outside of \[4, 6\]"),
+        ([{"w": (Chunk(WHOLE, (4, 6), (1, 0)),)}], r"outside of \[4, 6\]"),
+        ([{"w": (Chunk(WHOLE, (4, 6), (0,)),)}], r"outside of \[4, 6\]"),
         ([{"w": torch.ones(2)}, {"w": torch.ones(3)}], r"w is float32 \[2\] in __0_0.distcp and float32 \[3\]"),
         ([{"w": torch.ones(2)}, {"w": torch.ones(2).double()}], r"and float64 \[2\] in __1_0.distcp"),
         ([{"w": torch.ones(2)}, {"w": 5}], r"and a plain value in __1_0.distcp"),
@@ -155,7 +155,7 @@ ROWS = torch.arange(32.0).reshape(8, 4)
 @pytest.fixture
 def saved(tmp_path: Path) -> Any:
     """Return a tensor of eight rows that is stored in four files of two rows."""
-    states = ({"model": {"w": Chunk(ROWS[at : at + 2], (8, 4), (at, 0))}} for at in (0, 2, 4, 6))
+    states = ({"model": {"w": (Chunk(ROWS[at : at + 2], (8, 4), (at, 0)),)}} for at in (0, 2, 4, 6))
     return items_of(whole_checkpoint(tmp_path, shards(tmp_path, *states), 1, 4).pieces)
 
 
@@ -193,7 +193,7 @@ def test_elements_that_no_piece_has(saved: Any, tmp_path: Path) -> None:
 
 def test_each_file_is_opened_once_for_all_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = {name: torch.randn(4, 3) for name in "abc"}
-    states = ({name: Chunk(t[at : at + 2], (4, 3), (at, 0)) for name, t in tensors.items()} for at in (0, 2))
+    states = ({name: (Chunk(t[at : at + 2], (4, 3), (at, 0)),) for name, t in tensors.items()} for at in (0, 2))
     pieces = shards(tmp_path, *states)
     opened: list[Any] = []
 
