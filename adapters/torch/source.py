@@ -27,7 +27,7 @@ from ttp.adapters.torch.loop.swapped import Swapped
 from ttp.adapters.torch.loop.unwrap_optimizer import members_of, unwrap_optimizer
 from ttp.adapters.torch.restoring.kept import Kept, UnlikeError, keep
 from ttp.adapters.torch.saving.checkpoint import Deal, write_shard
-from ttp.adapters.torch.saving.inspection import ComparedTensor, Findings, Inspector, agreed_on, leaves_of, replicated
+from ttp.adapters.torch.saving.inspection import ComparedTensor, Findings, Inspector, agreed_on, of_shard, replicated
 from ttp.adapters.torch.saving.job_state import FROZEN, JOB_KIND, SETTINGS, TOGGLED, JobState
 from ttp.adapters.torch.saving.metadata import NO_GAPS, finalise
 from ttp.adapters.torch.saving.piece_index import StatePath
@@ -342,7 +342,7 @@ class TorchSource(Standing):
         """Return, for each of these shards, the tensors that have to be equal on all its replicas."""
         assert self.sharding is not None
         everything = replicated(self._names, self._optimizer)
-        return [leaves_of(self.sharding, shard, everything, self._names) for shard in shards]
+        return [of_shard(self.sharding, shard, everything, self._names) for shard in shards]
 
     def _state(self, pages: Pages, job: JobState, image: Image | None, shards: Sequence[Shard]) -> dict[str, Any]:
         """Return references to the live tensors, or to those of ``image``, to be written for these shards.

@@ -90,11 +90,11 @@ def test_other_jobs_of_this_host_are_asked_only_about_a_launch_without_an_end(
     monkeypatch.setattr(verdict, "known_ports", lambda: [2])
     monkeypatch.setattr(verdict, "_status", found.append)
 
-    def status_of(launch: Launch, _config: object) -> tuple[None, bool]:
+    def status_of_launch(launch: Launch, _config: object) -> tuple[None, bool]:
         found.append(launch)
         return None, False
 
-    monkeypatch.setattr(other_jobs, "status_of", status_of)
+    monkeypatch.setattr(other_jobs, "status_of_launch", status_of_launch)
     monkeypatch.delenv("TTP_PORT", raising=False)
     monkeypatch.delenv("TTP_RUN_DIR", raising=False)
     assert ttp("verdict", tmp_path).out == ("lost\n" if asked == 2 else "saved\n")

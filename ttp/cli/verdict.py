@@ -279,13 +279,13 @@ def _statuses(launches: list[Launch], config: Config) -> Iterator[Any]:
 
     If that has an end, the others know no more of it, and one that hangs takes seconds.
     """
-    from ttp.launch.other_jobs import status_of
+    from ttp.launch.other_jobs import status_of_launch
 
     has_end = bool(launches) and launches[-1].code is not None
     for port in _named() or (known_ports() if not has_end else ()):
         yield _status(port)
     with contextlib.suppress(TtpError, ValueError):
-        yield status_of(launches[-1], config)[0] if launches else None
+        yield status_of_launch(launches[-1], config)[0] if launches else None
 
 
 def _status(port: int | None) -> Any:

@@ -115,7 +115,7 @@ def _await_end(launch: Launch, save_dir: Path, config: Config, env: RankEnv) -> 
 def _status(launch: Launch, save_dir: Path, config: Config, env: RankEnv) -> Any:
     """Ask the controller that led a launch for its status; return None if its job does not run, or cannot be asked."""
     try:
-        status, listening = status_of(launch, config)
+        status, listening = status_of_launch(launch, config)
         if status is not None:
             return status if _runs(status, launch, save_dir, env) and not _is_own(status, launch, config, env) else None
         if listening and refuses_to_say(launch, config):
@@ -125,7 +125,7 @@ def _status(launch: Launch, save_dir: Path, config: Config, env: RankEnv) -> Any
     return None
 
 
-def status_of(launch: Launch, config: Config) -> tuple[Any, bool]:
+def status_of_launch(launch: Launch, config: Config) -> tuple[Any, bool]:
     """Ask for the status where the controller of ``launch`` was; return it, or None, and whether something listens.
 
     Raises:

@@ -85,7 +85,7 @@ def replicated(names: ModelNames, optimizer: Optimizer) -> list[ComparedTensor]:
     return list(found.values())
 
 
-def leaves_of(
+def of_shard(
     sharding: Sharding, shard: Shard, everything: Iterable[ComparedTensor], names: ModelNames
 ) -> list[ComparedTensor]:
     """Return the tensors of ``everything`` that belong to ``shard``, as the plain tensors that this rank holds."""
