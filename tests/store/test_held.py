@@ -16,7 +16,7 @@ from tests.damage import flip
 from tests.store.conftest import World
 from ttp.core.layout import Version
 from ttp.launch import own_module, shadow
-from ttp.launch.shadow import Bringer, Shadows, serve
+from ttp.launch.shadow import Shadows, Writer, serve
 from ttp.store.catalog import find_whole
 from ttp.store.choice import look_back
 from ttp.store.held import Held, Order
@@ -59,7 +59,7 @@ def versions(place: Path) -> list[int]:
 def bring(held: Held) -> bool:
     order = held.order()
     assert order is not None
-    return Bringer(held, order).run()
+    return Writer(held, order).run()
 
 
 def test_it_becomes_the_same_checkpoint(held: Held, save_dir: Path) -> None:
@@ -115,12 +115,12 @@ def test_ranks_write_to_memory_although_a_newer_one_is_damaged(held: Held, save_
     newer = World(save_dir).make(13, "second")
     flip(newer / "__0_1.distcp")
     order = replace(order_for(save_dir), patience_s=3600.0)
-    bringer = Bringer(held, order)
-    assert not bringer._is_late()
+    writer = Writer(held, order)
+    assert not writer._is_late()
     (newer / "__0_1.distcp").unlink()
-    assert not bringer._is_late()
+    assert not writer._is_late()
     World(save_dir).make(14, "third")
-    assert bringer._is_late()
+    assert writer._is_late()
 
 
 def test_what_the_storage_has_changed_is_written_once_more(
@@ -128,15 +128,15 @@ def test_what_the_storage_has_changed_is_written_once_more(
 ) -> None:
     path = hold(held)
     spoilt: list[Path] = []
-    write = Bringer._write
+    write = Writer._write
 
-    def and_spoil(self: Bringer, *args: object) -> None:
+    def and_spoil(self: Writer, *args: object) -> None:
         write(self, *args)  # type: ignore[arg-type]
         if not spoilt:
             flip(save_dir / path.name / "__0_1.distcp")
             spoilt.append(path)
 
-    monkeypatch.setattr(Bringer, "_write", and_spoil)
+    monkeypatch.setattr(Writer, "_write", and_spoil)
     assert bring(held)
     assert spoilt and versions(save_dir) == [12] and not held.unfinished()
 
@@ -187,7 +187,7 @@ def test_what_is_never_written_is_not_looked_for_all_the_time(held: Held, monkey
     order = held.order()
     assert order is not None
     World(held.memory).write_draft(12)
-    assert Bringer(held, replace(order, patience_s=360.0)).run()
+    assert Writer(held, replace(order, patience_s=360.0)).run()
     assert len(pauses) < 1000 and max(pauses[:10]) < 0.05
     assert not list(held.memory.iterdir())
 

@@ -54,7 +54,7 @@ FOLDER = "held"
 """Folder in the run directory with one file for each directory in memory; the file contains that directory's path."""
 
 
-class Bringer:
+class Writer:
     """Copies checkpoints from one directory in memory to the storage.
 
     Args:
@@ -91,7 +91,7 @@ class Bringer:
             if self._state.incident != found[1].incident:
                 self._state = State(found[1].incident)
             try:
-                self._done(*self._bring(*found, self._places[tries % len(self._places)]))
+                self._done(*self._make_durable(*found, self._places[tries % len(self._places)]))
                 if found[1].incident == self._order.incident:
                     return True
             except (OSError, CheckpointError) as problem:
@@ -133,7 +133,7 @@ class Bringer:
                 return entry.path
         return None
 
-    def _bring(self, held: Path, manifest: Manifest, place: Path) -> tuple[Path, int]:
+    def _make_durable(self, held: Path, manifest: Manifest, place: Path) -> tuple[Path, int]:
         """Copy a checkpoint to ``place``, unless a checkpoint there is as new and not damaged.
 
         Returns:
@@ -319,7 +319,7 @@ def main(root: Path) -> int:
     held = Held(root)
     with held.serving() as mine:
         order = held.order()
-        return 0 if not mine or order is None or Bringer(held, order).run() else 1
+        return 0 if not mine or order is None or Writer(held, order).run() else 1
 
 
 if __name__ == "__main__":
