@@ -47,8 +47,11 @@ MADE_UP = [
     "steady:pages",
     "memory:full",
     "hold:stream_waits",
+    "graphs:captured_late",
+    "graphs:saved_meanwhile",
+    "graphs:whole_step",
 ]
-"""Those whose streams, events and copies are enough to tell. Collectives, graphs and forks are not made up."""
+"""Those whose streams, events, copies and graphs are enough to tell. Collectives and forks are not made up."""
 
 
 @pytest.mark.parametrize(
@@ -59,7 +62,7 @@ MADE_UP = [
     ],
 )
 def test_every_case(run_case: RunCase, device: str, cases: list[str]) -> None:
-    done = run_case(*cases, device=device)
+    done = run_case(*cases, device=device, deadline_s=270.0)
     assert done.out.count('{"case"') == len(cases)
 
 

@@ -98,6 +98,11 @@ class Training:
                 loss = self.model(self._data[self.steps % STEPS_MAX]).square().mean() / micro_batches
                 (self.scaler.scale(loss) if self.scaler is not None else loss).backward()
 
+    def evaluate(self) -> None:
+        """Queue a forward pass without gradients."""
+        with torch.no_grad():
+            self.model(self._data[0])
+
     def update(self) -> None:
         """Queue the update and what follows it."""
         if self.scaler is None:

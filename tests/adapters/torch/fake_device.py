@@ -28,7 +28,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ POISON = 0xEE
 TRAINING, SIDE = "training first", "side first"
 
 _copy: Any = torch.ops.aten.copy_.default
+_clone: Any = torch.ops.aten.clone.default
 _item: Any = torch.ops.aten._local_scalar_dense.default
 _foreach_copy: Any = torch.ops.aten._foreach_copy_.default
 _indexing: Any = torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default
@@ -220,15 +221,18 @@ class FakeDevice:
         stepped = [stream.step() for stream in self._streams if stream.side is side]
         return any(stepped)
 
-    def sin(self, text: str) -> None:
+    def sin(self, text: str) -> NoReturn:
         self.sins.append(text)
         raise Sin(text)
 
     def _queue(self, task: Any, stream: FakeStream | None = None) -> None:
-        if self.capturing:
-            self.sin("it becomes part of a CUDA graph")
-        with self._lock:
-            (stream or self.current).queue.append(task)
+        if not (self.capturing and self.captured(task)):
+            with self._lock:
+                (stream or self.current).queue.append(task)
+
+    def captured(self, _task: Any) -> bool:
+        """Make work a part of the graph that is captured. Returns False if it is not, and is to run."""
+        self.sin("it becomes part of a CUDA graph")
 
     def left(self, tensor: Any, what: object) -> Any:
         """Wait for the device, and return a copy of the tensor on the host."""
@@ -318,7 +322,7 @@ class FakeDevice:
     def _load(self, func: Any, args: Any) -> None:
         """Load the kernel at its first launch. Copies without conversion need no kernel."""
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
-        if func is _copy and self._straight(args[0], args[1]):
+        if func in (_copy, _clone) and self._straight(args[0], args[1] if func is _copy else args[0]):
             return
         kernel = (str(func), *sorted({str(t.dtype) for t in tensors}), all(t.is_contiguous() for t in tensors))
         if self.current.side and any(stream.hangs for stream in self._streams):

@@ -100,15 +100,26 @@ def of_the_compiler(stand: Stand) -> None:
 
 
 def saved_meanwhile(stand: Stand) -> None:
-    """A save asks the device for its events, on other threads, while a graph is captured, and may not break it."""
-    wanted = references(lambda: Training(stand, make=still), 4)
-    training = Training(stand, make=still)
+    """A save asks the device for its events, on other threads, while a graph is captured, and may not break it.
+
+    Nor may what ttp does in the first updates: it looks at buffers and at parameters that no optimizer trains.
+    """
+
+    def watched() -> torch.nn.Module:
+        model = still()
+        model.register_buffer("kept", torch.ones(8))
+        model.teacher = torch.nn.Parameter(torch.ones(8), requires_grad=False)
+        return model
+
+    wanted = references(lambda: Training(stand, make=watched), 4)
+    training = Training(stand, make=watched)
     with stand.protected():
         training.protect()
         for _ in range(3):
             training.step()
         with _captured(stand, training) as replay:
             version, checkpoint = stand.save()
+            training.evaluate()
             training.gradient()
         assert version == 3
         assert_same(saved_tensors(checkpoint), wanted[3])
@@ -120,6 +131,10 @@ def saved_meanwhile(stand: Stand) -> None:
 @contextlib.contextmanager
 def _captured(stand: Stand, training: Training) -> Iterator[Callable[[], None]]:
     """Capture a graph of the block, which calls ``training.gradient``; yields what replays it."""
+    if stand.made_up is not None:
+        with stand.made_up.device.capture() as replay:
+            yield replay
+        return
     if not stand.real:
         yield training.gradient
         return
@@ -130,29 +145,38 @@ def _captured(stand: Stand, training: Training) -> Iterator[Callable[[], None]]:
 
 def whole_step(stand: Stand) -> None:
     """The capture of the graph fails with an error that names what to do."""
-    if not stand.real:
+    if not stand.hangs:
         return  # nothing can be captured
     training = Training(stand, "adam-capturable")
     with stand.protected():
         training.protect()
-        cuda: Any = torch.cuda
-        stream = cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        with _beside(stand):
             for _ in range(3):
                 training.step()
-        torch.cuda.current_stream().wait_stream(stream)
-        problem = _capture(training)
+        problem = _capture(stand, training)
         assert isinstance(problem, (ttp.ConfigError, ttp.UsageError)), f"not refused: {problem!r}"
         assert "graph" in str(problem)
         stand.numbers["refusal"] = str(problem)
 
 
-def _capture(training: Training) -> BaseException | None:
+@contextlib.contextmanager
+def _beside(stand: Stand) -> Iterator[None]:
+    """Let this thread work on another stream, as torch wants it before a capture."""
+    if not stand.real:
+        yield
+        return
+    cuda: Any = torch.cuda
+    stream = cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+def _capture(stand: Stand, training: Training) -> BaseException | None:
     """Capture a step and return the first error; ending a broken capture may raise another."""
-    graph: Any = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):
+        with _captured(stand, training):
             training.gradient()
             training.optimizer.step()
     except Exception as problem:
