@@ -39,6 +39,7 @@ MADE_UP = [
     'ahead:host_ahead{"optimizer": "adam-fused", "scaled": true, "lead": 1}',
     "copies:every_form",
     "copies:many_streams",
+    "copies:full_queue",
     "copies:first_look",
     'steady:no_synchronisation{"kind": "statistics"}',
     'steady:no_synchronisation{"kind": "accumulation"}',

@@ -134,7 +134,10 @@ class Training:
 
 
 def check_saved_behind_a_hang(
-    stand: Stand, training: Training, meanwhile: Callable[[], AbstractContextManager[None]] = nullcontext
+    stand: Stand,
+    training: Training,
+    meanwhile: Callable[[], AbstractContextManager[None]] = nullcontext,
+    *more: Callable[[], None],
 ) -> None:
     """Let the device hang before the second step, save, and check that the first version was saved, byte for byte.
 
@@ -142,12 +145,13 @@ def check_saved_behind_a_hang(
         stand: the place.
         training: has made one step.
         meanwhile: returns the context of the save.
+        more: what the training thread does after the second step.
     """
     wanted = training.state()
     spin = stand.spin()
     try:
-        queued = Thread(stand, [training.step] if stand.hangs else [])
-        queued.wait_stuck()
+        queued = Thread(stand, [training.step, *more] if stand.hangs else [])
+        stand.numbers["host stands"] = queued.wait_stuck()
         with meanwhile():
             version, checkpoint = stand.save()
     finally:

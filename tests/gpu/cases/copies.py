@@ -89,6 +89,43 @@ def many_streams(stand: Stand, count: int = 24) -> None:
         check_saved_behind_a_hang(stand, training, held_up)
 
 
+def full_queue(stand: Stand, count: int = 4096) -> None:
+    """The training thread waits in the driver for room to launch a kernel, as behind a collective that hangs.
+
+    A device takes about 1,000 launches ahead, which is less than most models need for a step.
+    """
+    training = Training(stand)
+    memory = torch.zeros(64, device=stand.device)
+    if stand.made_up is not None:
+        stand.made_up.device.put(memory)
+    memory.add_(1)  # loads the kernel
+
+    def launch() -> None:
+        for _ in range(count):
+            memory.add_(1)
+
+    with stand.protected():
+        training.protect()
+        training.step()
+        check_saved_behind_a_hang(stand, training, contextlib.nullcontext, launch)
+    stand.synchronize()
+    assert memory[0].item() == 1 + (count if stand.hangs else 0)
+
+
+def kernel_loaded_late(stand: Stand) -> None:
+    """The training thread launches a kernel for the first time behind one that hangs, and waits until it is loaded."""
+    training = Training(stand)
+    memory = torch.zeros(64, device=stand.device)
+
+    def launch() -> None:
+        memory.erfinv_()
+
+    with stand.protected():
+        training.protect()
+        training.step()
+        check_saved_behind_a_hang(stand, training, contextlib.nullcontext, launch)
+
+
 def first_look(stand: Stand) -> None:
     """No part of the rescue has run in this process before the device hangs, except ttp's start."""
     os.environ["TTP_DIGEST"] = "all"
