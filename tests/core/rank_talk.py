@@ -14,7 +14,7 @@ from ttp.testing.scenario import grid
 from ttp.testing.toy import hello
 
 ME = Rank(1)
-FROZEN = "HoldLease CloseGate"
+FROZEN = "CloseGate"
 
 
 class Rank1:

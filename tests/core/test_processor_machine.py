@@ -245,7 +245,7 @@ def test_a_save_of_the_version_before_waits_for_the_update_that_is_on_its_way() 
         rank.freeze()
         rank.quiet(7)
         rank.save(8, how=How.REDO)
-        assert rank.freeze("b") == "CancelSave HoldLease CloseGate"
+        assert rank.freeze("b") == "CancelSave CloseGate"
         assert rank.quiet(7) == ">Frozen", "an answer from before the first order"
         assert rank.save(7, incident="b") == rank.quiet(7, m.Phase.UPDATING).replace(">Frozen", "") == ""
         if made:

@@ -33,7 +33,7 @@ def test_a_freeze_closes_the_gate_and_answers() -> None:
 def test_a_device_that_stands_still_is_waited_for_only_where_nothing_broke(snapshot: bool) -> None:
     rank = Rank1()
     rank.freeze(snapshot=snapshot)
-    assert act.CloseGate(hurry=not snapshot) in rank.did
+    assert act.CloseGate(360, hurry=not snapshot) in rank.did
 
 
 def test_a_torn_rank_says_so() -> None:
@@ -54,7 +54,7 @@ def test_a_thaw_opens_the_gate() -> None:
     rank.freeze()
     rank.quiet()
     assert rank.thaw("other") == ""
-    assert rank.thaw("a") == "OpenGate DropLease"
+    assert rank.thaw("a") == "OpenGate"
     assert rank.thaw("a") == ""
     assert rank.freeze("a") == ""  # said twice, and over
     assert rank.freeze("b") == FROZEN
@@ -90,7 +90,7 @@ def test_a_snapshot_is_thawed_when_the_stream_is_lost() -> None:
     rank = Rank1()
     rank.freeze(snapshot=True)
     rank.save(0)
-    assert rank.event(ev.StreamDown("gone")) == "CancelSave OpenGate DropLease"
+    assert rank.event(ev.StreamDown("gone")) == "CancelSave OpenGate"
 
 
 @pytest.mark.parametrize(("written_before", "answer"), [(True, m.Saved), (False, m.SaveFailed)])
@@ -123,7 +123,7 @@ def test_a_snapshot_that_became_a_rescue_has_the_time_of_one() -> None:
     rank.freeze(snapshot=True)
     assert rank.after(350) == ""
     rank.freeze(snapshot=False)
-    assert act.HoldLease(350 + 360) in rank.did
+    assert act.CloseGate(350 + 360, hurry=True) in rank.did
     rank.freeze(snapshot=False)
     assert rank.after(359) == ""
     assert rank.after(1) == "Exit(70)"
@@ -387,7 +387,7 @@ def test_only_who_has_nothing_else_goes_back_for_a_checkpoint_on_request() -> No
 def test_another_incident_cancels_what_belongs_to_the_last() -> None:
     rank = frozen()
     rank.save()
-    assert rank.freeze("b") == "CancelSave HoldLease CloseGate"
+    assert rank.freeze("b") == "CancelSave CloseGate"
     assert rank.event(written(0, "a")) == ""
     assert rank.save(incident="a") == ""
 
@@ -395,5 +395,5 @@ def test_another_incident_cancels_what_belongs_to_the_last() -> None:
 def test_a_thaw_cancels_a_save() -> None:
     rank = frozen()
     rank.save()
-    assert rank.thaw() == "CancelSave OpenGate DropLease"
+    assert rank.thaw() == "CancelSave OpenGate"
     assert rank.event(written()) == ""

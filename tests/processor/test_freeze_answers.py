@@ -22,6 +22,7 @@ from ttp.processor import state_inspector
 from ttp.processor.processor import Processor
 from ttp.processor.state_inspector import Seen
 
+CLOSE = act.CloseGate(1.0, hurry=True)
 PATIENCE_S = 60.0
 
 
@@ -188,8 +189,7 @@ def test_the_gate_closes_although_the_run_directory_hangs(tmp_path: Path, monkey
     hangs = threading.Event()
     monkeypatch.setattr(Leases, "grant", lambda *_: hangs.wait(PATIENCE_S))
     processor = alone(SlowToLook(), tmp_path)
-    processor._try(act.HoldLease(1.0))
-    processor._try(act.CloseGate())
+    processor._try(CLOSE)
     assert processor.gate.closed
     hangs.set()
 
@@ -200,7 +200,7 @@ def test_what_cannot_be_done_keeps_nothing_after_it_from_being_done(
     processor = alone(SlowToLook(), tmp_path)
     monkeypatch.setattr("ttp.processor.link.connecting.aside", no_thread)
     processor._try(act.Connect(start_controller=False))
-    processor._try(act.CloseGate())
+    processor._try(CLOSE)
     assert processor.gate.closed
     told = processor._inbox.get_nowait()
     assert isinstance(told, ev.StreamDown) and "new thread" in told.reason
@@ -280,7 +280,7 @@ def test_a_state_that_was_read_before_the_gate_closed_is_no_answer(tmp_path: Pat
     processor._inspector.on_quiet(asked=True)
     assert processor._inspector._worker.wait_done(PATIENCE_S)
     processor.begin_update()
-    processor._try(act.CloseGate())
+    processor._try(CLOSE)
     assert [quiet.phase for quiet in answers(processor)] == [m.Phase.UPDATING]
     processor.end_update()
     assert [(quiet.phase, quiet.version) for quiet in answers(processor)] == [(m.Phase.IDLE, 1)]
@@ -290,11 +290,11 @@ def test_an_inspection_that_ends_after_a_thaw_is_not_the_answer_to_the_next_free
     """The state has changed in between, perhaps back to the same version by a repair."""
     source = SlowToLook("inspection")
     processor = alone(source, tmp_path)
-    processor._try(act.CloseGate())
+    processor._try(CLOSE)
     assert source.looking.wait(PATIENCE_S)
     processor._try(act.OpenGate())
     source.seen.set()
     assert answers(processor) == []
-    processor._try(act.CloseGate())
+    processor._try(CLOSE)
     (quiet,) = answers(processor)
     assert quiet.bad == ("inspection 2",)

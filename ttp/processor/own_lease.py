@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from pathlib import Path
 
-from ttp.core.rank import actions as act
 from ttp.launch.leases import Leases
 from ttp.processor.serial_worker import SerialWorker
+
+log = logging.getLogger("ttp.processor")
 
 LEASE_S = 1.0
 """Seconds that a leaving process waits until its lease is removed."""
@@ -34,12 +36,16 @@ class OwnLease:
         """Note that no processor runs in this process, and that it needs no lease. Waits for the directory."""
         self._leases.disarm(self._pid)
 
-    def perform(self, action: act.HoldLease | act.DropLease) -> None:
-        """Ask the launcher not to stop this process before a time, or tell it that it may. Does not wait."""
-        if isinstance(action, act.HoldLease):
-            self.writer.submit(lambda: self._leases.grant(self._pid, action.until))
-        else:
-            self.writer.submit(lambda: self._leases.revoke(self._pid))
+    def hold(self, until: float) -> None:
+        """Ask the launcher not to stop this process before ``until``, in monotonic seconds. Does not wait."""
+        try:
+            self.writer.submit(lambda: self._leases.grant(self._pid, until))
+        except RuntimeError as problem:  # no thread can be started; the gate has to close all the same
+            log.warning("the launcher may stop this process although it saves: %s", problem)
+
+    def drop(self) -> None:
+        """Tell the launcher that it may stop this process. Does not wait; raises RuntimeError as ``SerialWorker``."""
+        self.writer.submit(lambda: self._leases.revoke(self._pid))
 
     def close(self) -> None:
         """Remove the lease when the process leaves the job in good order. Waits at most ``LEASE_S`` seconds."""

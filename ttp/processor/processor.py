@@ -321,7 +321,8 @@ class Processor:
         match action:
             case act.LinkAction():
                 self._link.perform(action)
-            case act.CloseGate(hurry):
+            case act.CloseGate(until, hurry):
+                self._lease.hold(until)
                 if self.copying is not None:
                     self.copying.freeze()
                 self._inspector.freeze(hurry=hurry)
@@ -329,6 +330,7 @@ class Processor:
                 if self.copying is not None:
                     self.copying.thaw()
                 self._inspector.thaw()
+                self._lease.drop()
             case act.Redo(version):
                 self._inspector.redo(version)
             case act.StartSave(save):
@@ -337,8 +339,6 @@ class Processor:
                 self._saver.cancel()
             case act.StartCommit(commit):
                 self._saver.commit(commit)
-            case act.HoldLease() | act.DropLease():
-                self._lease.perform(action)
             case act.NoteRing():
                 self._lease.writer.submit(lambda: self._link.note(action, self._machine.incarnation))
             case act.Joined(incarnation, first, joins, guest):

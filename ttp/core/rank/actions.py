@@ -67,17 +67,20 @@ class CloseAside(LinkAction):
 
 @dataclass(frozen=True, slots=True)
 class CloseGate(Action):
-    """Close the gate and report the state behind it (``Quiet``).
+    """Ask the launcher not to stop this process (a lease), close the gate and report the state behind it (``Quiet``).
 
-    ``hurry``: there is a fault, so do not wait for an accelerator that makes no progress: it may hang.
+    Args:
+        until: the time at which the lease ends.
+        hurry: there is a fault, so do not wait for an accelerator that makes no progress: it may hang.
     """
 
-    hurry: bool = True
+    until: float
+    hurry: bool
 
 
 @dataclass(frozen=True, slots=True)
 class OpenGate(Action):
-    """Open the gate: training goes on."""
+    """Open the gate, as training goes on, and give the lease back: the launcher may stop this process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,18 +107,6 @@ class StartCommit(Action):
     """Commit on the saver thread."""
 
     order: m.Commit
-
-
-@dataclass(frozen=True, slots=True)
-class HoldLease(Action):
-    """Ask the launcher not to stop this process before ``until``."""
-
-    until: float
-
-
-@dataclass(frozen=True, slots=True)
-class DropLease(Action):
-    """Withdraw the request to the launcher: it may stop this process."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,15 +124,13 @@ class RankRescue:
         elif self._snapshot and not order.snapshot:
             self._frozen_since = now  # a fault has turned the snapshot into a rescue
         self.incident, self._snapshot = order.incident, order.snapshot
-        self._outbox.do(act.HoldLease(self._frozen_since + self._rescue_s))
-        self._outbox.do(act.CloseGate(hurry=not order.snapshot))
+        self._outbox.do(act.CloseGate(self._frozen_since + self._rescue_s, hurry=not order.snapshot))
 
     def _thaw(self) -> None:
         self._cancel()
         self.incident, self._snapshot, self._redoing, self._looking = "", False, None, False
         self._outbox.answers_aside = False
         self._outbox.do(act.OpenGate())
-        self._outbox.do(act.DropLease())
 
     def _start(self, order: m.Save | m.Commit, now: float) -> None:
         key, running = (type(order), order.generation), self._order
