@@ -10,7 +10,8 @@ from ttp.core import messages as m
 from ttp.core.controller.events import ControllerTimeouts
 from ttp.core.layout import Version
 from ttp.core.rank import events as ev
-from ttp.core.rank.machine import ProcessorMachine, RankTimeouts
+from ttp.core.rank.events import RankTimeouts
+from ttp.core.rank.machine import ProcessorMachine
 
 PATIENCE = ControllerTimeouts(
     answer_s=5,

@@ -9,7 +9,8 @@ from ttp.core.decide import How
 from ttp.core.layout import Rank, Shard, Version
 from ttp.core.rank import actions as act
 from ttp.core.rank import events as ev
-from ttp.core.rank.machine import ProcessorMachine, RankTimeouts
+from ttp.core.rank.events import RankTimeouts
+from ttp.core.rank.machine import ProcessorMachine
 from ttp.testing.scenario import grid
 from ttp.testing.toy import hello
 

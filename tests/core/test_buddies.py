@@ -20,7 +20,7 @@ from ttp.core.decide import How
 from ttp.core.layout import Layout, Rank, Shard, Version
 from ttp.core.rank import actions as act
 from ttp.core.rank import events as ev
-from ttp.core.rank.machine import ProcessorMachine, RankTimeouts
+from ttp.core.rank.machine import ProcessorMachine
 from ttp.core.replication import NOBODY, Buddies, Generations, keepers
 from ttp.testing.scenario import grid
 from ttp.testing.toy import hello
@@ -259,7 +259,7 @@ class Played:
         self.world, self.every = world, every
         self.layout = grid(world, 1)
         self.terms = 0
-        self.machines = [ProcessorMachine(hello(r, self.layout), RankTimeouts(), 0.0) for r in range(world)]
+        self.machines = [ProcessorMachine(hello(r, self.layout), ev.RankTimeouts(), 0.0) for r in range(world)]
         self.generations = [Generations() for _ in range(world)]
         self.held: list[set[Version]] = [set() for _ in range(world)]  # copies that are stored and not dropped
         self.making: list[Version | None] = [None] * world
@@ -358,7 +358,7 @@ def test_there_is_always_a_version_that_all_hold(seed: int) -> None:
 
 
 def test_a_turn_is_skipped_while_the_last_one_is_open() -> None:
-    machine = ProcessorMachine(hello(1, ALONE), RankTimeouts(), 0.0)
+    machine = ProcessorMachine(hello(1, ALONE), ev.RankTimeouts(), 0.0)
     said: list[Copied] = []
 
     def event(event: ev.Event) -> list[str]:
@@ -378,7 +378,7 @@ def test_a_turn_is_skipped_while_the_last_one_is_open() -> None:
 
 
 def test_orders_of_kept_copies_need_no_state_of_that_version() -> None:
-    machine = ProcessorMachine(hello(1, ALONE), RankTimeouts(), 0.0)
+    machine = ProcessorMachine(hello(1, ALONE), ev.RankTimeouts(), 0.0)
     for event in (
         ev.StreamUp(),
         ev.OrderReceived(m.Welcome(Rank(1), 1, 1, "1")),

@@ -12,7 +12,7 @@ import pytest
 from tests.core.seeds import seeds
 from ttp.core.controller.events import ControllerTimeouts
 from ttp.core.layout import Rank
-from ttp.core.rank.machine import RankTimeouts
+from ttp.core.rank.events import RankTimeouts
 from ttp.testing.scenario import Fault, Scenario, grid
 from ttp.testing.simulation import Simulation
 

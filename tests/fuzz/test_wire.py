@@ -31,7 +31,8 @@ from ttp.core.layout import WORLD_SIZE_MAX, Layout, Rank, Shard, Version
 from ttp.core.layout_messages import TellLayout
 from ttp.core.rank import actions as act
 from ttp.core.rank import events as ev
-from ttp.core.rank.machine import ProcessorMachine, RankTimeouts
+from ttp.core.rank.events import RankTimeouts
+from ttp.core.rank.machine import ProcessorMachine
 from ttp.core.relay import Frame, LineId
 from ttp.core.restore_messages import Candidate, Reading, Restored, RestoreView
 from ttp.mindio.protocol.handler_recovery import HandlerRecovery

@@ -9,7 +9,8 @@ from ttp.core import messages as m
 from ttp.core.layout import Layout, Rank, Version
 from ttp.core.rank import actions as act
 from ttp.core.rank import events as ev
-from ttp.core.rank.machine import ProcessorMachine, RankTimeouts
+from ttp.core.rank.events import RankTimeouts
+from ttp.core.rank.machine import ProcessorMachine
 from ttp.core.rank.program import RankProgram
 from ttp.mindio.protocol import messages as rm
 from ttp.mindio.protocol.rank_side import NoHandlers, RankRounds, Said, StartAct

@@ -27,7 +27,7 @@ from tests.waiting import until
 from ttp import restoring, session
 from ttp.config import RankEnv
 from ttp.core.layout import Layout, Rank
-from ttp.core.rank.machine import RankTimeouts
+from ttp.core.rank.events import RankTimeouts
 from ttp.processor import processor
 from ttp.processor.liveness import host_services
 from ttp.processor.local_state.pages import Page, PageWriter, page_name, read_page

@@ -15,7 +15,8 @@ from ttp.core.copy_messages import CopyTo, Keep, MirrorTo
 from ttp.core.layout import Rank, Version
 from ttp.core.rank import actions as act
 from ttp.core.rank import events as ev
-from ttp.core.rank.machine import ProcessorMachine, RankTimeouts
+from ttp.core.rank.events import RankTimeouts
+from ttp.core.rank.machine import ProcessorMachine
 from ttp.core.stripes import PART_BYTES_MIN
 from ttp.errors import EXIT_NOT_SAVED, EXIT_SAVED
 from ttp.processor.gate.gate import GateState

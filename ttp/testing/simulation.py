@@ -28,7 +28,7 @@ from ttp.core.controller.events import Accused, ConnectionId, ControllerTimeouts
 from ttp.core.controller.layout_exchange import in_parts
 from ttp.core.layout import Rank, Version
 from ttp.core.rank import events as ev
-from ttp.core.rank.machine import RankTimeouts
+from ttp.core.rank.events import RankTimeouts
 from ttp.core.replication import keepers
 from ttp.testing.clock import Clock, Killed
 from ttp.testing.invariants import Judge

@@ -1,4 +1,4 @@
-"""Events that a rank's machine (``ttp.core.rank.machine``) takes; ``ttp.processor`` makes them."""
+"""The events that a rank's machine (``ttp.core.rank.machine``) takes, which ``ttp.processor`` makes; its timeouts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,28 @@ from dataclasses import dataclass
 from ttp.core import messages as m
 from ttp.core.layout import Version
 from ttp.core.restore_messages import Candidate, Reading
+
+
+@dataclass(frozen=True, slots=True)
+class RankTimeouts:
+    """Timeouts of a rank's machine, in seconds."""
+
+    heartbeat_s: float = 1.0
+    rescue_s: float = 360.0
+    retry_min_s: float = 0.05
+    retry_max_s: float = 1.0
+    alone_s: float = 20.0
+    """How long a rank that is broken or has finished waits for a controller that cannot be reached."""
+    start_controller_after: int = 2
+    """Failed attempts after which a controller is started, if one may run on this host."""
+    failover_s: float = 0.5
+    """How long a lost controller is tried again before a standby controller is asked to take over."""
+    connect_s: float = 1.0
+    """How long a controller may take to answer if others could take over; doubled with each round of the ring."""
+    doubt_s: float = 2.0
+    """Silence of the controller's host after which a standby controller is asked to save meanwhile."""
+    redo_s: float = 30.0
+    """How long an update for a redo may take."""
 
 
 @dataclass(frozen=True, slots=True)

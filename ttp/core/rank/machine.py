@@ -20,7 +20,7 @@ Files: ``rescue`` does a rank's work between freeze and thaw, ``failover`` choos
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ttp.core import messages as m
 from ttp.core.copy_messages import CopyTo, Keep, MirrorTo, Settled
@@ -37,46 +37,24 @@ from ttp.core.restore_messages import Restored, RestoreDecision, RestoreView
 from ttp.errors import EXIT_NOT_SAVED, EXIT_SAVED
 
 
-@dataclass(frozen=True, slots=True)
-class RankTimeouts:
-    """Timeouts of a rank's machine, in seconds."""
-
-    heartbeat_s: float = 1.0
-    rescue_s: float = 360.0
-    retry_min_s: float = 0.05
-    retry_max_s: float = 1.0
-    alone_s: float = 20.0
-    """How long a rank that is broken or has finished waits for a controller that cannot be reached."""
-    start_controller_after: int = 2
-    """Failed attempts after which a controller is started, if one may run on this host."""
-    failover_s: float = 0.5
-    """How long a lost controller is tried again before a standby controller is asked to take over."""
-    connect_s: float = 1.0
-    """How long a controller may take to answer if others could take over; doubled with each round of the ring."""
-    doubt_s: float = 2.0
-    """Silence of the controller's host after which a standby controller is asked to save meanwhile."""
-    redo_s: float = 30.0
-    """How long an update for a redo may take."""
-
-
 class ProcessorMachine:
     """The protocol of one rank: ``on_event`` takes every event; ``deadline`` tells when the next ``Observed`` is due.
 
     Args:
         hello: the rank's ``Hello``; version, phase and other changing fields are filled in whenever it is sent.
-        timeouts: see ``RankTimeouts``.
+        timeouts: see ``ttp.core.rank.events.RankTimeouts``.
         now: the time at which the machine starts, in seconds of the clock that ``on_event`` is given.
         layout: the layout of the job in parts, from ``ttp.core.controller.layout_exchange.in_parts``.
     """
 
-    def __init__(self, hello: m.Hello, timeouts: RankTimeouts, now: float, layout: Parts = ()) -> None:
+    def __init__(self, hello: m.Hello, timeouts: ev.RankTimeouts, now: float, layout: Parts = ()) -> None:
         self.timeouts = timeouts
         self.term = 0
         self.incarnation = 0
         self.gone = self._guest = False
         self._outbox = RankOutbox()
         self.state = RankState(hello, hello.version, hello.phase, RankProgram())
-        self._rescue = RankRescue(self.state, self._outbox, timeouts.rescue_s, timeouts.redo_s)
+        self._rescue = RankRescue(self.state, self._outbox, timeouts)
         self._copies = CopyTurns(hello.rank, self._outbox)
         self._layout = layout
         self._attempts = 0
@@ -89,11 +67,8 @@ class ProcessorMachine:
         self._undecided = False
         self._observed = ev.Observed(hello.version, hello.phase)
         self._route = Route(timeouts.failover_s)
-        self._aside = StandInStream(
-            self.state, self._outbox, self._rescue, self._route,
-            heartbeat_s=timeouts.heartbeat_s, doubt_s=timeouts.doubt_s, connect_s=timeouts.connect_s,
-            greeting=self._greeting, tell_layout=self._tell_layout,
-        )  # fmt: skip
+        parts = self.state, self._outbox, self._rescue, self._route
+        self._aside = StandInStream(*parts, timeouts, self._greeting, self._tell_layout)
         self._noted: act.NoteRing | None = None
 
     @property
@@ -205,13 +180,13 @@ class ProcessorMachine:
         Attempts at the lost controller end with its respite, so that all ranks come to the next controller at about the
         same time: an attempt at a host that does not answer ends only by this limit.
         """
-        m_ = self.timeouts
+        times = self.timeouts
         if not self._route.standbys:
             return None
         if self._route.takeover or self._down_since is None:
-            return float(m_.connect_s * 2**self._route.rounds)
-        respite_s = max(m_.failover_s, m_.connect_s)  # a host that is cut off for a moment answers again
-        return max(m_.retry_min_s, self._down_since + respite_s - now)
+            return float(times.connect_s * 2**self._route.rounds)
+        respite_s = max(times.failover_s, times.connect_s)  # a host that is cut off for a moment answers again
+        return max(times.retry_min_s, self._down_since + respite_s - now)
 
     # --------------------------------------------------------------------------------------------------------- stream
 
@@ -242,10 +217,9 @@ class ProcessorMachine:
         if self._down_since is None:
             self._down_since = now
         self._route.lost(now - self._down_since)
-        m_ = self.timeouts
         # Attempts at the lost controller do not delay the first one at its successor.
         in_vain = 0 if self._route.takeover and not self._route.rounds else min(self._attempts, 10)
-        self._connect_at = now + min(m_.retry_max_s, m_.retry_min_s * 2**in_vain)
+        self._connect_at = now + min(self.timeouts.retry_max_s, self.timeouts.retry_min_s * 2**in_vain)
         self._attempts += 1
         self._aside.controller_lost()
         self._rescue.stream_lost()

@@ -53,17 +53,16 @@ class RankRescue:
     Args:
         state: the state of this rank.
         outbox: takes reports and actions.
-        rescue_s: seconds after which a rank that was frozen for a fault gives up waiting for its release (``TTP_OT``).
-        redo_s: seconds that an update for a redo may take.
+        timeouts: of these, how long a rescue and an update for a redo may take.
     """
 
-    def __init__(self, state: RankState, outbox: RankOutbox, rescue_s: float, redo_s: float) -> None:
+    def __init__(self, state: RankState, outbox: RankOutbox, timeouts: ev.RankTimeouts) -> None:
         self.incident = ""
         """The incident that this rank is frozen for; empty if it is not frozen."""
-        self._state, self._outbox, self._rescue_s, self._redo_s = state, outbox, rescue_s, redo_s
+        self._state, self._outbox, self._timeouts = state, outbox, timeouts
         self._snapshot = False
         self._generation = 0
-        self._frozen_since = 0.0
+        self._gives_up_at = 0.0  # until then a rank that is frozen for a fault waits for its release
         self._over: deque[tuple[int, str]] = deque(maxlen=OVER_MAX)
         self._order: m.Save | m.Commit | None = None
         self._looking = False  # the state behind the gate is being looked at: the result follows
@@ -84,13 +83,13 @@ class RankRescue:
         if self._redo_until is not None:
             yield self._redo_until
         if self.incident and not self._snapshot:
-            yield self._frozen_since + self._rescue_s
+            yield self._gives_up_at
 
     def expire(self, now: float) -> bool:
         """Give up a redo that does not end. Return whether the whole rescue takes too long."""
         if self._redo_until is not None and now >= self._redo_until:
             self._redo_failed("the ordered update does not end")
-        return bool(self.incident) and not self._snapshot and now >= self._frozen_since + self._rescue_s
+        return bool(self.incident) and not self._snapshot and now >= self._gives_up_at
 
     # --------------------------------------------------------------------------------------------------------- orders
 
@@ -120,11 +119,10 @@ class RankRescue:
             self._cancel()
             if order.incident != self._results_of:  # a thawed incident may freeze again: its results stay
                 self._results, self._results_of, self._generation, self.failure = {}, order.incident, 0, ""
-            self._frozen_since = now
-        elif self._snapshot and not order.snapshot:
-            self._frozen_since = now  # a fault has turned the snapshot into a rescue
+        if order.incident != self.incident or (self._snapshot and not order.snapshot):
+            self._gives_up_at = now + self._timeouts.rescue_s  # anew if a fault turns the snapshot into a rescue
         self.incident, self._snapshot = order.incident, order.snapshot
-        self._outbox.do(act.CloseGate(self._frozen_since + self._rescue_s, hurry=not order.snapshot))
+        self._outbox.do(act.CloseGate(self._gives_up_at, hurry=not order.snapshot))
 
     def _thaw(self) -> None:
         self._cancel()
@@ -160,7 +158,7 @@ class RankRescue:
         if not order.order.shards or self._holds(order):  # any rank can collect pages
             self._outbox.do(act.StartSave(_as_it_is(order) if redoes else order))
         elif redoes and order.version == version + 1 and phase is m.Phase.IDLE:
-            self._redo_until = now + self._redo_s
+            self._redo_until = now + self._timeouts.redo_s
             if self._redoing is None:  # else the update is on its way, or its refusal, which would name no order
                 self._redoing, self._redo_ends = order.version, self._redo_until
                 self._outbox.do(act.Redo(order.version))

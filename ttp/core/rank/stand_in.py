@@ -41,9 +41,7 @@ class StandInStream:
         outbox: takes reports and actions.
         rescue: carries out the orders of the stand-in.
         route: has the addresses of the standby controllers.
-        heartbeat_s: seconds between two heartbeats of this rank.
-        doubt_s: see ``RankTimeouts``.
-        connect_s: seconds that a controller may take to answer.
+        timeouts: see ``RankTimeouts``.
         greeting: returns the rank's present ``Hello``.
         tell_layout: answers ``TellLayout``, with an action for each part.
     """
@@ -54,16 +52,12 @@ class StandInStream:
         outbox: RankOutbox,
         rescue: RankRescue,
         route: Route,
-        *,
-        heartbeat_s: float,
-        doubt_s: float,
-        connect_s: float,
+        timeouts: ev.RankTimeouts,
         greeting: Callable[[], m.Hello],
         tell_layout: Callable[[str, type[act.Send | act.SendAside]], None],
     ) -> None:
         self._state, self._outbox, self._rescue, self._route = state, outbox, rescue, route
-        self._heartbeat_s, self._doubt_s, self._connect_s = heartbeat_s, doubt_s, connect_s
-        self._greeting, self._tell_layout = greeting, tell_layout
+        self._timeouts, self._greeting, self._tell_layout = timeouts, greeting, tell_layout
         self._look_at: float | None = None
         self._open = False
         self.welcomed = False
@@ -74,7 +68,7 @@ class StandInStream:
         """Start to watch the controller's host, because the controller has welcomed this rank."""
         if not self._goes_on:
             self.close()
-        self._look_at = now + self._heartbeat_s
+        self._look_at = now + self._timeouts.heartbeat_s
 
     def deadlines(self) -> Iterator[float]:
         """Yield the time at which ``on_time`` has something to do."""
@@ -144,8 +138,9 @@ class StandInStream:
     def _looked(self, silent_s: float | None, now: float) -> None:
         if silent_s is None or not self._watches:
             return
-        self._look_at = now + (LOOK_S if silent_s > QUIET * self._heartbeat_s else max(LOOK_S, self._heartbeat_s))
-        if silent_s < self._doubt_s:
+        beat_s = self._timeouts.heartbeat_s
+        self._look_at = now + (LOOK_S if silent_s > QUIET * beat_s else max(LOOK_S, beat_s))
+        if silent_s < self._timeouts.doubt_s:
             if not self._goes_on:
                 self.close()
         elif not self._open and self._matters:
@@ -159,7 +154,7 @@ class StandInStream:
     def _connect(self) -> None:
         others = self._route.others
         self._open, self._to = True, others[self._tries % len(others)]
-        self._outbox.do(act.ConnectAside(self._to, self._connect_s))
+        self._outbox.do(act.ConnectAside(self._to, self._timeouts.connect_s))
         self._tries += 1
 
     def _down(self, now: float) -> None:

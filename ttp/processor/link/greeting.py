@@ -10,7 +10,7 @@ from ttp._version import __version__
 from ttp.config import Config, RankEnv
 from ttp.core import messages as m
 from ttp.core.layout import Rank
-from ttp.core.rank.machine import RankTimeouts
+from ttp.core.rank.events import RankTimeouts
 from ttp.core.stripes import WHOLE
 from ttp.launch.standby import own_address
 from ttp.processor.rank_job import RankJob
