@@ -8,6 +8,7 @@ Names and units follow https://prometheus.io/docs/practices/naming/.
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import logging
 import socket
@@ -133,7 +134,7 @@ def snapshot(driver: Driver, tally: Tally) -> Snapshot:
         )
         if expected <= RANKS_MAX
         else (),
-        tally=tally.copy(),
+        tally=copy.deepcopy(tally),  # for the thread of a scrape
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -43,10 +43,6 @@ class Histogram:
         """Count one duration."""
         self.counts[bisect_left(BUCKETS_S, seconds)] += 1
         self.total_s += seconds
-
-    def copy(self) -> Histogram:
-        """Return an independent copy."""
-        return Histogram(list(self.counts), self.total_s)
 
 
 @dataclass
@@ -148,16 +144,6 @@ class Tally:
             self._down_since = None
         if stage == "training" and self._down_since is None:
             self._finished = max(self._finished, newest)
-
-    def copy(self) -> Tally:
-        """Return an independent copy, for another thread."""
-        return replace(
-            self,
-            incidents=Counter(self.incidents),
-            parts={name: histogram.copy() for name, histogram in self.parts.items()},
-            recovery=self.recovery.copy(),
-            spent_s=defaultdict(float, self.spent_s),
-        )
 
     def _reached(self, what: str, part: str, since: str, now: float) -> None:
         if since in self._at:

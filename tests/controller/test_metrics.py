@@ -116,7 +116,7 @@ def test_what_is_shown_follows_the_rules_of_names() -> None:
     tally, registry = Tally(), CollectorRegistry()
     killed_and_back(tally)
     collector = Collector()
-    collector.latest = Snapshot(stage="training", ranks=(RankNumbers(0, 'h"ost\n', 9, 0.5),), tally=tally.copy())
+    collector.latest = Snapshot(stage="training", ranks=(RankNumbers(0, 'h"ost\n', 9, 0.5),), tally=tally)
     registry.register(collector)
     numbers = scraped(generate_latest(registry).decode())
     assert numbers["ttp_incidents_total", "exited,saved"] == 1 and numbers["ttp_stage", "training"] == 1
