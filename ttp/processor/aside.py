@@ -6,10 +6,12 @@ import threading
 from collections.abc import Callable
 
 
-def aside(name: str, job: Callable[[], object]) -> None:
-    """Run a function that may block, on a thread of its own with this name.
+def aside(name: str, job: Callable[[], object]) -> threading.Thread:
+    """Run a function that may block, on a thread of its own with this name. Return the thread.
 
     Raises:
         RuntimeError: no thread can be started.
     """
-    threading.Thread(target=job, name=name, daemon=True).start()
+    thread = threading.Thread(target=job, name=name, daemon=True)
+    thread.start()
+    return thread

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 
 from ttp.errors import EXIT_BAD_CONFIG
+from ttp.processor.aside import aside
 from ttp.processor.last_words import leave_word
 from ttp.processor.liveness.signals import set_default
 
@@ -43,9 +44,9 @@ def end_process(code: int, text: str, before_exit: Callable[[], None] | None, le
         if code == EXIT_BAD_CONFIG:
             leave_word(text)
         if before_exit is not None and code:
-            _aside(before_exit, EXIT_S / 2)
+            _within(before_exit, EXIT_S / 2)
         let_go()
-        _aside(_flush, 0.5)  # the main thread may hold the lock of stdout
+        _within(_flush, 0.5)  # the main thread may hold the lock of stdout
     except Exception:
         log.exception("an error while this process was ending; it exits all the same")
     finally:
@@ -56,12 +57,10 @@ def end_process(code: int, text: str, before_exit: Callable[[], None] | None, le
         os._exit(code)
 
 
-def _aside(job: Callable[[], None], patience_s: float) -> None:
+def _within(job: Callable[[], None], patience_s: float) -> None:
     """Run a function on a thread of its own, and wait at most ``patience_s`` seconds for it."""
-    thread = threading.Thread(target=job, name="ttp-exit", daemon=True)
     with contextlib.suppress(RuntimeError):  # no thread can be started: the function is not called
-        thread.start()
-        thread.join(patience_s)
+        aside("ttp-exit", job).join(patience_s)
 
 
 def _flush() -> None:
