@@ -19,6 +19,7 @@ from ttp.errors import CheckpointError, RestoreError, StorageAwayError
 from ttp.launch.rank_names import in_torchruns_names
 from ttp.processor import continuing
 from ttp.store import choice
+from ttp.store.held import Held
 from ttp.store.share import WHOLE, Share, everything, share_of
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class Restoring:
             RefusedError: the controller does not accept this rank.
             RestoreError: the ranks have no checkpoint in common, or do not restore together.
         """
-        with choice.held_for(self._save_dir).reading():
+        with Held.of(self._save_dir).reading():  # the writer does not remove a checkpoint in memory meanwhile
             found, chosen = self._find_in_time()
             choice.warn_of_lost_steps(found.candidates, chosen)
             if self._processor is not None and self._first and not chosen.name:

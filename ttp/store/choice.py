@@ -111,10 +111,6 @@ def _none_whole(entries: Mapping[Path, Iterable[CatalogEntry]]) -> list[str]:
     return [none_whole_note(newest)] if newest else []
 
 
-held_for = Held.of
-"""Returns the ``Held`` of a ``save_dir``, whose ``reading`` keeps the checkpoint in memory from being removed."""
-
-
 def _reading(checkpoint: Path, share: Share) -> Reading:
     """Return the report of this rank's share. The manifest's times distinguish a shared file from copies of it."""
     try:
