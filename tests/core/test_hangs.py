@@ -7,7 +7,7 @@ import pytest
 from ttp.core.controller import hangs
 from ttp.core.controller.hangs import HangWatch, Suspicion
 from ttp.core.layout import Rank, Version
-from ttp.core.messages import FaultKind, Heartbeat, Phase
+from ttp.core.messages import Heartbeat, Phase
 
 IDLE, UPDATING, DONE = Phase.IDLE, Phase.UPDATING, Phase.DONE
 
@@ -71,7 +71,7 @@ class TestCulprit:
         job = Job()
         job.stand(r0=(0, 2), r1=(0, 2), r2=(0, 1), r3=(0, 2))
         (found,) = job.wait(60)
-        assert found.subjects == (2,) and found.kind is FaultKind.HUNG
+        assert found.subjects == (2,)
         assert "rank 2 at step 21, point 1, ranks 0-1,3 at step 21, point 2" in found.text
 
     def test_a_version_behind(self) -> None:

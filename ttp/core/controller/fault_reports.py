@@ -79,7 +79,7 @@ class FaultReports:
         if suspicion is None:
             return
         for rank in suspicion.subjects or (OUTSIDER,):
-            self._rescue.fault(rank, suspicion.kind, suspicion.text, now)
+            self._rescue.fault(rank, m.FaultKind.HUNG, suspicion.text, now)
         self.record_lesson()
         for rank in suspicion.subjects[:STACKS_MAX]:
             self._ask_for_stack(rank)

@@ -34,7 +34,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from ttp.core.layout import Rank, ranks_text
-from ttp.core.messages import FaultKind, Heartbeat, Phase
+from ttp.core.messages import Heartbeat, Phase
 
 FACTOR = 3.0
 """A wait is too long if it is this many times the longest wait seen so far."""
@@ -80,12 +80,10 @@ class Suspicion:
     Args:
         subjects: the ranks that the others wait for; empty if none can be singled out.
         text: the observations, for the operator.
-        kind: the kind of evidence.
     """
 
     subjects: tuple[Rank, ...]
     text: str
-    kind: FaultKind = FaultKind.HUNG
 
 
 @dataclass(slots=True)
