@@ -136,16 +136,22 @@ def second(fd: int) -> Iterator[socket.socket]:
         yield view
 
 
+def own_sockets() -> Iterator[tuple[int, socket.socket]]:
+    """Yield the descriptor of each socket of this process, and a ``second`` socket for it; none without /proc."""
+    with contextlib.suppress(OSError):
+        for entry in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if stat.S_ISSOCK(os.fstat(fd := int(entry.name)).st_mode):
+                    with second(fd) as view:
+                        yield fd, view
+
+
 def _connections() -> Iterator[tuple[Peer, tuple[int, object]]]:
-    for entry in Path("/proc/self/fd").iterdir():
-        fd = int(entry.name)
-        with contextlib.suppress(OSError):
-            if stat.S_ISSOCK(os.fstat(fd).st_mode):
-                with second(fd) as view:
-                    address = view.getpeername()
-                peer = _name(address)
-                if peer is not None:
-                    yield peer, (fd, address)
+    for fd, view in own_sockets():
+        with contextlib.suppress(OSError):  # it is not connected
+            address = view.getpeername()
+            if (peer := _name(address)) is not None:
+                yield peer, (fd, address)
 
 
 def _ask(view: socket.socket, gives_up_ms: int | None) -> None:

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import stat
-from pathlib import Path
+import socket
 
-from ttp.wire.sockets import second
+from ttp.wire.sockets import own_sockets
 
 _known: dict[int, tuple[int, int]] = {}  # device and inode behind each descriptor
 _registered = False
@@ -31,7 +30,7 @@ def close_fd_in_children(fd: int) -> None:
 
 def close_in_children(port: int) -> None:
     """Make children that are forked later close all sockets from or to ``port``, whichever end is here."""
-    for fd in _sockets_of(port):
+    for fd in [fd for fd, view in own_sockets() if port in _ports(view)]:
         close_fd_in_children(fd)
 
 
@@ -48,25 +47,12 @@ def _identity(fd: int) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-def _sockets_of(port: int) -> list[int]:
-    """Return the file descriptors of this process that are TCP sockets of ``port``; none without /proc."""
-    found: list[int] = []
-    with contextlib.suppress(OSError):
-        for entry in Path("/proc/self/fd").iterdir():
-            fd = int(entry.name)
-            with contextlib.suppress(OSError):
-                if stat.S_ISSOCK(os.fstat(fd).st_mode) and port in _ports(fd):
-                    found.append(fd)
-    return found
-
-
-def _ports(fd: int) -> set[int]:
-    """Return the ports of both ends of a connection."""
+def _ports(view: socket.socket) -> set[int]:
+    """Return the ports of both ends of a connection; none of a socket that is not of TCP."""
     found: set[int] = set()
-    with second(fd) as view:
-        for name in (view.getsockname, view.getpeername):
-            with contextlib.suppress(OSError):
-                where = name()
-                if isinstance(where, tuple):
-                    found.add(where[1])
+    for name in (view.getsockname, view.getpeername):
+        with contextlib.suppress(OSError):
+            where = name()
+            if isinstance(where, tuple):
+                found.add(where[1])
     return found
