@@ -34,7 +34,6 @@ class Member:
     version: Version
     phase: m.Phase
     last_seen: float
-    lost_at: float | None = None
     mark: int = 0
     activity: str = ""
     broken: str = ""  # confirmed reason for which it cannot train on; empty: none
@@ -275,7 +274,6 @@ class Membership(Ranks):
         """
         self.detach(rank)
         member = self.members[rank]
-        member.lost_at = now if member.lost_at is None else member.lost_at
         if not (member.fenced or member.left) and rank not in self.suspects:
             self.suspects[rank] = max(now, next(reversed(self.suspects.values()), now))
             self.suspects_on[member.hello.host] += 1
