@@ -23,17 +23,16 @@ def can_make(answer: Answer) -> set[int]:
 
 
 def best(layout: Layout, answers: Iterable[Answer]) -> int | None:
-    """Return the largest n that for every shard a readable rank of its group, of one incarnation, can produce.
+    """Return the largest n that for every shard a readable rank of its group can produce.
 
     Instead of a rank of the group, any readable rank may have a kept copy of that shard at n. Copies that are more than
     one version ahead of all answers are of an earlier start of the job.
     """
     answers = list(answers)
-    newest = max((a.incarnation for a in answers), default=0)
-    readable = {a.rank: can_make(a) for a in answers if a.incarnation == newest}
+    readable = {a.rank: can_make(a) for a in answers}
     made = {s: {n for r in ranks for n in readable.get(r, ())} for s, ranks in layout.groups.items()}
     kept: dict[str, set[int]] = {s: set() for s in layout.groups}
-    ahead = max((a.version for a in answers if a.rank in readable), default=0) + 1
-    for shard, version in (copy for a in answers if a.rank in readable for copy in a.kept):
+    ahead = max((a.version for a in answers), default=0) + 1
+    for shard, version in (copy for a in answers for copy in a.kept):
         kept[shard] |= {version} if version <= ahead else set()
     return max(set.intersection(*(made[s] | kept[s] for s in made)), default=None)

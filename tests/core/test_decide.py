@@ -24,7 +24,7 @@ from ttp.core.layout import Layout, Rank, Shard, Version
 from ttp.errors import ConfigError
 
 
-def o(rank: int, version: int, marks: str = "", host: str = "", incarnation: int = 0, *, torn: bool = False) -> Answer:
+def o(rank: int, version: int, marks: str = "", host: str = "", *, torn: bool = False) -> Answer:
     return Answer(
         Rank(rank),
         Version(version),
@@ -34,7 +34,6 @@ def o(rank: int, version: int, marks: str = "", host: str = "", incarnation: int
         main_thread_blocked="s" in marks,
         post_step_done="u" not in marks,
         host=host,
-        incarnation=incarnation,
     )
 
 
@@ -109,12 +108,6 @@ def test_work_is_spread_over_hosts() -> None:
     verdict = decide(job, said)
     assert isinstance(verdict, Plan)
     assert Counter("a" if a.rank < 4 else "b" for a in verdict.assignments) == {"a": 2, "b": 2}
-
-
-def test_answers_of_an_older_incarnation_do_not_count() -> None:
-    verdict = decide(ddp, [o(0, 90, incarnation=1), o(1, 7, incarnation=2)])
-    assert isinstance(verdict, Plan)
-    assert (verdict.version, shown(verdict)) == (7, "m:1")
 
 
 def test_the_last_of_several_answers_of_a_rank_counts() -> None:
@@ -240,10 +233,7 @@ def jobs(draw: st.DrawFn, *, copies: bool = False) -> tuple[Layout, list[Answer]
     job = Layout(world, {Shard(s): tuple(Rank(r) for r in g) for s, g in groups.items()})
     readable = draw(st.lists(st.integers(0, world - 1), unique=True))
     mark = st.sampled_from(["", "g", "p", "gp", "s", "u", "sug", "ps"])
-    said = [
-        o(r, draw(st.integers(0, 3)), draw(mark), draw(st.sampled_from("ab")), draw(st.sampled_from([2, 2, 2, 1])))
-        for r in readable
-    ]
+    said = [o(r, draw(st.integers(0, 3)), draw(mark), draw(st.sampled_from("ab"))) for r in readable]
     if copies:
         shards = st.tuples(st.sampled_from(sorted(job.groups)), st.integers(0, 3).map(Version))
         said = [replace(a, kept=tuple(draw(st.lists(shards, max_size=5)))) for a in said]
@@ -270,8 +260,7 @@ def test_every_shard_once_by_somebody_who_can(job: tuple[Layout, list[Answer]]) 
     verdict = decide(replicas, said)
     if isinstance(verdict, NoPlan):
         return
-    newest = max(a.incarnation for a in said)
-    able = {a.rank: a for a in said if a.incarnation == newest}
+    able = {a.rank: a for a in said}
     assert [a.shard for a in verdict.assignments] == sorted(replicas.groups)
     for assignment in verdict.assignments:
         chosen = able[assignment.rank]

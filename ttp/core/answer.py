@@ -26,7 +26,6 @@ class Answer:
         main_thread_blocked: the main thread runs no Python (it hangs in a collective); the processor can still save.
         post_step_done: the post-step (scheduler, EMA) of ``version`` is done.
         host: the host that the rank runs on; work is spread over hosts.
-        incarnation: launch of the job that the state belongs to.
         digests: digests of the rank's shards at ``version``; a shard without a digest is not compared.
         bad: the copy holds NaN or Inf.
         can_save: false if the rank failed to write; its copy still counts in the comparison of replicas.
@@ -45,7 +44,6 @@ class Answer:
     main_thread_blocked: bool = False
     post_step_done: bool = True
     host: str = ""
-    incarnation: int = 0
     digests: Mapping[Shard, str] = field(default_factory=lambda: NO_DIGESTS)
     bad: bool = False
     can_save: bool = True

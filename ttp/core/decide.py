@@ -145,8 +145,8 @@ def decide(
 ) -> Plan | NoPlan:
     """Plan a checkpoint of the newest version that is complete in every shard.
 
-    Only answers of the newest incarnation count, and of each rank only its last answer. Runs in O(total size of the
-    replica groups), except that the groups of shards that are cut are sorted.
+    Of each rank only its last answer counts. Runs in O(total size of the replica groups), except that the groups of
+    shards that are cut are sorted.
 
     Args:
         layout: the replica groups.
@@ -159,7 +159,7 @@ def decide(
     Returns:
         The plan, or the reason for which no version is complete.
     """
-    by_rank = _newest_incarnation(answers)
+    by_rank = {answer.rank: answer for answer in answers}
     ways = {rank: materialisable(answer) for rank, answer in by_rank.items()}
     verdict = judge(layout, by_rank.values())
     cuts = placement.Cuts(stripes.started(written), frozenset({*uncut, *verdict.odd, *verdict.disputed}))
@@ -216,7 +216,7 @@ class _Known:
     """What is known when a plan is made.
 
     Args:
-        by_rank: the last answer of each rank of the newest incarnation.
+        by_rank: the last answer of each rank.
         ways: ``Mat(r)`` of each of these ranks, with the way to get each version.
         written: shards that are written whole, or in all their parts, with their versions.
         verdict: the comparison of the replicas.
@@ -330,12 +330,6 @@ class _Known:
         more = len(layout.groups) - SHARDS_SHOWN
         shown += [f"and {more} more shards"] if more > 0 else []
         return f"no version is whole in every shard: {'; '.join(shown)}"
-
-
-def _newest_incarnation(answers: Iterable[Answer]) -> dict[Rank, Answer]:
-    listed = list(answers)
-    newest = max((a.incarnation for a in listed), default=0)
-    return {a.rank: a for a in listed if a.incarnation == newest}
 
 
 def _cut_story(assignments: tuple[Assignment, ...]) -> list[str]:

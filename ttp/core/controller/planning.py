@@ -213,7 +213,7 @@ class Planner:
         return max((*answered, *(mb.version for mb in self._job.members.values())), default=Version(0))
 
     def _answers(self, incident: Incident, *, with_offers: bool) -> Iterator[Answer]:
-        members, incarnation, invalid = self._job.members, self._job.incarnation, self.program.invalid
+        members, invalid = self._job.members, self.program.invalid
         redoing, failures, pending = incident.ranks.redoing, incident.ranks.failures, incident.draft.pending
         copies: dict[int, tuple[Mapping[Shard, str], Mapping[Shard, int]]] = {}
         for rank, frozen in incident.ranks.answers.items():
@@ -237,7 +237,6 @@ class Planner:
                 blocked,
                 frozen.post_step_done,
                 member.hello.host,
-                incarnation,
                 digests,
                 bool(frozen.bad),
                 rank not in failures,
@@ -251,12 +250,12 @@ class Planner:
 
     def _of_lost_writers(self, incident: Incident) -> Iterator[Answer]:
         """Yield the votes of ranks that are not here any more, for the copies that they have written."""
-        draft, incarnation = incident.draft, self._job.incarnation
+        draft = incident.draft
         said = {t.order.rank: t.written_from for t in draft.tasks if not incident.ranks.answered(t.order.rank)}
         for rank, frozen in said.items():
             if frozen is not None and draft.plan is not None and frozen.version == draft.plan.version:
                 digests = _copies(frozen)[0]
-                yield Answer(rank, frozen.version, incarnation=incarnation, digests=digests, can_save=False)
+                yield Answer(rank, frozen.version, digests=digests, can_save=False)
 
     def _kept(self, incident: Incident, rank: Rank, frozen: m.Frozen) -> tuple[tuple[Shard, Version], ...]:
         known = incident.ranks
