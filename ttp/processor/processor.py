@@ -367,7 +367,6 @@ class Processor:
 
     def _on_joined(self, incarnation: int, first: bool, *, replaces: bool) -> None:
         self.incarnation = incarnation
-        self.host.joined(incarnation)
         if first:
             try:
                 pages = self.host.begin(self.source, incarnation)

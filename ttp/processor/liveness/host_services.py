@@ -56,10 +56,6 @@ class HostServices:
         if self._config.stacks and stacks.install(self._run_dir):
             self._stack.callback(stacks.uninstall, self._run_dir)
 
-    def joined(self, incarnation: int) -> None:
-        """Note the incarnation of the job: pages of older ones are refused from now on."""
-        self._incarnation = incarnation
-
     def begin(self, source: StateSource, incarnation: int) -> Path:
         """Make this rank's page and its sentinel, and watch the next rank of the host.
 
@@ -69,7 +65,7 @@ class HostServices:
         Raises:
             OSError: there is no place for pages.
         """
-        rank = self._env.rank
+        rank, self._incarnation = self._env.rank, incarnation
         self.pages = PageDirectory(self._run_dir, self._env, self._config.port or 0, host=self._config.host)
         path = self.pages.path
         source.on_welcome(Rank(rank), incarnation, path)
@@ -82,7 +78,7 @@ class HostServices:
         self._kept = KeptPages(path, rank, incarnation)
         self._stack.callback(self._kept.close)
         if self._config.mirror:
-            mirror = PageMirror(path, rank, incarnation, self._page_changed)
+            mirror = PageMirror(path, rank, incarnation, self._sender.send)
             self._stack.callback(self._sender.close)
             self._stack.callback(mirror.close)
             source.watch_pages(mirror.changed)
@@ -128,11 +124,6 @@ class HostServices:
     def wait_stored(self, timeout_s: float) -> bool:
         """Wait until the pages that have arrived are in memory. Returns False after ``timeout_s`` seconds."""
         return self._keeper.wait_done(timeout_s)
-
-    def _page_changed(self, version: int, final: bool, incarnation: int, data: bytes) -> None:
-        """Send the page. Runs on the mirror's thread, which merges changes that come while a page is being sent."""
-        if incarnation == self._incarnation:
-            self._sender.send(version, final, incarnation, data)
 
     def leave(self) -> None:
         """Close the sentinel in good order, stop all that ``begin`` has started, and keep no more pages."""

@@ -45,7 +45,7 @@ class PageSender:
         self._order = order
 
     def send(self, version: int, final: bool, incarnation: int, data: bytes) -> None:
-        """Send a page. Returns when it is kept, or was given up. For one thread."""
+        """Send a page. Returns when it is kept, or was given up. For one thread, that of ``PageMirror``."""
         order = self._order
         if order is None:
             return  # the controller names a keeper only when all ranks have joined
