@@ -43,7 +43,7 @@ from types import MappingProxyType
 from ttp.core import placement, stripes
 from ttp.core.answer import Answer
 from ttp.core.layout import Layout, Rank, Shard, Version, ranks_text
-from ttp.core.replica_vote import Verdict, judge
+from ttp.core.replica_vote import Vote, judge
 
 SHARDS_SHOWN = 16
 """Most shards that are named in a reason, which people read."""
@@ -91,15 +91,15 @@ class Plan:
     lost: int = 0
     dropped: str = ""
 
-    def judged(self, verdict: Verdict, wrong: Iterable[Shard]) -> Plan:
+    def judged(self, vote: Vote, wrong: Iterable[Shard]) -> Plan:
         """Return the plan with a later comparison of the replicas; ``wrong``: shards written from copies it rejects."""
-        disputed = tuple(sorted(verdict.disputed_at(self.version).union(wrong)))
-        if (disputed, verdict.odd_ranks) == (self.disputed, self.odd):
+        disputed = tuple(sorted(vote.disputed_at(self.version).union(wrong)))
+        if (disputed, vote.odd_ranks) == (self.disputed, self.odd):
             return self
-        words = [odd_story(verdict.odd_ranks)] if verdict.odd else []
+        words = [odd_story(vote.odd_ranks)] if vote.odd else []
         words += [dispute_story(disputed)] if disputed else []
         reason = f"{self.reason}; as later answers show, {'; '.join(words)}"
-        return replace(self, disputed=disputed, odd=verdict.odd_ranks, reason=reason)
+        return replace(self, disputed=disputed, odd=vote.odd_ranks, reason=reason)
 
     @property
     def caveats(self) -> str:
@@ -161,10 +161,10 @@ def decide(
     """
     by_rank = {answer.rank: answer for answer in answers}
     ways = {rank: materialisable(answer) for rank, answer in by_rank.items()}
-    verdict = judge(layout, by_rank.values())
-    cuts = placement.Cuts(stripes.started(written), frozenset({*uncut, *verdict.odd, *verdict.disputed}))
-    known = _Known(by_rank, ways, stripes.covered(written), verdict, cuts)
-    *better, everybody = _tiers(layout, by_rank, verdict)
+    vote = judge(layout, by_rank.values())
+    cuts = placement.Cuts(stripes.started(written), frozenset({*uncut, *vote.odd, *vote.disputed}))
+    known = _Known(by_rank, ways, stripes.covered(written), vote, cuts)
+    *better, everybody = _tiers(layout, by_rank, vote)
     for copies in better:
         common = known.common_versions(copies)
         if common:
@@ -199,12 +199,12 @@ def _kept_copies(answers: Collection[Answer]) -> KeptCopies:
     return kept
 
 
-def _tiers(layout: Layout, by_rank: Mapping[Rank, Answer], verdict: Verdict) -> Iterator[Copies]:
+def _tiers(layout: Layout, by_rank: Mapping[Rank, Answer], vote: Vote) -> Iterator[Copies]:
     """Yield the copies that may be used, the most trusted first; the last one is all copies."""
     everybody = {shard: [r for r in ranks if r in by_rank] for shard, ranks in layout.groups.items()}
     bad = {rank for rank, answer in by_rank.items() if answer.bad and not answer.torn}
-    if verdict.odd or bad:
-        trusted = {s: [r for r in ranks if r not in verdict.odd.get(s, ())] for s, ranks in everybody.items()}
+    if vote.odd or bad:
+        trusted = {s: [r for r in ranks if r not in vote.odd.get(s, ())] for s, ranks in everybody.items()}
         if bad:
             yield {s: [r for r in ranks if r not in bad] for s, ranks in trusted.items()}
         yield trusted
@@ -219,14 +219,14 @@ class _Known:
         by_rank: the last answer of each rank.
         ways: ``Mat(r)`` of each of these ranks, with the way to get each version.
         written: shards that are written whole, or in all their parts, with their versions.
-        verdict: the comparison of the replicas.
+        vote: the comparison of the replicas.
         cuts: whether each shard may be cut.
     """
 
     by_rank: Mapping[Rank, Answer]
     ways: Mapping[Rank, Mapping[Version, How]]
     written: Mapping[Shard, Version]
-    verdict: Verdict
+    vote: Vote
     cuts: placement.Cuts
 
     def common_versions(self, copies: Copies, kept: KeptCopies = NOTHING_KEPT) -> set[Version]:
@@ -247,9 +247,9 @@ class _Known:
     def plan(self, version: Version, copies: Copies, kept: KeptCopies = NOTHING_KEPT, newest: int = 0) -> Plan:
         """Return the plan of a version that is complete in every shard; ``newest``: in copies that are not trusted."""
         wanted = {s: ranks for s, ranks in copies.items() if self.written.get(s) != version}
-        assignments, verdict = self._assign(wanted, version, kept), self.verdict
-        distrusted = {a.shard for a in assignments if a.rank in verdict.odd.get(a.shard, ())}
-        disputed = tuple(sorted(verdict.disputed_at(version) | distrusted))
+        assignments, vote = self._assign(wanted, version, kept), self.vote
+        distrusted = {a.shard for a in assignments if a.rank in vote.odd.get(a.shard, ())}
+        disputed = tuple(sorted(vote.disputed_at(version) | distrusted))
         brought = any(a.how is How.KEPT for a in assignments)
         finished = max((a.version for a in self.by_rank.values()), default=version)
         lost = max(0, finished - version) if brought else max(0, min(finished, newest) - version)
@@ -257,7 +257,7 @@ class _Known:
         reason = self._reason(version, assignments, disputed) + lost_story(assignments, lost)
         if dropped:
             reason += f"; newer copies are not trusted, so {lost_steps(lost)}"
-        return Plan(version, assignments, reason, disputed, verdict.odd_ranks, lost, dropped)
+        return Plan(version, assignments, reason, disputed, vote.odd_ranks, lost, dropped)
 
     def _assign(self, groups: Copies, version: Version, kept: KeptCopies) -> tuple[Assignment, ...]:
         """Assign each shard to a rank, the shards with fewest candidates first.
@@ -301,7 +301,7 @@ class _Known:
     @property
     def _doubts(self) -> list[str]:
         """Why copies are not trusted, as clauses."""
-        odd, bad = self.verdict.odd_ranks, [r for r, answer in self.by_rank.items() if answer.bad]
+        odd, bad = self.vote.odd_ranks, [r for r, answer in self.by_rank.items() if answer.bad]
         return [*([odd_story(odd)] if odd else []), *([f"NaN or Inf on {ranks_text(bad)}"] if bad else [])]
 
     def _reason(self, version: Version, assignments: tuple[Assignment, ...], disputed: tuple[Shard, ...]) -> str:

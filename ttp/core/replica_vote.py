@@ -16,7 +16,7 @@ from ttp.core.layout import Layout, Rank, Shard, Version
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Vote:
     """The result of the comparison.
 
     Args:
@@ -37,10 +37,10 @@ class Verdict:
         return tuple(sorted({rank for ranks in self.odd.values() for rank in ranks}))
 
 
-UNANIMOUS = Verdict()
+UNANIMOUS = Vote()
 
 
-def judge(layout: Layout, answers: Iterable[Answer]) -> Verdict:
+def judge(layout: Layout, answers: Iterable[Answer]) -> Vote:
     """Compare the digests of each shard among ranks of the same version. O(number of digests)."""
     seen: dict[tuple[Shard, Version], dict[str, list[Rank]]] = {}
     for answer in answers:
@@ -61,4 +61,4 @@ def judge(layout: Layout, answers: Iterable[Answer]) -> Verdict:
             odd.setdefault(shard, set()).update(r for d, ranks in by_digest.items() if d != digest for r in ranks)
     if not (odd or disputed):
         return UNANIMOUS
-    return Verdict({s: frozenset(ranks) for s, ranks in odd.items()}, disputed)
+    return Vote({s: frozenset(ranks) for s, ranks in odd.items()}, disputed)

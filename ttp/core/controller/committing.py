@@ -55,10 +55,10 @@ class Committing:
         if made is not None and (self.last is None or made[0] > self.last[0]):
             self.last = made
 
-    def nothing_new(self, incident: Incident, verdict: Plan | NoPlan) -> None:
+    def nothing_new(self, incident: Incident, result: Plan | NoPlan) -> None:
         """End the save, because no rank has a newer version, or none that can be saved, than the one on disk."""
         on_disk = self.on_disk()
-        plan = verdict if isinstance(verdict, Plan) else Plan(on_disk, (), verdict.reason)
+        plan = result if isinstance(result, Plan) else Plan(on_disk, (), result.reason)
         incident.draft.plan, incident.saved, incident.draft.committer = plan, on_disk, None
         incident.path = self.last[1] if self.last else ""
         nothing = "no update had finished in this launch: there is nothing to lose"  # restore() may have failed

@@ -39,7 +39,7 @@ class Wait:
 class Go:
     """The decision to act: on a plan, or on the fact that no plan is possible."""
 
-    verdict: Plan | NoPlan
+    result: Plan | NoPlan
 
 
 class Planner:
@@ -79,30 +79,30 @@ class Planner:
         layout, counts = self.program.layout, incident.ranks.counts
         if leads and layout is not None and layout is not counts.layout:
             counts.use(layout)
-        verdict = self.decide(incident)
-        why = self._program_waits(incident, verdict, now) if leads else self._falls_short(incident, verdict, now)
+        result = self.decide(incident)
+        why = self._program_waits(incident, result, now) if leads else self._falls_short(incident, result, now)
         if why and not leads and (pause_s := rest_s(self._job)):
             incident.look_again_at = max(incident.look_again_at, now + pause_s)
-        return Wait(why) if why else Go(verdict)
+        return Wait(why) if why else Go(result)
 
     def none_newer(self, incident: Incident, on_disk: Version) -> bool:
         """Return whether all connected ranks have answered, and no rank has finished an update after ``on_disk``."""
         heard = bool(incident.ranks.answers) and self._all_answered(incident)
         return heard and self.newest_finished(incident) <= on_disk
 
-    def _program_waits(self, incident: Incident, verdict: Plan | NoPlan, now: float) -> str:
+    def _program_waits(self, incident: Incident, result: Plan | NoPlan, now: float) -> str:
         """Return why the program's recovery has to wait a moment; empty: it need not wait."""
-        short = isinstance(verdict, NoPlan) and not self.program.may_repair
+        short = isinstance(result, NoPlan) and not self.program.may_repair
         if self._job.silent or (
             short and (self._job.suspects or self._late(incident, now) or self._hopes(incident, now))
         ):
             return "a rank may still reach the gate, or come back"
         return ""
 
-    def _falls_short(self, incident: Incident, verdict: Plan | NoPlan, now: float) -> str:
+    def _falls_short(self, incident: Incident, result: Plan | NoPlan, now: float) -> str:
         """Return what may complete a newer version in a moment; empty: nothing can."""
-        if isinstance(verdict, Plan) and (verdict.dropped or not verdict.lost):
-            if not self._grows(incident, verdict, now):
+        if isinstance(result, Plan) and (result.dropped or not result.lost):
+            if not self._grows(incident, result, now):
                 return ""
             incident.look_again_at = now + AGAIN_S
             return "a newer version that a rank has finished may become whole"
@@ -167,8 +167,8 @@ class Planner:
         plan, saves = incident.draft.plan, incident.stage in (Stage.SAVING, Stage.COMMITTING, Stage.SAVED)
         if not newer or plan is None or not saves:
             return set()
-        verdict = self.decide(incident)
-        return newer if isinstance(verdict, Plan) and verdict.version > plan.version else set()
+        result = self.decide(incident)
+        return newer if isinstance(result, Plan) and result.version > plan.version else set()
 
     # ------------------------------------------------------------------------------------------------------------- plan
 
@@ -194,13 +194,13 @@ class Planner:
         if not any(answer.digests for answer in incident.ranks.answers.values()):
             return frozenset()
         layout, answers = incident.ranks.counts.layout, [*self._answers(incident, with_offers=False)]
-        verdict = judge(layout, answers)
-        if odd := draft.written_by(verdict.odd):
+        vote = judge(layout, answers)
+        if odd := draft.written_by(vote.odd):
             made = decide(layout, answers, draft.written({rank for rank, _ in odd}), draft.uncut)
-            ties = verdict.disputed_at(plan.version)
+            ties = vote.disputed_at(plan.version)
             if isinstance(made, Plan) and (made.version, {*made.disputed}) == (plan.version, ties):
                 return odd
-        draft.plan = plan.judged(verdict, {shard for _, shard in odd})
+        draft.plan = plan.judged(vote, {shard for _, shard in odd})
         return frozenset()
 
     def _decided(self, incident: Incident, *, with_offers: bool) -> Plan | NoPlan:

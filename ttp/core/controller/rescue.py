@@ -261,15 +261,15 @@ class Rescue:
             case Go(_) if self.program.leads:
                 incident.enter(Stage.PROGRAM, "the program itself saves")
                 self.program.begin(incident)
-            case Go(verdict) if self._shadow.awaits(incident, verdict, now):
+            case Go(result) if self._shadow.awaits(incident, result, now):
                 return
             case Go(Plan(version) as plan) if version > self.committing.on_disk() or incident.may_repeat(version):
                 self._shadow.choose(incident, plan)
                 self.saving.begin(incident, plan, now)
             case Go(NoPlan(reason)) if not self._planner.none_newer(incident, self.committing.on_disk()):
                 self._give_up(incident, reason, now)
-            case Go(verdict):
-                self.committing.nothing_new(incident, verdict)
+            case Go(result):
+                self.committing.nothing_new(incident, result)
 
     def _follow_program(self, incident: Incident, now: float) -> None:
         ending = self.program.advance()

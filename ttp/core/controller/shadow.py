@@ -52,17 +52,17 @@ class Shadow:
             return ""
         return "" if continuing.why_not_after(job, incident, plan, self._committing.base) else places.pop()
 
-    def awaits(self, incident: Incident, verdict: Plan | NoPlan, now: float) -> bool:
+    def awaits(self, incident: Incident, result: Plan | NoPlan, now: float) -> bool:
         """Order one rank to wait until the version held in memory is durable, if no newer version can be saved.
 
         A version that is held but not durable does not count as on disk.
 
         Returns:
-            True if a version is held and ``verdict`` is not a plan for a newer version.
+            True if a version is held and ``result`` is not a plan for a newer version.
         """
         draft, ranks = incident.draft, incident.ranks
         held = max((answer.held for answer in ranks.answers.values()), default=Version(0))
-        if not held or (isinstance(verdict, Plan) and verdict.version > held):
+        if not held or (isinstance(result, Plan) and result.version > held):
             return False
         if any(map(ranks.can_commit, ranks.answers)):
             reason = f"version {held} is held in memory, and no rank has a newer one"
