@@ -21,7 +21,7 @@ from ttp.core.layout import Layout, Rank, Shard, Version
 from ttp.core.rank import actions as act
 from ttp.core.rank import events as ev
 from ttp.core.rank.machine import ProcessorMachine
-from ttp.core.replication import NOBODY, Buddies, Generations, keepers
+from ttp.core.replication import NOBODY, Buddies, OwnCopies, keepers
 from ttp.testing.scenario import grid
 from ttp.testing.toy import hello
 
@@ -260,7 +260,7 @@ class Played:
         self.layout = grid(world, 1)
         self.terms = 0
         self.machines = [ProcessorMachine(hello(r, self.layout), ev.RankTimeouts(), 0.0) for r in range(world)]
-        self.generations = [Generations() for _ in range(world)]
+        self.copies = [OwnCopies() for _ in range(world)]
         self.held: list[set[Version]] = [set() for _ in range(world)]  # copies that are stored and not dropped
         self.making: list[Version | None] = [None] * world
         self.versions = [0] * world
@@ -295,7 +295,7 @@ class Played:
             if isinstance(action, act.Send) and isinstance(action.report, Copied):
                 self.ups[r].append(action.report)
             elif isinstance(action, act.SettleCopy):
-                gone = self.generations[r].settle(action.version, whole=action.whole)
+                gone = self.copies[r].settle(action.version, whole=action.whole)
                 self.held[r] -= {gone}
 
     def step(self, calm: bool = False) -> None:
@@ -332,7 +332,7 @@ class Played:
         self.versions[r] += 1
         version = Version(self.versions[r])
         if version % self.every == 0:
-            if self.generations[r].begin(version):
+            if self.copies[r].begin(version):
                 self.making[r] = version
             else:
                 self.event(r, ev.CopySkipped(version))

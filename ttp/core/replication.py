@@ -61,7 +61,7 @@ def keepers(layout: Layout) -> dict[Rank, tuple[Shard, ...]]:
     return {rank: tuple(shards) for rank, shards in found.items()}
 
 
-class Generations:
+class OwnCopies:
     """The copies that one rank holds: the newest one known to be whole, and one whose fate is open."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from ttp.core.copy_messages import CopyTo
 from ttp.core.layout import Rank, Shard, Version
 from ttp.core.rank import actions as act
 from ttp.core.rank import events as ev
-from ttp.core.replication import NOBODY, Generations
+from ttp.core.replication import NOBODY, OwnCopies
 from ttp.testing.toy import Words
 
 if TYPE_CHECKING:
@@ -34,11 +34,11 @@ class SimCopies:
         rank: the rank that makes the copies.
     """
 
-    __slots__ = ("_buddy", "_deferred", "_generations", "_rank", "_world")
+    __slots__ = ("_buddy", "_deferred", "_copies", "_rank", "_world")
 
     def __init__(self, rank: SimRank) -> None:
         self._rank, self._world = rank, rank.world
-        self._generations = Generations()
+        self._copies = OwnCopies()
         self._buddy: Rank | None = None
         self._deferred: list[act.SettleCopy] = []
 
@@ -50,10 +50,10 @@ class SimCopies:
         """Begin a copy, if one is due after the update to ``version``."""
         if self._buddy is None or version % EVERY:
             return
-        if not self._generations.begin(version):
+        if not self._copies.begin(version):
             self._rank.put(ev.CopySkipped(version))
             return
-        if not self._generations.tries(version // EVERY):
+        if not self._copies.tries(version // EVERY):
             self._rank.put(ev.CopyMade(version, False, "not tried"))
             return
         mine = self._world.keepers.get(self._rank.rank, ())
@@ -77,7 +77,7 @@ class SimCopies:
         else:
             there = self._world.copies(buddy.host)
             for of, old in list(there):
-                if of == self._rank.rank and old != self._generations.whole:
+                if of == self._rank.rank and old != self._copies.whole:
                     del there[of, old]
             there[self._rank.rank, version] = copy
             self._rank.put(ev.CopyMade(version, True))
@@ -87,7 +87,7 @@ class SimCopies:
         if self._rank.machine.incident:
             self._deferred.append(action)
             return
-        gone = self._generations.settle(action.version, whole=action.whole)
+        gone = self._copies.settle(action.version, whole=action.whole)
         if gone is not None:
             self._world.copies(self._rank.host).pop((self._rank.rank, gone), None)
 

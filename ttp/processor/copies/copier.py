@@ -26,7 +26,7 @@ from ttp.core.decide import How
 from ttp.core.layout import Rank, Shard, Version
 from ttp.core.rank import actions as act
 from ttp.core.rank import events as ev
-from ttp.core.replication import NOBODY, Generations, keepers
+from ttp.core.replication import NOBODY, OwnCopies, keepers
 from ttp.errors import CheckpointError
 from ttp.processor.copies.store import Copy, CopyStore, NoRoomError
 from ttp.processor.copies.transfer import Receiver, Sender
@@ -101,7 +101,7 @@ class Copying:
         self._keeper = {shard: r for r, shards in keepers(job.layout).items() for shard in shards}
         mine = tuple(shard for shard, keeper in self._keeper.items() if keeper == rank)
         self._order = m.SaverOrder(rank, mine, How.AS_IS, (rank,), job_state=True)
-        self._generations = Generations()
+        self._copies = OwnCopies()
         self._store: CopyStore | None = None
         self._page_dir = Path()
         self._sender: Sender | None = None
@@ -129,10 +129,10 @@ class Copying:
         """Begin a copy after an update, if the schedule says so for this version."""
         if version % self.every or not self._named or version == 0:
             return
-        if not self._generations.begin(version):
+        if not self._copies.begin(version):
             self._tell(ev.CopySkipped(version))
             return
-        if not self._generations.tries(version // self.every):
+        if not self._copies.tries(version // self.every):
             self._tell(ev.CopyMade(version, False, "the last copies failed: this one is left out"))
             return
         attempt = self._attempt = _Attempt(version)
@@ -175,7 +175,7 @@ class Copying:
         if self._frozen:
             self._deferred.append(action)
             return
-        gone = self._generations.settle(action.version, whole=action.whole)
+        gone = self._copies.settle(action.version, whole=action.whole)
         store = self._store
         if gone is not None and store is not None:
             with contextlib.suppress(RuntimeError):  # no thread can be started: the copy stays, and the gate opens
@@ -252,7 +252,7 @@ class Copying:
         store = self._store
         assert store is not None
         if self._sender is not None:
-            whole = self._generations.whole
+            whole = self._copies.whole
             keep = [] if whole is None else [whole]
             self._sender.send(copy, self._rank, attempt.version, store.incarnation, keep=keep, cancelled=attempt.check)
 
