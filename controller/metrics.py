@@ -64,7 +64,7 @@ GAUGES = (
     ("silent_seconds_max", "Longest time since the last message of any rank, in seconds.", "silent_s"),
     ("replicas_min", "Live replicas of the shard that has the fewest.", "replicas_min"),
 )
-"""Metrics with one value: name, description, and the field of ``Snapshot`` with the value; None: no value."""
+"""Metrics with one value: name, description, and the field of ``JobNumbers`` with the value; None: no value."""
 MISSING = "TTP_METRICS_PORT is set and prometheus-client is not installed: pip install 'ttp-ft[metrics]'"
 
 
@@ -79,7 +79,7 @@ class RankNumbers:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class JobNumbers:
     """The values of a job at one moment; for their meaning see the table in docs/monitoring.md."""
 
     stage: str = "waiting"
@@ -101,7 +101,7 @@ class Snapshot:
     """The sums over events; None: this snapshot was not made by a controller, which alone has them."""
 
 
-def snapshot(driver: Driver, tally: Tally) -> Snapshot:
+def job_numbers(driver: Driver, tally: Tally) -> JobNumbers:
     """Return the present values of the job. Takes a few microseconds per rank."""
     machine, now = driver.machine, time.monotonic()
     job, layout = machine.job, machine.job.layout
@@ -111,7 +111,7 @@ def snapshot(driver: Driver, tally: Tally) -> Snapshot:
     states["missing"] = expected - len(members)
     speaking = [members[rank] for rank in job.live if rank in members]
     known = [member.version for member in speaking] or [member.version for member in members.values()]
-    return Snapshot(
+    return JobNumbers(
         stage=machine.stage,
         run_id=job.run_id,
         framework=next((member.hello.framework for member in members.values()), ""),
@@ -142,7 +142,7 @@ class Collector:
     """Makes metric families from the latest snapshot; see ``prometheus_client.registry.Collector``."""
 
     def __init__(self) -> None:
-        self.latest = Snapshot()
+        self.latest = JobNumbers()
 
     def describe(self) -> list[Any]:
         """Return an empty list. Without this method the registry would call ``collect`` at registration."""
@@ -316,7 +316,7 @@ async def serve_metrics(driver: Driver, config: Config) -> None:
         while True:
             if (at := time.monotonic()) >= due or driver.machine.stage != stage:
                 stage, due = driver.machine.stage, at + PUBLISH_S
-                now = snapshot(driver, tally)
+                now = job_numbers(driver, tally)
                 tally.look(stage, now.newest, at)
                 collector.latest = now
             await asyncio.sleep(PUBLISH_S / 10)

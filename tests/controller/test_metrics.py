@@ -21,7 +21,7 @@ from tests.wire.certificates import Authority
 from ttp.cli.main import main
 from ttp.cli.metrics import seen
 from ttp.controller import metrics
-from ttp.controller.metrics import Collector, RankNumbers, Snapshot
+from ttp.controller.metrics import Collector, RankNumbers, JobNumbers
 from ttp.controller.tally import Tally
 from ttp.wire.v1 import controller_pb2 as pb
 
@@ -116,7 +116,7 @@ def test_what_is_shown_follows_the_rules_of_names() -> None:
     tally, registry = Tally(), CollectorRegistry()
     killed_and_back(tally)
     collector = Collector()
-    collector.latest = Snapshot(stage="training", ranks=(RankNumbers(0, 'h"ost\n', 9, 0.5),), tally=tally)
+    collector.latest = JobNumbers(stage="training", ranks=(RankNumbers(0, 'h"ost\n', 9, 0.5),), tally=tally)
     registry.register(collector)
     numbers = scraped(generate_latest(registry).decode())
     assert numbers["ttp_incidents_total", "exited,saved"] == 1 and numbers["ttp_stage", "training"] == 1
@@ -240,7 +240,7 @@ def test_rules_and_panels_use_what_is_there(file: str) -> None:
 
     tally, registry, collector = Tally(), CollectorRegistry(), Collector()
     killed_and_back(tally)
-    collector.latest = Snapshot(stage="training", copied=1, replicas_min=1, tally=tally)
+    collector.latest = JobNumbers(stage="training", copied=1, replicas_min=1, tally=tally)
     registry.register(collector)
     names = {name for name, _ in scraped(generate_latest(registry).decode())}
     named = set(re.findall(r"\bttp_\w+", (ROOT / "deploy" / file).read_text()))

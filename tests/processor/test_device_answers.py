@@ -19,7 +19,7 @@ from ttp.core.messages import Piece, Save, SaverOrder
 from ttp.core.rank.events import NotRedone, Quiet
 from ttp.processor import state_inspector
 from ttp.processor.source import MovedError
-from ttp.processor.state_inspector import Snapshot
+from ttp.processor.state_inspector import Inspection
 
 PATIENCE_S = 60.0
 
@@ -66,7 +66,7 @@ class Rig:
         """Return the next final answer, or another event for the machine."""
         while True:
             event = self.processor._inbox.get(timeout=PATIENCE_S)
-            if not isinstance(event, Snapshot):
+            if not isinstance(event, Inspection):
                 return event
             if event.quiet.phase is not m.Phase.UPDATING:
                 return event.quiet

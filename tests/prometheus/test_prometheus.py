@@ -23,7 +23,7 @@ from tests.controller.test_metrics import killed_and_back
 from tests.e2e.harness import Job
 from tests.ports import free_port
 from tests.waiting import until
-from ttp.controller.metrics import Collector, RankNumbers, Snapshot
+from ttp.controller.metrics import Collector, RankNumbers, JobNumbers
 from ttp.controller.tally import Tally
 from ttp.launch.presence import listens
 
@@ -60,7 +60,7 @@ def test_the_names_of_metrics_are_as_prometheus_wants_them() -> None:
 
     tally, registry, collector = Tally(), CollectorRegistry(), Collector()
     killed_and_back(tally)
-    collector.latest = Snapshot(copied=1, replicas_min=1, ranks=(RankNumbers(0, "n0", 9, 0.5),), tally=tally)
+    collector.latest = JobNumbers(copied=1, replicas_min=1, ranks=(RankNumbers(0, "n0", 9, 0.5),), tally=tally)
     registry.register(collector)
     promtool("check", "metrics", given=generate_latest(registry).decode())
 

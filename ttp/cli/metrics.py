@@ -14,7 +14,7 @@ from ttp.cli.output import fields_of
 from ttp.errors import ConfigError, ToldAs, UsageError
 
 if TYPE_CHECKING:
-    from ttp.controller.metrics import Snapshot
+    from ttp.controller.metrics import JobNumbers
     from ttp.wire.v1 import controller_pb2 as pb
 
 TextFile = Annotated[
@@ -48,14 +48,14 @@ def metrics(*, textfile: TextFile = None, address: Address = None, port: Port = 
         write_to_textfile(str(textfile), registry)
 
 
-def seen(status: pb.GetStatusResponse) -> Snapshot:
+def seen(status: pb.GetStatusResponse) -> JobNumbers:
     """Convert a status into the snapshot that the controller itself would export."""
-    from ttp.controller.metrics import RANKS_MAX, RankNumbers, Snapshot
+    from ttp.controller.metrics import RANKS_MAX, RankNumbers, JobNumbers
 
     speaking = [rank for rank in status.ranks if rank.state in ("live", "frozen", "broken")]
     versions = [rank.version for rank in speaking] or [rank.version for rank in status.ranks if rank.host]
     here = {rank.rank for rank in speaking}
-    return Snapshot(
+    return JobNumbers(
         **fields_of(status, "stage", "run_id", "framework", "term", "incarnation"),
         leads=bool(status.world_size),
         standbys=len(status.standbys),

@@ -46,7 +46,7 @@ from ttp.processor.own_lease import OwnLease
 from ttp.processor.rank_job import RankJob
 from ttp.processor.saver import Saver
 from ttp.processor.source import StateSource
-from ttp.processor.state_inspector import Snapshot, StateInspector
+from ttp.processor.state_inspector import Inspection, StateInspector
 from ttp.wire.address import target
 
 log = logging.getLogger("ttp.processor")
@@ -95,7 +95,7 @@ class Processor:
         self.gate = Gate(lambda: self._inspector.on_quiet(bool(self._machine.incident)), self._gate_was_left)
         self._lease = OwnLease(self.run_dir)
         self._imports = ImportList(self.run_dir, wanted=config.continuity != "off" and env.local_rank == 0)
-        self._inbox: Inbox[ev.Event | Snapshot] = Inbox()
+        self._inbox: Inbox[ev.Event | Inspection] = Inbox()
         put = self._inbox.put
         copies = buddy and bool(layout.unreplicated())
         receiver = self._receiver = open_receiver(config, env.run_id, copies=copies)
@@ -277,7 +277,7 @@ class Processor:
         while not (self._closed or self._machine.gone):
             try:
                 event = self._next_event()
-                if isinstance(event, Snapshot):
+                if isinstance(event, Inspection):
                     if event.closure != self.gate.state().closure:
                         continue  # the gate was open in between
                     event = event.quiet
@@ -300,7 +300,7 @@ class Processor:
             if (failed := act.not_done(action, repr(problem))) is not None:
                 self._inbox.put(failed)
 
-    def _next_event(self) -> ev.Event | Snapshot:
+    def _next_event(self) -> ev.Event | Inspection:
         deadline = self._machine.deadline()
         try:
             return self._inbox.get(timeout=None if deadline is None else deadline - time.monotonic())

@@ -63,7 +63,7 @@ NOT_HELD = "", Version(0)
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class Inspection:
     """The result of an inspection, and the closure of the gate during which it was made."""
 
     closure: int
@@ -87,7 +87,7 @@ class StateInspector:
         gate: Gate,
         held: Callable[[], tuple[m.KeptCopy, ...]],
         hold: Callable[[Collection[m.ShardDigest]], tuple[str, Version]],
-        say: Callable[[Snapshot | ev.NotRedone], None],
+        say: Callable[[Inspection | ev.NotRedone], None],
     ) -> None:
         self._source, self._gate, self._held, self._hold, self._put = source, gate, held, hold, say
         self._worker = SerialWorker("ttp-looker", at_once=True)
@@ -152,7 +152,7 @@ class StateInspector:
         updating = state.phase is m.Phase.UPDATING
         if updating or self._source.on_device or self._took_s > LOOK_S:
             # The freeze is acknowledged, the answer follows.
-            self._put(Snapshot(state.closure, ev.Quiet(state.version, m.Phase.UPDATING, state.parked, False)))
+            self._put(Inspection(state.closure, ev.Quiet(state.version, m.Phase.UPDATING, state.parked, False)))
         if not updating:
             self._submit(state)
 
@@ -216,7 +216,7 @@ class StateInspector:
         if self._moved_on(state):
             return False
         self._said = state, quiet.version, phase
-        self._put(Snapshot(state.closure, quiet))
+        self._put(Inspection(state.closure, quiet))
         return True
 
     def _weights_return(self, state: GateState) -> bool:

@@ -20,7 +20,7 @@ from ttp.core.rank.machine import ProcessorMachine
 from ttp.core.stripes import PART_BYTES_MIN
 from ttp.errors import EXIT_NOT_SAVED, EXIT_SAVED
 from ttp.processor.gate.gate import GateState
-from ttp.processor.state_inspector import Snapshot
+from ttp.processor.state_inspector import Inspection
 from ttp.testing.clock import Alarm, Process
 from ttp.testing.network import Stream
 from ttp.testing.sim_aside import SimAside
@@ -66,7 +66,7 @@ class SimRank(Process):
         self.stream: Stream | None = None
         self.mood = world.rng.choice((0.2, 1.0, 1.0, 3.0))  # some ranks are slow
         self._rng = world.rng
-        self._inbox: deque[ev.Event | Snapshot] = deque()
+        self._inbox: deque[ev.Event | Inspection] = deque()
         self._looked_at = 0.0
         self._pumping = False
         self._alarm = Alarm(self, self.machine.deadline, self._observe)
@@ -105,7 +105,7 @@ class SimRank(Process):
 
     # ------------------------------------------------------------------------------------------------- the owner thread
 
-    def put(self, event: ev.Event | Snapshot) -> None:
+    def put(self, event: ev.Event | Inspection) -> None:
         """Put an event into the inbox."""
         if not self.machine.gone:
             self._inbox.append(event)
@@ -118,7 +118,7 @@ class SimRank(Process):
         if not self._inbox:
             return
         event = self._inbox.popleft()
-        if not isinstance(event, Snapshot):
+        if not isinstance(event, Inspection):
             self._feed(event)
         elif event.closure == self.trainer.gate.state().closure:  # else the gate has been open since
             self._feed(event.quiet)
@@ -237,7 +237,7 @@ class SimRank(Process):
     def _say_quiet(self, state: GateState) -> None:
         """Report the gate's state: at once while an update runs, otherwise after examining the rank's state."""
         if state.phase is m.Phase.UPDATING:
-            self.put(Snapshot(state.closure, ev.Quiet(state.version, state.phase, state.parked, False)))
+            self.put(Inspection(state.closure, ev.Quiet(state.version, state.phase, state.parked, False)))
         else:
             self._looked_at = max(self._looked_at, self.world.now) + self._rng.random() * 0.0002
             self.world.at(self._looked_at, self.run, self._look, state)
@@ -264,7 +264,7 @@ class SimRank(Process):
             kept=self.copies.held(),
             digests=tuple(m.ShardDigest(s, "", SHARD_BYTES) for s in self.world.layout.shards_of(self.rank)),
         )
-        self.put(Snapshot(state.closure, quiet))
+        self.put(Inspection(state.closure, quiet))
 
     def _redo(self, version: Version) -> None:
         self.world.trace(self.name, f"makes the update to {version}")
