@@ -1,7 +1,7 @@
 """Metrics of the job for Prometheus, on ``TTP_METRICS_PORT``.
 
-The controller's event loop publishes a snapshot once a second and when the job's stage changes; a thread of the HTTP
-server reads the latest snapshot. So a scrape takes no lock, does not call the state machine, and cannot delay a rescue.
+The controller's event loop publishes the numbers of the job once a second and when the job's stage changes; a thread of the HTTP
+server reads the latest ones. So a scrape takes no lock, does not call the state machine, and cannot delay a rescue.
 Names and units follow https://prometheus.io/docs/practices/naming/.
 """
 
@@ -41,7 +41,7 @@ CAUSES = (*(kind.value for kind in FaultKind), "unknown")
 OUTCOMES = ("saved", "held", "nothing_new", "mended", "thawed", "not_saved")
 """Values of labels: states of a rank, stages of the job, causes and outcomes of an incident."""
 PUBLISH_S = 1.0
-"""Seconds between two snapshots."""
+"""Seconds between two looks at the job."""
 RANKS_MAX = 64
 """Largest job whose ranks have metrics of their own: each rank is two time series."""
 CONNECTIONS_MAX = 128
@@ -98,7 +98,7 @@ class JobNumbers:
     replicas_min: int | None = None
     ranks: tuple[RankNumbers, ...] = ()
     tally: Tally | None = None
-    """The sums over events; None: this snapshot was not made by a controller, which alone has them."""
+    """The sums over events; None: they were not made by a controller, which alone has them."""
 
 
 def job_numbers(driver: Driver, tally: Tally) -> JobNumbers:
@@ -139,7 +139,7 @@ def job_numbers(driver: Driver, tally: Tally) -> JobNumbers:
 
 
 class Collector:
-    """Makes metric families from the latest snapshot; see ``prometheus_client.registry.Collector``."""
+    """Makes metric families from the latest numbers; see ``prometheus_client.registry.Collector``."""
 
     def __init__(self) -> None:
         self.latest = JobNumbers()

@@ -21,7 +21,7 @@ from tests.wire.certificates import Authority
 from ttp.cli.main import main
 from ttp.cli.metrics import seen
 from ttp.controller import metrics
-from ttp.controller.metrics import Collector, RankNumbers, JobNumbers
+from ttp.controller.metrics import Collector, JobNumbers, RankNumbers
 from ttp.controller.tally import Tally
 from ttp.wire.v1 import controller_pb2 as pb
 

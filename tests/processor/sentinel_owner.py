@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ttp.processor.liveness.futex import WAITERS
 from ttp.processor.liveness.peer_watcher import PeerWatcher
-from ttp.processor.liveness.sentinel import FILE_BYTES, SEATS, Sentinel, pack_header, sentinel_name, word_at
+from ttp.processor.liveness.sentinel import FILE_BYTES, WORDS, Sentinel, pack_header, sentinel_name, word_at
 
 PATIENCE_S = 30.0
 
@@ -123,8 +123,8 @@ class Owner:
 def forged(rank: int, pid: int = 1234, start: int = 5, word: int = WAITERS | 1234) -> bytes:
     """Return the content of the sentinel of a process that there never was."""
     content = bytearray(pack_header(rank, pid, start, 7, f"forged-{rank}").ljust(FILE_BYTES, b"\0"))
-    for seat in range(SEATS):
-        content[word_at(seat) : word_at(seat) + 4] = word.to_bytes(4, "little")
+    for number in range(WORDS):
+        content[word_at(number) : word_at(number) + 4] = word.to_bytes(4, "little")
     return bytes(content)
 
 

@@ -20,7 +20,7 @@ from ttp.processor.liveness import peer_watcher as subject
 from ttp.processor.liveness.futex import DIED
 from ttp.processor.liveness.host_services import HostServices
 from ttp.processor.liveness.peer_watcher import PeerWatcher
-from ttp.processor.liveness.sentinel import Seat, sentinel_name, word_at
+from ttp.processor.liveness.sentinel import Watcher, sentinel_name, word_at
 from ttp.processor.liveness.sentinel_reader import REASON, SentinelReader, State, look
 
 LONG_S = 20.0
@@ -226,5 +226,5 @@ def test_a_rank_that_cannot_watch_its_neighbours_still_leaves_in_good_order(
 
 
 def shown(page_dir: Path) -> SentinelReader | None:
-    found = look(page_dir, 0, Seat.NEIGHBOUR)
+    found = look(page_dir, 0, Watcher.NEIGHBOUR)
     return None if isinstance(found, str) else found

@@ -28,9 +28,9 @@ from ttp.processor.liveness.futex import DIED, WAITERS, Mapping
 from ttp.processor.liveness.sentinel import (
     FILE_BYTES,
     NONCE_BYTES,
-    SEATS,
-    Seat,
+    WORDS,
     Sentinel,
+    Watcher,
     pack_header,
     sentinel_name,
     word_at,
@@ -53,8 +53,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
         yield start
 
 
-def seen(directory: Path, rank: int = 3, seat: Seat = Seat.NEIGHBOUR) -> SentinelReader:
-    reader = look(directory, rank, seat)
+def seen(directory: Path, rank: int = 3, watcher: Watcher = Watcher.NEIGHBOUR) -> SentinelReader:
+    reader = look(directory, rank, watcher)
     assert isinstance(reader, SentinelReader), reader
     return reader
 
@@ -69,22 +69,22 @@ def test_it_says_whose_it_is(tmp_path: Path, start: Start) -> None:
     assert ranks_in(tmp_path) == [3] and [p.name for p in tmp_path.iterdir()] == ["alive_3"]  # no draft is left
 
 
-@pytest.mark.parametrize("seat", range(SEATS))
-def test_the_kernel_wakes_who_waits_in_any_seat(tmp_path: Path, start: Start, seat: int) -> None:
+@pytest.mark.parametrize("number", range(WORDS))
+def test_the_kernel_wakes_who_waits_for_any_word(tmp_path: Path, start: Start, number: int) -> None:
     owner = start()
     fd = os.open(tmp_path / sentinel_name(3), os.O_RDONLY)
     mapping = Mapping(fd, FILE_BYTES, writable=False)
     os.close(fd)
-    word = mapping.word(word_at(seat))
+    word = mapping.word(word_at(number))
     assert word > WAITERS
     waiting = threading.Timer(0.1, owner.kill)
     waiting.start()
-    assert mapping.wait(word_at(seat), word, LONG_S)  # woken; the end of the time would be False
-    assert mapping.word(word_at(seat)) == DIED
+    assert mapping.wait(word_at(number), word, LONG_S)  # woken; the end of the time would be False
+    assert mapping.word(word_at(number)) == DIED
     mapping.close()
 
 
-def test_everybody_in_one_seat_is_woken(tmp_path: Path, start: Start) -> None:
+def test_everybody_at_one_word_is_woken(tmp_path: Path, start: Start) -> None:
     """The kernel wakes one waiter, which has to wake the others."""
     owner = start()
     states: list[State] = []
@@ -239,7 +239,7 @@ def changed(at: int, to: bytes) -> bytes:
 
 
 def refused(directory: Path) -> str:
-    reason = look(directory, 3, Seat.NEIGHBOUR)
+    reason = look(directory, 3, Watcher.NEIGHBOUR)
     assert isinstance(reason, str)
     return reason
 
@@ -282,7 +282,7 @@ def test_no_flipped_byte_of_the_header_is_believed(
 ) -> None:
     directory = tmp_path_factory.mktemp("flipped")
     put(directory, 3, changed(at % 112, bytes([forged(3)[at % 112] ^ flip])))
-    assert isinstance(look(directory, 3, Seat.NEIGHBOUR), str)
+    assert isinstance(look(directory, 3, Watcher.NEIGHBOUR), str)
 
 
 def test_names_that_are_no_ranks(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from tests.controller.test_metrics import killed_and_back
 from tests.e2e.harness import Job
 from tests.ports import free_port
 from tests.waiting import until
-from ttp.controller.metrics import Collector, RankNumbers, JobNumbers
+from ttp.controller.metrics import Collector, JobNumbers, RankNumbers
 from ttp.controller.tally import Tally
 from ttp.launch.presence import listens
 

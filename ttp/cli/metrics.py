@@ -49,8 +49,8 @@ def metrics(*, textfile: TextFile = None, address: Address = None, port: Port = 
 
 
 def seen(status: pb.GetStatusResponse) -> JobNumbers:
-    """Convert a status into the snapshot that the controller itself would export."""
-    from ttp.controller.metrics import RANKS_MAX, RankNumbers, JobNumbers
+    """Convert a status into the numbers that the controller itself would export."""
+    from ttp.controller.metrics import RANKS_MAX, JobNumbers, RankNumbers
 
     speaking = [rank for rank in status.ranks if rank.state in ("live", "frozen", "broken")]
     versions = [rank.version for rank in speaking] or [rank.version for rank in status.ranks if rank.host]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ttp.launch.proc_files import start_of
 from ttp.processor.aside import aside
-from ttp.processor.liveness.sentinel import Seat
+from ttp.processor.liveness.sentinel import Watcher
 from ttp.processor.liveness.sentinel_reader import BadSentinelError, SentinelReader, State, look
 from ttp.processor.local_state.page_dir import SHARED_MEMORY, page_directories
 
@@ -67,7 +67,7 @@ class SentinelWatch:
     def shows_death(self, rank: int, pid: int) -> bool:
         """Return whether a worker that has ended did not leave in good order, as far as its sentinel shows that."""
         for directory in page_directories(self._run_dir, self._shared_memory):
-            seen = look(directory, rank, Seat.LAUNCHER)
+            seen = look(directory, rank, Watcher.LAUNCHER)
             if not isinstance(seen, str):
                 with contextlib.closing(seen), contextlib.suppress(BadSentinelError):
                     same = seen.owner.pid == pid and self._starts.get(pid, 0) in (0, seen.owner.start)
@@ -94,7 +94,7 @@ class SentinelWatch:
     def _saw_death(self, rank: int, pid: int, start: int, over: threading.Event, living: set[int]) -> bool:
         """Look for the worker's sentinel and watch it to its end. Returns True if the worker died."""
         for directory in page_directories(self._run_dir, self._shared_memory):
-            seen = look(directory, rank, Seat.LAUNCHER)
+            seen = look(directory, rank, Watcher.LAUNCHER)
             if isinstance(seen, str):
                 continue
             try:

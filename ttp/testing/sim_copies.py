@@ -34,7 +34,7 @@ class SimCopies:
         rank: the rank that makes the copies.
     """
 
-    __slots__ = ("_buddy", "_deferred", "_copies", "_rank", "_world")
+    __slots__ = ("_buddy", "_copies", "_deferred", "_rank", "_world")
 
     def __init__(self, rank: SimRank) -> None:
         self._rank, self._world = rank, rank.world

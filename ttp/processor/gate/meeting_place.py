@@ -25,7 +25,7 @@ from typing import TypeVar
 from ttp.launch.proc_files import start_of
 from ttp.processor.gate.meeting import IDLE, OwnWords, SharedWords, Words, size_of
 from ttp.processor.liveness.futex import Mapping
-from ttp.processor.liveness.sentinel import Seat
+from ttp.processor.liveness.sentinel import Watcher
 from ttp.processor.liveness.sentinel_reader import BadSentinelError, SentinelReader, State, look
 from ttp.processor.local_state.page_file import SAFE_OPEN, UnsafeError, open_directory, open_file
 from ttp.store.encoding import decode, encode
@@ -191,7 +191,7 @@ def _see(directory: Path, rank: int, offer: _Offer) -> SentinelReader:
     """Wait for the sentinel of the process that made an offer, and return its reader."""
     deadline = time.monotonic() + SEEN_S
     while True:
-        found = look(directory, rank, Seat.NEIGHBOUR)
+        found = look(directory, rank, Watcher.NEIGHBOUR)
         if isinstance(found, SentinelReader):
             if _is(found, offer):
                 return found

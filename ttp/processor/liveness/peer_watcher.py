@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from ttp.processor.liveness.sentinel import Seat
+from ttp.processor.liveness.sentinel import Watcher
 from ttp.processor.liveness.sentinel_reader import (
     REASON,
     BadSentinelError,
@@ -88,7 +88,7 @@ class PeerWatcher:
         """Return a reader of the next living rank; None: there is none. Ranks before it that have died are reported."""
         ranks = [rank for rank in ranks_in(self._page_dir) if rank != self._rank]
         for rank in sorted(ranks, key=lambda r: (r < self._rank, r)):
-            seen = look(self._page_dir, rank, Seat.NEIGHBOUR)
+            seen = look(self._page_dir, rank, Watcher.NEIGHBOUR)
             if isinstance(seen, str):
                 self._note(rank, seen)
             elif self._lives(seen):

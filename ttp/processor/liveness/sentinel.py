@@ -2,11 +2,11 @@
 
 Each rank keeps one, ``alive_<rank>`` in the host's page directory::
 
-    0      magic, seats, rank, pid, start of the process, incarnation, nonce, digest of all these
-    512    one word per seat, 64 bytes apart: id of the owner's thread; "owner died"; 0 when it left in good order
+    0      magic, number of words, rank, pid, start of the process, incarnation, nonce, digest of all these
+    512    the words, 64 bytes apart: id of the owner's thread; "owner died"; 0 when it left in good order
 
 The words are held by a thread of the rank that does nothing else; see ``futex`` for what the kernel does when that
-thread ends. The kernel wakes one waiter per word. Each kind of watcher has a seat of its own, so that a neighbour that
+thread ends. The kernel wakes one waiter per word. Each kind of watcher has a word of its own, so that a neighbour that
 waits for its interpreter lock does not delay the launcher. Only the owner ever writes.
 
 The file becomes visible when it is complete, and then only its words change. Files are not removed one by one: they are
@@ -36,16 +36,16 @@ from ttp.processor.local_state.page_file import SAFE_OPEN, open_directory
 log = logging.getLogger("ttp.processor")
 
 MAGIC = b"TTPLIFE\x01"
-SEATS = 4
+WORDS = 4
 FILE_BYTES = 4096
 NONCE_BYTES = 64
-HEADER = struct.Struct(f"<8sIIQQQ{NONCE_BYTES}s")  # magic, seats, rank, pid, start, incarnation, nonce
+HEADER = struct.Struct(f"<8sIIQQQ{NONCE_BYTES}s")  # magic, number of words, rank, pid, start, incarnation, nonce
 DIGEST = struct.Struct("<Q")
 PREFIX = "alive_"
 _LEAVE_PATIENCE_S = 1.0
 
 
-class Seat(enum.IntEnum):
+class Watcher(enum.IntEnum):
     """The kinds of watchers of a sentinel; each kind has a word of its own."""
 
     NEIGHBOUR = 0
@@ -57,9 +57,9 @@ def sentinel_name(rank: int) -> str:
     return f"{PREFIX}{rank}"
 
 
-def word_at(seat: int) -> int:
-    """Return the offset of the word of a seat."""
-    return 512 + seat * 64
+def word_at(number: int) -> int:
+    """Return the offset of a word."""
+    return 512 + number * 64
 
 
 class Sentinel:
@@ -115,9 +115,9 @@ def _place(directory: int, rank: int, header: bytes, held: contextlib.ExitStack)
                 raise OSError(errno.ENOSPC, "no room for a sentinel")
             mapping = Mapping(fd, FILE_BYTES, writable=True)
         held.callback(mapping.close)
-        for seat in range(SEATS):
-            mapping.set_word(word_at(seat), threading.get_native_id() | WAITERS)
-        held.enter_context(RobustList([mapping.address + word_at(seat) for seat in range(SEATS)]))
+        for number in range(WORDS):
+            mapping.set_word(word_at(number), threading.get_native_id() | WAITERS)
+        held.enter_context(RobustList([mapping.address + word_at(number) for number in range(WORDS)]))
         held.callback(_leave, mapping)
         os.rename(draft, sentinel_name(rank), src_dir_fd=directory, dst_dir_fd=directory)
     except BaseException:
@@ -126,9 +126,9 @@ def _place(directory: int, rank: int, header: bytes, held: contextlib.ExitStack)
 
 
 def _leave(mapping: Mapping) -> None:
-    for seat in range(SEATS):
-        mapping.set_word(word_at(seat), 0)
-        mapping.wake(word_at(seat))
+    for number in range(WORDS):
+        mapping.set_word(word_at(number), 0)
+        mapping.wake(word_at(number))
 
 
 def pack_header(rank: int, pid: int, start: int, incarnation: int, nonce: str) -> bytes:
@@ -140,5 +140,5 @@ def pack_header(rank: int, pid: int, start: int, incarnation: int, nonce: str) -
     encoded = nonce.encode()
     if len(encoded) > NONCE_BYTES:
         raise ValueError(f"a nonce has {NONCE_BYTES} bytes at most, this one {len(encoded)}")
-    header = HEADER.pack(MAGIC, SEATS, rank, pid, start, incarnation, encoded)
+    header = HEADER.pack(MAGIC, WORDS, rank, pid, start, incarnation, encoded)
     return header + DIGEST.pack(xxhash.xxh3_64_intdigest(header))

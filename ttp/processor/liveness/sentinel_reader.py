@@ -17,8 +17,8 @@ from ttp.processor.liveness.sentinel import (
     HEADER,
     MAGIC,
     PREFIX,
-    SEATS,
-    Seat,
+    WORDS,
+    Watcher,
     sentinel_name,
     word_at,
 )
@@ -58,9 +58,9 @@ class Owner:
 class SentinelReader:
     """A read-only view of one sentinel. Made by ``look``; must be closed."""
 
-    def __init__(self, mapping: Mapping, owner: Owner, seat: Seat) -> None:
+    def __init__(self, mapping: Mapping, owner: Owner, watcher: Watcher) -> None:
         self.owner = owner
-        self._mapping, self._at = mapping, word_at(seat)
+        self._mapping, self._at = mapping, word_at(watcher)
 
     def state(self) -> State:
         """Return the state of the owner.
@@ -82,7 +82,7 @@ class SentinelReader:
             word = self._mapping.word(self._at)
             state, left_s = _state(word), deadline_s - time.monotonic()
             if state is not State.ALIVE:
-                self._mapping.wake(self._at)  # the kernel woke only one of the waiters at this seat
+                self._mapping.wake(self._at)  # the kernel woke only one of those that wait for this word
                 return state
             if left_s <= 0:
                 return state
@@ -97,12 +97,12 @@ class BadSentinelError(Exception):
     """A file is no valid sentinel; the text says why."""
 
 
-def look(page_dir: Path, rank: int, seat: Seat) -> SentinelReader | str:
+def look(page_dir: Path, rank: int, watcher: Watcher) -> SentinelReader | str:
     """Open the sentinel of ``rank``. Returns a text instead if there is no valid one. Never raises."""
     name = sentinel_name(rank)
     try:
         with open_file(page_dir, name) as fd:
-            return SentinelReader(*_read(fd, rank), seat)
+            return SentinelReader(*_read(fd, rank), watcher)
     except FileNotFoundError:
         return f"there is no sentinel {page_dir / name}"
     except (OSError, UnsafeError, BadSentinelError) as problem:
@@ -131,8 +131,8 @@ def _read(fd: int, rank: int) -> tuple[Mapping, Owner]:
 
 
 def _parse(header: bytes) -> Owner:
-    magic, seats, rank, pid, start, incarnation, nonce = HEADER.unpack_from(header)
-    if magic != MAGIC or seats != SEATS:
+    magic, words, rank, pid, start, incarnation, nonce = HEADER.unpack_from(header)
+    if magic != MAGIC or words != WORDS:
         raise BadSentinelError(f"it is not of this version of ttp (it begins with {magic!r})")
     if DIGEST.unpack_from(header, HEADER.size) != (xxhash.xxh3_64_intdigest(header[: HEADER.size]),):
         raise BadSentinelError("its digest is wrong")
