@@ -1,7 +1,8 @@
 """Metrics of the job for Prometheus, on ``TTP_METRICS_PORT``.
 
-The controller's event loop publishes the numbers of the job once a second and when the job's stage changes; a thread of the HTTP
-server reads the latest ones. So a scrape takes no lock, does not call the state machine, and cannot delay a rescue.
+The controller's event loop publishes the numbers of the job once a second and when the job's stage changes; a thread of
+the HTTP server reads the latest ones. So a scrape takes no lock, does not call the state machine, and cannot delay a
+rescue.
 Names and units follow https://prometheus.io/docs/practices/naming/.
 """
 
@@ -98,7 +99,7 @@ class JobNumbers:
     replicas_min: int | None = None
     ranks: tuple[RankNumbers, ...] = ()
     tally: Tally | None = None
-    """The sums over events; None: they were not made by a controller, which alone has them."""
+    """The sums over events; None: these numbers were not made by a controller, which alone has them."""
 
 
 def job_numbers(driver: Driver, tally: Tally) -> JobNumbers:

@@ -1,4 +1,4 @@
-"""All settings of ttp. Only this module reads the ``TTP_*`` environment."""
+"""All settings of ttp (``TTP_*``). Other modules read single ones only where a mistake in another must not matter."""
 
 from __future__ import annotations
 

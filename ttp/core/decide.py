@@ -245,7 +245,14 @@ class _Known:
         return versions | {self.written[shard]} if shard in self.written else versions
 
     def plan(self, version: Version, copies: Copies, kept: KeptCopies = NOTHING_KEPT, newest: int = 0) -> Plan:
-        """Return the plan of a version that is complete in every shard; ``newest``: in copies that are not trusted."""
+        """Return the plan of a version that is complete in every shard.
+
+        Args:
+            version: the version.
+            copies: the copies that may be used.
+            kept: the kept copies that may be used.
+            newest: the version that would be saved if all copies were trusted; 0: ``copies`` are all copies.
+        """
         wanted = {s: ranks for s, ranks in copies.items() if self.written.get(s) != version}
         assignments, vote = self._assign(wanted, version, kept), self.vote
         distrusted = {a.shard for a in assignments if a.rank in vote.odd.get(a.shard, ())}

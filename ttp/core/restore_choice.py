@@ -1,4 +1,8 @@
-"""Chooses the checkpoint that all ranks restore, from the checkpoints that each rank found."""
+"""Chooses the checkpoint that all ranks restore, from the checkpoints that each rank found.
+
+A rank's reasons for skipping checkpoints (``RestoreView.skipped``) are texts for people. Some of them are read here, by
+the words with which the functions below, or ``ttp.store.verify``, have made them.
+"""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ class Continuing:
             self._groups.wrapped()
 
     def why_no_loop(self) -> str:
-        """Note that the loop begins. Return why others could not stay in theirs if this rank were new, or empty."""
+        """Note that the loop begins. Return why a newcomer could not join ranks that stay in their loops; or empty."""
         return "" if self._groups is None else self._groups.in_loop()
 
     def stays(self, version: Version, why_not: str, processor: Processor, adapter: Any) -> bool:

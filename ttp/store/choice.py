@@ -17,7 +17,7 @@ from ttp.errors import CheckpointError, RestoreError
 from ttp.store.catalog import CatalogEntry, find_whole, scan
 from ttp.store.held import Held
 from ttp.store.history import Launch, read_launches
-from ttp.store.manifest import MANIFEST, load_with_digest, manifest_digest
+from ttp.store.manifest import MANIFEST, Manifest, manifest_digest
 from ttp.store.share import NOTHING, WHOLE, Share, everything
 from ttp.store.verify import verify_checkpoint
 
@@ -202,10 +202,8 @@ def check_chosen(checkpoint: Path, chosen: Candidate, *, already_verified: bool,
 
 def checkpoint_bytes(checkpoint: Path) -> int:
     """Return the bytes of all pieces of a checkpoint, from its manifest; 0 if the manifest cannot be read."""
-    try:
-        return load_with_digest(checkpoint)[0].size
-    except CheckpointError:
-        return 0
+    found = Manifest.load_or_none(checkpoint)
+    return 0 if found is None else found.size
 
 
 def warn_of_new_beginning(save_dir: Path, env: RankEnv, began_in: str, began_unix_s: float) -> None:

@@ -196,10 +196,13 @@ class Draft:
         self.tasks, self.pending, self.cuts = [], {}, {}
 
     def take_back(self, saved: Version) -> Version | None:
-        """Go back to pieces that were set aside. They do not count elsewhere if memory was used, which may be emptied.
+        """Go back to the newest pieces that were set aside for a version after ``saved``.
+
+        Pieces in the memory of the host (``hold``) may be removed there, so if it was used, only those count that lie
+        in the present directory.
 
         Returns:
-            Their version, the newest one after ``saved``; None: there are none.
+            Their version; None: there are no such pieces.
         """
         while self._aside:
             version = max(self._aside)

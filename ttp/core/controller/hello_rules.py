@@ -22,8 +22,9 @@ def starts_incarnation(job: Membership, hello: m.Hello) -> bool:
         return True
     if job.takes_seat(hello):
         return False
-    if hello.incarnation:
+    if hello.incarnation:  # another controller has led the process
         begun_here = bool(job.live) and job.new_at is not None and not job.ended
+        # If new processes have begun an incarnation here, a higher number is that of another start, not of a later one.
         newer = hello.incarnation > job.incarnation and not (begun_here or _outlives(job, hello))
         return newer and (not job.live or hello.run_id == job.run_id)
     taken = job.members.get(hello.rank)

@@ -102,7 +102,7 @@ class ControllerMachine:
             now: the time, in seconds.
             more: more answers to a freeze follow: the caller calls ``settle`` after them, which does the rest.
         """
-        meanwhile, rest = self.stand_in.part(event)
+        meanwhile, rest = self.stand_in.split(event)
         if meanwhile is not None:
             waits = self.incident is not None and self.incident.deferred
             actions = self.stand_in.on_event(meanwhile, now)

@@ -70,10 +70,11 @@ class PageCollectors:
                         pages[holder] = (*pages.get(holder, ()), rank)
         return pages
 
-    def lack_a_host(self, incident: Incident) -> bool:
-        """Return whether pages of some host may still come; False if more than ``STRAGGLERS_MAX`` ranks are awaited.
+    def may_come(self, incident: Incident) -> bool:
+        """Return whether a host of which no rank can collect pages now may still bring them.
 
-        No rank of it has answered yet; or it is unknown whether its last rank lives, whose launcher may hand them over.
+        Its ranks have not answered yet; or it is unknown whether they live, and if they do not, their launcher hands
+        their pages over. If more than ``STRAGGLERS_MAX`` ranks are awaited, they are not waited for: False.
         """
         members, known = self._job.members, incident.ranks
         awaited = known.waiting | (self._job.suspects.keys() - incident.draft.collected)

@@ -131,7 +131,7 @@ class Saving:
             draft.expect(m.SaverOrder(rank, (), How.AS_IS, wanted, False))
             draft.wrote(rank, -1, now)
             self._send_save(incident, rank)
-        return bool(pages) or (self.pages.lack_a_host(incident) and incident.waits(LATE, LATE_S, now))
+        return bool(pages) or (self.pages.may_come(incident) and incident.waits(LATE, LATE_S, now))
 
     def _send_save(self, incident: Incident, rank: Rank) -> None:
         draft, plan = incident.draft, incident.draft.plan

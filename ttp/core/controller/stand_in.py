@@ -62,7 +62,7 @@ class StandIn:
         self._incidents += 1  # ``number`` begins again after each ``_begin``
         return f"{self._new_id(self._incidents)}{MEANWHILE}"
 
-    def part(self, event: ev.Event) -> tuple[ev.Event | None, ev.Event | None]:
+    def split(self, event: ev.Event) -> tuple[ev.Event | None, ev.Event | None]:
         """Split an event into the part from ``meanwhile`` streams, and the rest; None: there is no such part."""
         match event:
             case ev.Received(connection, m.Hello(meanwhile=True)):
