@@ -73,7 +73,6 @@ def scan(save_dir: Path) -> list[CatalogEntry]:
     Raises:
         CheckpointError: ``save_dir`` cannot be listed.
     """
-    save_dir = Path(save_dir)
     try:
         found = Disk().names(save_dir)
     except FileNotFoundError:
@@ -285,10 +284,10 @@ def prune(
     """
     disk = disk or Disk()
     victims = list(_too_old(scan(save_dir), max(keep, 1), protect, lambda e: e.path.name in verified or _is_sound(e)))
-    taken = set(disk.names(Path(save_dir))) if victims else set()
+    taken = set(disk.names(save_dir)) if victims else set()
     doomed = [_set_aside(entry, taken, disk) for entry in victims]
     if doomed:
-        disk.sync_directory(Path(save_dir))
+        disk.sync_directory(save_dir)
     problem: OSError | None = None
     for path in doomed:
         try:

@@ -78,7 +78,7 @@ def look_back(
     search = _Search(share, older)
     memory = Held.of(save_dir)
     others = fallback_dir, memory.memory if memory.usable else None
-    directories = [Path(save_dir), *(Path(place) for place in others if place is not None)]
+    directories = [save_dir, *filter(None, others)]
     for directory in directories:
         search.look(directory)
     if later:

@@ -52,7 +52,7 @@ class HashingFile(io.BufferedIOBase):
     """
 
     def __init__(self, path: Path, progress: Progress | None = None) -> None:
-        self.path = Path(path)
+        self.path = path
         self._progress = progress or ignore
         self._fd = -1  # close() runs even if the open below fails
         self.path.unlink(missing_ok=True)

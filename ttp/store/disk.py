@@ -36,7 +36,7 @@ class Disk:
 
     def names(self, directory: Path) -> list[str]:
         """Return the names inside ``directory``, sorted."""
-        return sorted(entry.name for entry in Path(directory).iterdir())
+        return sorted(entry.name for entry in directory.iterdir())
 
     def tree(self, directory: Path) -> tuple[list[Path], list[Path]]:
         """Return all directories at and below ``directory``, the deepest first, and everything else in them."""

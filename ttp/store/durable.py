@@ -19,7 +19,7 @@ def write_durably(path: Path, data: bytes) -> None:
         OSError: the disk refused. The old file is still there, unless only the directory could not be synced.
     """
     replace_file(path, data, durable=True)
-    sync_directory(Path(path).parent)
+    sync_directory(path.parent)
 
 
 def replace_file(path: Path, data: bytes, *, durable: bool = False, mode: int = 0o666) -> None:
@@ -36,7 +36,6 @@ def replace_file(path: Path, data: bytes, *, durable: bool = False, mode: int = 
     Raises:
         OSError: the disk refused; an old file of that name is still there.
     """
-    path = Path(path)
     draft = path.with_name(f".{path.name}.{os.urandom(8).hex()}.new")  # containers that share it may share pids
     try:
         opened = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
@@ -59,7 +58,6 @@ def make_directory(path: Path) -> None:
     Raises:
         OSError: the disk refused. What was made is removed, because the next call syncs only what it makes itself.
     """
-    path = Path(path)
     missing = [place for place in (path, *path.parents) if not place.exists()]
     try:
         path.mkdir(parents=True, exist_ok=True)

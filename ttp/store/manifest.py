@@ -122,8 +122,8 @@ def load_with_digest(directory: Path) -> tuple[Manifest, str]:
     Raises:
         CheckpointError: as ``Manifest.load``.
     """
-    data = _read(Path(directory) / MANIFEST)
-    return _parse(data, Path(directory) / MANIFEST), digest_bytes(data)
+    data = _read(directory / MANIFEST)
+    return _parse(data, directory / MANIFEST), digest_bytes(data)
 
 
 def manifest_digest(directory: Path) -> str:
@@ -132,7 +132,7 @@ def manifest_digest(directory: Path) -> str:
     Raises:
         CheckpointError: there is no manifest, or it cannot be read.
     """
-    return digest_bytes(_read(Path(directory) / MANIFEST))
+    return digest_bytes(_read(directory / MANIFEST))
 
 
 def safe_path(file: str) -> bool:

@@ -27,7 +27,6 @@ def verify_checkpoint(
         share: the part of the pieces to read.
         fresh: see ``plain_file.chunks``.
     """
-    path = Path(path)
     try:
         manifest = Manifest.load(path)
     except CheckpointError as problem:
@@ -37,7 +36,7 @@ def verify_checkpoint(
 
 def name_problems(path: Path, manifest: Manifest) -> list[str]:
     """Return one problem if the directory is named for another version than its manifest has; else an empty list."""
-    named = names.parse_checkpoint_name(Path(path).name)
+    named = names.parse_checkpoint_name(path.name)
     if named is None or named == manifest.version:
         return []
     return [f"the directory is named for version {named}, but its manifest is of version {manifest.version}"]

@@ -76,7 +76,7 @@ def install(run_dir: Path) -> bool:
             log.info("no real-time signal is free: the stacks of this process cannot be taken")
             return False
         header = _Header(os.getpid(), start_of(os.getpid()), signum, threading.main_thread().ident or 0)
-        previous, _file = _file, _create(Path(run_dir) / "stacks", header)
+        previous, _file = _file, _create(run_dir / "stacks", header)
         faulthandler.register(signum, file=_file, all_threads=True, chain=False)
         _installed = header
         if previous >= 0:
@@ -102,7 +102,7 @@ def take(pid: int, run_dir: Path, timeout_s: float) -> str:
         timeout_s: seconds to wait for the answer. Call it on a thread that may wait.
     """
     try:
-        return _take(pid, Path(run_dir), timeout_s)[:TEXT_MAX]
+        return _take(pid, run_dir, timeout_s)[:TEXT_MAX]
     except Exception as problem:
         return f"pid {pid}: no stack can be taken: {problem}"[:TEXT_MAX]
 
@@ -209,7 +209,7 @@ def _ident(block: str) -> int | None:
 
 
 def _path(run_dir: Path, pid: int) -> Path:
-    return Path(run_dir) / "stacks" / f"{pid}.txt"
+    return run_dir / "stacks" / f"{pid}.txt"
 
 
 def _waiting(pid: int) -> str:
