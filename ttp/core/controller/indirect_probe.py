@@ -21,19 +21,21 @@ class IndirectProbe:
         job: the ranks.
         outbox: takes the questions.
         timeouts: see ``ControllerTimeouts``.
-        host: the host of this controller; its ranks share the controller's view of the network.
     """
 
-    def __init__(self, job: Membership, outbox: Outbox, timeouts: ControllerTimeouts, host: str) -> None:
-        self._job, self._outbox, self._timeouts, self._host = job, outbox, timeouts, host
+    def __init__(self, job: Membership, outbox: Outbox, timeouts: ControllerTimeouts) -> None:
+        self._job, self._outbox, self._timeouts = job, outbox, timeouts
 
     def ask(self, subject: Rank) -> None:
-        """Ask a rank on a third host about the host of ``subject``, if there is such a rank."""
+        """Ask a rank on a third host about the host of ``subject``, if there is such a rank.
+
+        The ranks of the controller's own host share its view of the network.
+        """
         hello = self._job.members[subject].hello
         if not hello.address:
             return
         for rank in sorted(self._job.live):
-            if self._job.members[rank].hello.host not in (hello.host, self._host):
+            if self._job.members[rank].hello.host not in (hello.host, self._job.home):
                 self._outbox.record("witness_asked", rank=rank, subject=subject, host=hello.host)
                 self._outbox.send_to(rank, m.Probe(rank, self._job.term, subject, hello.address))
                 return

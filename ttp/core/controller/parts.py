@@ -43,9 +43,9 @@ class ControllerParts:
         self.rescue = Rescue(job, outbox, timeouts, new_id, self.mirrors, program)
         self.restoring = Restoring(job, outbox)
         self.hangs = HangWatch(timeouts.hang_s, timeouts.heartbeat_s)
-        self.silence = Silence(job, outbox, self.rescue, timeouts, host)
-        self.indirect_probe = IndirectProbe(job, outbox, timeouts, host)
-        self.standby = Standby(job, outbox, host, timeouts.standbys, port)
+        self.silence = Silence(job, outbox, self.rescue, timeouts)
+        self.indirect_probe = IndirectProbe(job, outbox, timeouts)
+        self.standby = Standby(job, outbox, timeouts.standbys, port)
 
     def joined(self, rank: Rank, now: float) -> None:
         """Tell the parts that watch or serve ranks that this one is connected."""

@@ -34,21 +34,17 @@ LATE_S = 0.5
 
 
 class Silence:
-    """Watches the hosts of one incarnation.
+    """Watches the hosts of one incarnation, except the controller's own.
 
     Args:
         job: the ranks.
         outbox: takes ``LookAt`` actions and records.
         rescue: takes the ranks of hosts in doubt.
         timeouts: see ``ControllerTimeouts``.
-        host: the controller's own host, which is not watched.
     """
 
-    def __init__(
-        self, job: Membership, outbox: Outbox, rescue: Rescue, timeouts: ControllerTimeouts, host: str
-    ) -> None:
+    def __init__(self, job: Membership, outbox: Outbox, rescue: Rescue, timeouts: ControllerTimeouts) -> None:
         self._job, self._outbox, self._rescue, self._timeouts = job, outbox, rescue, timeouts
-        self._host = host
         self.reset()
 
     def reset(self) -> None:
@@ -69,7 +65,7 @@ class Silence:
 
     def heard(self, host: str, now: float) -> bool:
         """Note a report of a rank of this host. Return whether that ends a doubt about the host."""
-        if host == self._host or self._timeouts.quiet_s is None:
+        if host == self._job.home or self._timeouts.quiet_s is None:
             return False
         self._looks.pop(host, None)
         self._asked.discard(host)

@@ -23,18 +23,17 @@ Every rank is told of each attempt, so to ask a thousand hosts would take a mill
 
 
 class Standby:
-    """The standby controllers of one job.
+    """The standby controllers of one job, on other hosts than this controller's.
 
     Args:
         job: the ranks.
         outbox: takes the orders.
-        host: the host of this controller, which needs no standby.
         wanted: the number of standby controllers.
         port: the controller port of the job, which standbys take as well if it is free on their host; 0 if unknown.
     """
 
-    def __init__(self, job: Membership, outbox: Outbox, host: str, wanted: int, port: int) -> None:
-        self._job, self._outbox, self._host, self._wanted, self._port = job, outbox, host, wanted, port
+    def __init__(self, job: Membership, outbox: Outbox, wanted: int, port: int) -> None:
+        self._job, self._outbox, self._wanted, self._port = job, outbox, wanted, port
         self._places: dict[str, str] = {}
         self._asked: dict[str, Rank] = {}
         self._up: set[str] = set()
@@ -60,7 +59,7 @@ class Standby:
 
     def _ask(self, rank: Rank) -> bool:
         hello = self._job.members[rank].hello
-        known = hello.host == self._host or hello.host in self._places or hello.host in self._unable
+        known = hello.host == self._job.home or hello.host in self._places or hello.host in self._unable
         if known or len(self._places) >= self._wanted or len(self._unable) >= UNABLE_MAX:
             return False
         self._places[hello.host], self._asked[hello.host] = _at(hello.address, self._port), rank
@@ -74,7 +73,7 @@ class Standby:
         after each welcome, so a standby may have been ordered by the controller before.
         """
         host = self._job.members[report.rank].hello.host
-        if report.address and self._wanted and host != self._host:
+        if report.address and self._wanted and host != self._job.home:
             if host in self._up and self._places[host] == report.address:
                 return
             self._up.add(host)
