@@ -32,7 +32,7 @@ class Admission:
     def __init__(self, parts: ControllerParts, end: JobEnd, now: float) -> None:
         self._parts, self._end = parts, end
         self._job, self._outbox, self._rescue = parts.job, parts.outbox, parts.rescue
-        self.gathering = Gathering(parts.job, parts.rescue, parts.timeouts, self._abdicate, now)
+        self.gathering = Gathering(parts, self._abdicate, now)
         """Waits for the other ranks of a job that another controller led before."""
 
     def hello(self, connection: ConnectionId, hello: m.Hello, now: float) -> None:

@@ -14,9 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from ttp.core import messages as m
-from ttp.core.controller.events import ControllerTimeouts
-from ttp.core.controller.membership import Membership
-from ttp.core.controller.rescue import Rescue
+from ttp.core.controller.parts import ControllerParts
 from ttp.core.layout import Rank, Version
 
 
@@ -24,26 +22,17 @@ class Gathering:
     """Waits for ranks that another controller led before; ``Membership.gather_until`` is the end of the wait.
 
     Args:
-        job: the ranks.
-        rescue: takes evidence against missing ranks.
-        timeouts: see ``ControllerTimeouts``.
+        parts: the parts of the controller.
         abdicate: forgets the job and sends its ranks to another controller; takes the time.
         now: the time at which the controller starts.
     """
 
-    def __init__(
-        self,
-        job: Membership,
-        rescue: Rescue,
-        timeouts: ControllerTimeouts,
-        abdicate: Callable[[float], None],
-        now: float,
-    ) -> None:
-        self._job, self._rescue, self._timeouts, self._abdicate = job, rescue, timeouts, abdicate
+    def __init__(self, parts: ControllerParts, abdicate: Callable[[float], None], now: float) -> None:
+        self._job, self._rescue, self._timeouts, self._abdicate = parts.job, parts.rescue, parts.timeouts, abdicate
         self._sent_on = self._counted = False
         self._since = now
         self._sent_version = Version(0)
-        self._late_s = timeouts.gather_s / 6
+        self._late_s = parts.timeouts.gather_s / 6
 
     def joined(self, hello: m.Hello, *, new: bool, now: float) -> None:
         """Note a rank's hello.

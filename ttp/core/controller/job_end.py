@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from ttp.core import messages as m
-from ttp.core.controller.events import ControllerTimeouts, HostsDrained, LauncherSaid, RankWasWrong, Remembered, Stop
+from ttp.core.controller.events import HostsDrained, LauncherSaid, RankWasWrong, Remembered, Stop
 from ttp.core.controller.evidence import OUTSIDER
-from ttp.core.controller.membership import Membership
-from ttp.core.controller.outbox import Outbox
-from ttp.core.controller.rescue import Rescue
+from ttp.core.controller.parts import ControllerParts
 from ttp.core.layout import Rank
 from ttp.errors import EXIT_BAD_CONFIG
 
@@ -18,22 +16,17 @@ class JobEnd:
     """Ends a job whose ranks have all trained to the end, and stops the controller of a job that is over.
 
     Args:
-        job: the ranks.
-        outbox: takes orders, records and ``Stop``.
-        rescue: has the exit code of the job, and its last checkpoint.
-        timeouts: see ``ControllerTimeouts``.
+        parts: the parts of the controller.
         now: the time at which the controller starts, in seconds.
     """
 
-    def __init__(
-        self, job: Membership, outbox: Outbox, rescue: Rescue, timeouts: ControllerTimeouts, now: float
-    ) -> None:
+    def __init__(self, parts: ControllerParts, now: float) -> None:
         self.finished_at: float | None = None
         """Time at which the last rank left its training loop; None: not all ranks have left it."""
         self.stopped = False
         """True if ``Stop`` was returned."""
-        self._job, self._outbox, self._timeouts = job, outbox, timeouts
-        self._rescue, self._verdict = rescue, rescue.verdict
+        self._job, self._outbox, self._timeouts = parts.job, parts.outbox, parts.timeouts
+        self._rescue, self._verdict = parts.rescue, parts.rescue.verdict
         self._drained = self._left_over = self._verdict.drained
         self._quiet_since = now
 

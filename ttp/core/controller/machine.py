@@ -84,7 +84,7 @@ class ControllerMachine:
         parts = self._parts = ControllerParts(timeouts, new_id, host, port, program)
         self.timeouts, self.job = timeouts, parts.job
         self._outbox, self.rescue = parts.outbox, parts.rescue
-        self._end = JobEnd(parts.job, parts.outbox, parts.rescue, timeouts, now)
+        self._end = JobEnd(parts, now)
         self._admission = Admission(parts, self._end, now)
         self._faults = FaultReports(parts, self._end)
         self.stand_in = StandIn(timeouts, new_id, parts.rescue.meanwhile)
