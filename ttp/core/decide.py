@@ -162,8 +162,8 @@ def decide(
     by_rank = {answer.rank: answer for answer in answers}
     ways = {rank: materialisable(answer) for rank, answer in by_rank.items()}
     vote = judge(layout, by_rank.values())
-    cuts = placement.Cuts(stripes.started(written), frozenset({*uncut, *vote.odd, *vote.disputed}))
-    known = _Known(by_rank, ways, stripes.covered(written), vote, cuts)
+    whole = frozenset({*uncut, *vote.odd, *vote.disputed})
+    known = _Known(by_rank, ways, stripes.covered(written), vote, stripes.started(written), whole)
     *better, everybody = _tiers(layout, by_rank, vote)
     for copies in better:
         common = known.common_versions(copies)
@@ -220,14 +220,16 @@ class _Known:
         ways: ``Mat(r)`` of each of these ranks, with the way to get each version.
         written: shards that are written whole, or in all their parts, with their versions.
         vote: the comparison of the replicas.
-        cuts: whether each shard may be cut.
+        begun: for each shard that is cut already, its version and the parts that no rank writes.
+        uncut: shards that have to be written whole.
     """
 
     by_rank: Mapping[Rank, Answer]
     ways: Mapping[Rank, Mapping[Version, How]]
     written: Mapping[Shard, Version]
     vote: Vote
-    cuts: placement.Cuts
+    begun: Mapping[Shard, tuple[Version, tuple[Shard, ...]]]
+    uncut: Collection[Shard]
 
     def common_versions(self, copies: Copies, kept: KeptCopies = NOTHING_KEPT) -> set[Version]:
         """Return the versions that are complete in every shard."""
@@ -300,8 +302,10 @@ class _Known:
             lead = min(candidates[shard], key=cost)
             clean = how(lead) is How.AS_IS
             others = (by_rank[r] for r in candidates[shard] if clean and how(r) is How.AS_IS)
-            cut = self.cuts.of(shard, version, allowed=shard not in brought)
-            parts = placement.savers(shard, by_rank[lead], others, cut, work)
+            started, missing = self.begun.get(shard, (None, ()))
+            whole = shard in brought or shard in self.uncut
+            left = None if whole else missing if started == version else ()
+            parts = placement.savers(shard, by_rank[lead], others, left, work)
             chosen += [Assignment(part, rank, how(lead)) for part, rank in parts]
         return tuple(sorted(chosen, key=lambda a: a.shard))
 

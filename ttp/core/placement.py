@@ -9,46 +9,12 @@ default each host gets one part, because the ranks of a host share its network a
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import cycle
 
 from ttp.core import stripes
 from ttp.core.answer import Answer
-from ttp.core.layout import Rank, Shard, Version
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """Whether a shard may be cut, and which parts are missing if it is cut already.
-
-    Args:
-        allowed: whether it may be cut; else it is written whole.
-        lacking: if some parts are written or being written: the other parts; empty if the shard is not cut yet.
-    """
-
-    allowed: bool
-    lacking: tuple[Shard, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Cuts:
-    """The state of each shard that may be cut.
-
-    Args:
-        begun: for each shard that is cut already, its version and the parts that no rank writes.
-        uncut: shards that have to be written whole.
-    """
-
-    begun: Mapping[Shard, tuple[Version, tuple[Shard, ...]]]
-    uncut: Collection[Shard]
-
-    def of(self, shard: Shard, version: Version, *, allowed: bool) -> Cut:
-        """Return the ``Cut`` of ``shard`` for this version; not ``allowed``: the caller wants it whole."""
-        if not allowed or shard in self.uncut:
-            return Cut(allowed=False)
-        written, lacking = self.begun.get(shard, (None, ()))
-        return Cut(allowed=True, lacking=lacking if written == version else ())
+from ttp.core.layout import Rank, Shard
 
 
 class Work:
@@ -74,22 +40,24 @@ class Work:
         self.of_host[holder.host] += size
 
 
-def savers(shard: Shard, lead: Answer, others: Iterable[Answer], cut: Cut, work: Work) -> Iterator[tuple[Shard, Rank]]:
+def savers(
+    shard: Shard, lead: Answer, others: Iterable[Answer], left: tuple[Shard, ...] | None, work: Work
+) -> Iterator[tuple[Shard, Rank]]:
     """Yield the parts of ``shard`` to be written, with the rank that writes each.
 
     Args:
         shard: the shard.
         lead: the holder that was chosen to write the shard.
         others: other holders of the version; those that are like ``lead`` may write parts.
-        cut: whether the shard may be cut, and the missing parts.
+        left: the parts that no rank writes yet, if the shard is cut already; empty if it is not; None: it may not be.
         work: the work assigned so far; updated here.
     """
     alike = [lead]
-    if cut.lacking or (cut.allowed and lead.stripes):
+    if left or (left is not None and lead.stripes):
         alike += [other for other in others if other.rank != lead.rank and _alike(shard, lead, other)]
-    parts = cut.lacking or _cut(shard, alike, work)
+    parts = left or _cut(shard, alike, work)
     if len(alike) > 1 and parts != (shard,):
-        alike = _order(alike, work, None if cut.lacking else lead)
+        alike = _order(alike, work, None if left else lead)
     share = work.sizes[shard] / stripes.parse(parts[0]).count
     for part, holder in zip(parts, cycle(alike[: len(parts)])):
         work.give(holder, share)
