@@ -177,9 +177,7 @@ class ControllerMachine:
         yield from self._admission.gathering.deadlines()
         if self.job.suspects:
             yield self._grace_ends
-        quiet = self._parts.silence.deadline()
-        if quiet is not None:
-            yield quiet
+        yield from self._parts.silence.deadlines()
         if self.stage == "training":
             due = self._parts.hangs.deadline()
             if due is not None:

@@ -17,8 +17,10 @@ Cost: constant for every report of a host.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 
 from ttp.core.controller.events import ControllerTimeouts, LookAt, LookedAt
+from ttp.core.controller.incident import NEVER
 from ttp.core.controller.membership import Membership
 from ttp.core.controller.outbox import Outbox
 from ttp.core.controller.rescue import Rescue
@@ -26,8 +28,6 @@ from ttp.core.layout import Rank, compact_ranks
 
 LOOK_S = 0.25
 """Seconds between two looks at one host."""
-
-NEVER = float("inf")
 
 LATE_S = 0.5
 """Seconds by which ``check`` may be late; a longer delay shows that the controller did not run."""
@@ -120,15 +120,12 @@ class Silence:
         """True if a doubt matters: the job is formed, so it has steps to lose, and no takeover is going on."""
         return self._job.formed and not self._job.ended and self._job.gather_until is None
 
-    def deadline(self) -> float | None:
-        """Return when ``check`` has something to do; None: not before the next report."""
-        dues = [self._quiet_at]
-        if self._looks:
-            dues.append(next(iter(self._looks.values())))
-        if self._doubted:
-            dues.append(next(iter(self._doubted.values())))
-        due = min(dues)
-        return due if due < NEVER else None
+    def deadlines(self) -> Iterator[float]:
+        """Yield the times at which ``check`` has something to do."""
+        if self._quiet_at < NEVER:
+            yield self._quiet_at
+        for times in filter(None, (self._looks, self._doubted)):
+            yield next(iter(times.values()))
 
     @property
     def _quiet_at(self) -> float:
@@ -138,8 +135,8 @@ class Silence:
 
     def check(self, now: float) -> None:
         """Look at hosts that have sent no report for too long; turn a doubt that has lasted too long into a fault."""
-        due = self.deadline()
-        if due is None or now < due:
+        due = min(self.deadlines(), default=NEVER)
+        if now < due:
             return
         if now > due + LATE_S:
             self._was_away(now)
