@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,22 @@ def test_several_hosts_as_msrun_names_them(script: str, dash: str) -> None:
     found = job(script, *(f"--{flag[2:].replace('-', dash)}" for flag in flags))
     assert (found.world_size, list(found.ranks), found.node_rank) == (8, [4, 5, 6, 7], 1)
     assert (found.master_addr, found.master_port, found.topology_s) == ("h0", 8118, 600)
+
+
+def test_flags_of_msrun_that_are_switched_off_do_no_harm(script: str) -> None:
+    flags = ["--bind_core=False", "--bind_numa", "False", "--sim_rank_id=-1", "--worker_log_name="]
+    flags += ["--tail_worker_log=-1"]
+    assert job(script, "--worker_num=2", "--local_worker_num=2", *flags) == job(script, "--nproc-per-node=2")
+
+
+def test_who_waits_for_other_hosts_without_limit_also_waits_for_the_rank_table(script: str, tmp_path: Path) -> None:
+    """A negative number means no limit, as for msrun."""
+    path = tmp_path / "table.json"
+    path.write_text('{"status": "initializing"}')
+    writer = threading.Timer(0.2, write_table, (path, {"127.0.0.1": [(0, 0), (1, 1)]}))
+    writer.start()
+    assert job(script, f"--rank_table_file={path}", "--cluster_time_out=-1").world_size == 2
+    writer.join()
 
 
 @pytest.mark.parametrize("node_rank", ["-1", "3"])
@@ -176,6 +193,11 @@ def test_bad_input_is_one_message_and_64(script: str, capsys: pytest.CaptureFixt
         (["--no-such-flag", script], "unrecognized arguments"),
         (["--nproc-per-node=2", "--monitor_interval=nan", script], "a number of seconds from 0.01"),
         (["--nproc-per-node", "2", "--master-port", "70000", script], "expected a port number"),
+        (["--nproc-per-node", "2", '--bind_core={"device0": ["0-3"]}', script], "runtime.set_cpu_affinity()"),
+        (["--nproc-per-node", "2", "--bind_numa", "True", script], "runtime.set_cpu_affinity()"),
+        (["--nproc-per-node", "2", "--sim_level=1", script], "start it with msrun"),
+        (["--nproc-per-node", "2", "--worker_log_name=worker_{ip}", script], "--log-dir has one worker_RANK.log"),
+        (["--nproc-per-node", "2", "--tail_worker_log", "0", script], "without --log-dir the terminal shows"),
     ):
         assert run(["--mindspore", *words]) == 64
         said = capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -26,6 +27,18 @@ RESTART_TYPE = "/user/restore/reset/config/restartType"
 
 RUNNERS = ("python", "python3", "pytest")
 """Programs that may stand in the place of the script, as for msrun."""
+
+_AFFINITY = "call mindspore.runtime.set_cpu_affinity() in the program, which takes the same cores or the same file"
+_DRY = "a dry run has no other ranks that could save: start it with msrun"
+MSRUN_ONLY = {
+    "bind_core": ("false", _AFFINITY),
+    "bind_numa": ("false", _AFFINITY),
+    "sim_level": ("-1", _DRY),
+    "sim_rank_id": ("-1", _DRY),
+    "worker_log_name": ("", "--log-dir has one worker_RANK.log for each worker: give each host a directory of its own"),
+    "tail_worker_log": ("-1", "without --log-dir the terminal shows all workers; with it use tail -f DIR/worker_0.log"),
+}
+"""Flags of msrun that ttp run does not have: the value that switches each off, which is accepted, and what to do."""
 
 EPILOG = f"""
 Scheduler and workers are started as msrun does, on every host with the same flags but --node-rank. In addition: the
@@ -104,7 +117,7 @@ def parse(argv: list[str], environ: Mapping[str, str] = os.environ, newer_than: 
     table_path = given.rank_table_file or environ.get("RANK_TABLE_FILE", "")
     table, version = None, -1
     if table_path:
-        table, version = await_rank_table(table_path, _per_host(given), given.cluster_time_out, newer_than)
+        table, version = await_rank_table(table_path, _per_host(given), waiting_s(given.cluster_time_out), newer_than)
     node_rank = given.node_rank if given.node_rank is not None else _place(table)
     local, world = _sizes(given, table, node_rank)
     several = local < world
@@ -145,7 +158,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--master-addr", "--master_addr", metavar="HOST", help="host 0 [127.0.0.1, or as the rank table says]")
     add("--master-port", "--master_port", type=_port, metavar="P", help=f"of the scheduler [free; {MASTER_PORT}]")
     add("--cluster-time-out", "--cluster_time_out", type=int, default=600, metavar="S", help="seconds to meet in, and "
-        "to wait for the rank table [600]")  # fmt: skip
+        "to wait for the rank table; -1: no limit [600]")  # fmt: skip
     add("--max-restarts", "--max_restarts", type=_restarts, default=0, metavar="N", help="how often the job is started "
         "again [0]")  # fmt: skip
     add("--monitor-interval", "--monitor_interval", type=_interval, default=LOOK_S, metavar="S", help="seconds between "
@@ -155,6 +168,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--restart-type-file", default=RESTART_TYPE, metavar="F", help="if it says podReschedule, a restart waits for "
         "a new rank table [%(default)s]")  # fmt: skip
     add("--join", choices=("True", "False"), default="True", help="no effect: ttp always waits for its workers")
+    for flag, (off, instead) in MSRUN_ONLY.items():
+        add(f"--{flag}", f"--{flag.replace('_', '-')}", type=_only(off, instead), help=argparse.SUPPRESS)
     add_flags(parser)
     add("script", help="the training script, or python, python3, pytest")
     add("script_args", nargs=argparse.REMAINDER, help="its arguments")
@@ -177,6 +192,21 @@ _count = _number(1, WORLD_SIZE_MAX, f"expected a number from 1 to {WORLD_SIZE_MA
 _restarts = _number(0, WORLD_SIZE_MAX, "expected a number of at least 0")
 _interval = _number(0.01, 3600, "expected a number of seconds from 0.01 to 3600", float)
 _port = _number(1, 65535, "expected a port number from 1 to 65535")
+
+
+def _only(off: str, instead: str) -> Callable[[str], None]:
+    """Return a parser of a flag that may only be switched off."""
+
+    def parsed(text: str) -> None:
+        if text.strip().lower() != off:
+            raise argparse.ArgumentTypeError(f"ttp run does not have this flag of msrun: {instead}")
+
+    return parsed
+
+
+def waiting_s(given_s: int) -> float:
+    """Return how many seconds ``--cluster-time-out`` allows; a negative number means without limit, as for msrun."""
+    return given_s if given_s >= 0 else math.inf
 
 
 def _node(text: str) -> int | None:

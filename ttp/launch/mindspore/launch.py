@@ -21,7 +21,7 @@ from ttp.launch.admission import admitted
 from ttp.launch.host import Host
 from ttp.launch.later import later, obey
 from ttp.launch.mindspore.environment import patience
-from ttp.launch.mindspore.flags import LOOK_S, Job, parse, with_names
+from ttp.launch.mindspore.flags import LOOK_S, Job, parse, waiting_s, with_names
 from ttp.launch.mindspore.processes import Processes
 from ttp.launch.ports import hold_port
 from ttp.launch.preparation import EXIT_FAILED, Launch, verdict
@@ -157,7 +157,9 @@ class _Starts:
     def _start(self, launch: int) -> bool:
         """Start the job once and wait for its end. Returns whether all workers of this host trained to the end."""
         patience_s = RESTART_PATIENCE_S if launch else 0.0
-        named_s = max(patience_s, self._job.topology_s if self._job.several_nodes else 0)  # a pod's name comes with it
+        named_s = patience_s
+        if self._job.several_nodes:  # a pod's name comes with it
+            named_s = max(patience_s, waiting_s(self._job.topology_s))
         with self._port(patience_s) as port:
             return self._start_at((_number_of(self._job.master_addr, named_s), port), launch)
 
