@@ -14,7 +14,7 @@ from torch import nn
 
 from ttp.adapters.megatron.extra_states import ExtraStates
 from ttp.adapters.megatron.geometry import describe
-from ttp.adapters.megatron.optimizers import inner_optimizers, unchained
+from ttp.adapters.megatron.optimizers import inner_optimizers, refuse_unknown, unchained
 from ttp.adapters.megatron.param_sync import ParamSyncs
 from ttp.adapters.megatron.rank_layout import rank_layout_text
 from ttp.adapters.megatron.rank_state import PROGRESS, STREAMS, Progress, TrackedStreams
@@ -116,7 +116,10 @@ class MegatronAdapter(TorchAdapter):
         """Find the state of this rank; what is refused here is refused on all ranks. Returns what others must know."""
         from megatron.core.utils import unwrap_model
 
-        self._progress = Progress(args, list(unchained(optimizer)))
+        optimizers = list(unchained(optimizer))
+        for each in optimizers:
+            refuse_unknown(each)
+        self._progress = Progress(args, optimizers)
         self._extra = ExtraState(_extra_state(extra_state, self._progress))
         self._geometry = describe(unwrap_model(self._chunks))
         self._inners = inner_optimizers(optimizer, self._geometry)
@@ -161,7 +164,7 @@ class MegatronAdapter(TorchAdapter):
             source.preimage = PreImage(self._together, (), source.runtimes)
         barrier = self._barrier = self._make_barrier(processor)
         begins, stepping = self._progress.iteration_begins, self._held.stepping
-        turns = Turns([type(each).__name__ for each in stepping], chained=True)
+        turns = source.turns = Turns([type(each).__name__ for each in stepping], chained=True)
         late = LateChanges(self._extra, (), turns)  # an average may not be given as a module here
         self.capture.on_changed = late.changed
         calls = Calls(

@@ -102,7 +102,9 @@ def unchained(optimizer: Any) -> Iterator[Any]:
         ConfigError: a layer-wise distributed optimizer cannot be protected.
     """
     if type(optimizer).__name__ == "LayerWiseDistributedOptimizer":
-        raise ConfigError(f"ttp cannot protect a layer-wise distributed optimizer; {_KNOWN}")
+        raise ConfigError(
+            f"ttp cannot protect a layer-wise distributed optimizer: use --optimizer muon, not dist_muon; {_KNOWN}"
+        )
     if hasattr(optimizer, "chained_optimizers"):
         for each in optimizer.chained_optimizers:
             yield from unchained(each)
@@ -118,7 +120,6 @@ def _inner(megatron: Any, geometry: Geometry) -> Inner:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 
-    _refuse_unknown(megatron)
     part, parts = 0, 1
     pairs: Iterable[_Pair]
     if isinstance(megatron, DistributedOptimizer):
@@ -139,7 +140,12 @@ def _inner(megatron: Any, geometry: Geometry) -> Inner:
 _KNOWN = "it protects DistributedOptimizer, Float16OptimizerWithFloat16Params and FP32Optimizer, also chained"
 
 
-def _refuse_unknown(megatron: Any) -> None:
+def refuse_unknown(megatron: Any) -> None:
+    """Check the settings of a Megatron optimizer. Call it before the model is described, which may be impossible.
+
+    Raises:
+        ConfigError: its state is not where ttp looks for it.
+    """
     config = megatron.config
     refused = {
         "use_precision_aware_optimizer": "the fused optimizer keeps the fp32 weights where ttp cannot read them",
@@ -149,7 +155,7 @@ def _refuse_unknown(megatron: Any) -> None:
         if getattr(config, name, False):
             raise ConfigError(f"ttp cannot protect a job with OptimizerConfig.{name}: {why}. Set it to False")
     if getattr(getattr(megatron, "ddp_config", None), "use_megatron_fsdp", False):
-        raise ConfigError(f"ttp cannot protect Megatron-FSDP; {_KNOWN}")
+        raise ConfigError(f"ttp cannot protect Megatron-FSDP: leave --use-megatron-fsdp out; {_KNOWN}")
 
 
 def _holding(geometry: Geometry, parameter: Tensor, main: Tensor, begin: int, end: int) -> Holding:

@@ -1,7 +1,9 @@
 """Writes the state of one rank of a Megatron job, as boxes of the tensors of a stock ``torch_dist`` checkpoint.
 
 Weights are written from the fp32 copy that the optimizer updates, cast to the model's dtype. The parameters with which
-the model computes are not read: an all-gather after the update writes them, and a fault may interrupt it.
+the model computes are not read: an all-gather after the update writes them, and a fault may interrupt it. If the loop
+declares the end of each version, they are complete by then, and are read: Megatron's ``clip_qk()`` changes them and
+their fp32 copies one by one, after which they are no longer the copies' values in the model's dtype.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from ttp.adapters.megatron.stock import JOB_KEY, count_entry, write_stock_files
 from ttp.adapters.torch.local_state.capture import LocalCapture
 from ttp.adapters.torch.local_state.extra_state import ExtraState
 from ttp.adapters.torch.local_state.image import decode
+from ttp.adapters.torch.loop.turns import Turns
 from ttp.adapters.torch.saving.checkpoint import Chunk
 from ttp.adapters.torch.saving.inspection import ComparedTensor
 from ttp.adapters.torch.saving.job_state import JobState
@@ -91,6 +94,8 @@ class MegatronSource(TorchSource):
 
     framework = "megatron"
     gaps = STATE_PREFIX  # all layers of a kind are one tensor, and some of them may be frozen
+    turns: Turns | None = None
+    """Tells whether the loop declares the end of each version; None: not attached."""
 
     def __init__(
         self,
@@ -155,7 +160,8 @@ class MegatronSource(TorchSource):
         if inner is None:
             return {}
         found: dict[str, list[Chunk]] = {}
-        for key, chunk in _updated(inner, state["image"]):
+        declared = state["image"] is None and self.turns is not None and self.turns.by_hand
+        for key, chunk in _updated(inner, state["image"], live=declared):
             found.setdefault(key, []).append(chunk)
         result: dict[str, Any] = dict(self.held.rank_layout) | count_entry(shard, state["saved"][shard])
         result |= state["extra"]  # the savers of experts have those of experts
@@ -187,8 +193,14 @@ class MegatronSource(TorchSource):
         return [*super().finalise(directory, order), *stock]
 
 
-def _updated(inner: Inner, image: Image | None) -> Iterator[tuple[str, Chunk]]:
-    """Yield, for the ranges that this rank updates, the weights, their fp32 copies and the optimizer's tensors."""
+def _updated(inner: Inner, image: Image | None, *, live: bool = False) -> Iterator[tuple[str, Chunk]]:
+    """Yield, for the ranges that this rank updates, the weights, their fp32 copies and the optimizer's tensors.
+
+    Args:
+        inner: the plain optimizer.
+        image: the state to write instead of the present one; None: the present one.
+        live: read the weights from the model's parameters instead of the fp32 copies.
+    """
     for holding in inner.holdings:
         if not holding.described.first:
             continue
@@ -197,8 +209,9 @@ def _updated(inner: Inner, image: Image | None) -> Iterator[tuple[str, Chunk]]:
         memory = main.detach().view(-1)
         kept = inner.optimizer.state if image is None else image.state
         states = {k: v for k, v in kept.get(holding.main, {}).items() if is_stretched(holding, k, v)}
+        weights = holding.described.tensor.detach().view(-1)[holding.begin : holding.end] if live else memory
         for part in holding.parts:
-            yield part.key, replace(part.chunk(memory, holding.begin), dtype=dtype)
+            yield part.key, replace(part.chunk(weights, holding.begin), dtype=dtype)
             if inner.main_key and (inner.main_key == "param" or main.dtype != dtype):
                 yield f"{STATE_PREFIX}{inner.main_key}.{part.key}", part.chunk(memory, holding.begin)
             for name, value in states.items():

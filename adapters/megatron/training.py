@@ -99,6 +99,8 @@ def _restoring(module: Any, save_dir: str | Path | None, streams: dict[str, Any]
     def setup_model_and_optimizer(*positional: Any, **named: Any) -> Any:
         made = setup(*positional, **named)
         model, optimizer, scheduler = made[:3]
+        if optimizer is None:  # --skip-train: an evaluation only
+            return made
         args = module.get_args()
         directory = save_dir or getattr(args, "save", None) or "checkpoints"
         protect(model, optimizer, scheduler, args, save_dir=directory, **how)
@@ -106,9 +108,22 @@ def _restoring(module: Any, save_dir: str | Path | None, streams: dict[str, Any]
         if ttp.restore():  # restores the counters in ``args`` too
             _refuse_older(loaded, args.iteration, directory)
             streams.update(streams_now())
+        if getattr(args, "qk_clip", False):  # train_step() clips weights after the update
+            ttp.step_done()
+            module.train_step = _declaring_its_end(module.train_step)
         return made
 
     return setup_model_and_optimizer
+
+
+def _declaring_its_end(step: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(step)
+    def train_step(*positional: Any, **named: Any) -> Any:
+        made = step(*positional, **named)
+        ttp.step_done()
+        return made
+
+    return train_step
 
 
 def _refuse_older(loaded: int, restored: int, directory: str | Path) -> None:

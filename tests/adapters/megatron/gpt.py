@@ -22,6 +22,8 @@ class Shape:
     pp: int = 1
     virtual: int = 1
     ep: int = 1
+    etp: int | None = None  # tensor parallel slices of an expert; None: as many as of the rest
+    cp: int = 1
     instances: int = 1
     experts: bool = False
     distributed: bool = True
@@ -58,6 +60,8 @@ class Training:
                 shape.pp,
                 virtual_pipeline_model_parallel_size=shape.virtual if shape.virtual > 1 else None,
                 expert_model_parallel_size=shape.ep,
+                expert_tensor_parallel_size=shape.etp,
+                context_parallel_size=shape.cp,
                 num_distributed_optimizer_instances=shape.instances,
                 create_gloo_process_groups=True,
             )
@@ -69,6 +73,7 @@ class Training:
         self.batch = MICROBATCHES * parallel_state.get_data_parallel_world_size()
         self.args = Namespace(iteration=0, curr_iteration=0, consumed_train_samples=0, global_batch_size=self.batch)
         self.config = _config(shape)
+        self.args.qk_clip = self.config.qk_clip
         self.chunks = [_chunk(self.config, shape, stage) for stage in range(shape.virtual)]
         self.optimizer = _optimizer(self.chunks, shape)
         self.scheduler = _scheduler(self.optimizer, self.batch)
@@ -107,11 +112,24 @@ class Training:
             next(self.chunks[0].parameters()).main_grad.fill_(torch.inf)
         self.before_update()
         done, _, _ = self.optimizer.step()
+        if self.config.qk_clip:
+            self._clip()
         if done:
             self.scheduler.step(increment=self.batch)
         self.args.iteration += 1
         self.args.consumed_train_samples += self.batch
         return bool(done)
+
+    def _clip(self) -> None:
+        """Clip as Megatron-LM's ``train_step`` does. Only Transformer Engine measures logits; here all are large."""
+        from megatron.core.optimizer.qk_clip import clip_qk
+
+        for chunk in self.chunks:
+            for layer in chunk.module.module.decoder.layers:
+                attention = layer.self_attention
+                heads = attention.num_attention_heads_per_partition
+                attention.core_attention.current_max_attn_logits = torch.full((heads,), 101.0)
+        clip_qk(self.chunks)
 
     def _samples(self) -> Iterator[Tensor]:
         for number in range(MICROBATCHES):
@@ -147,6 +165,7 @@ def _config(shape: Shape) -> Any:
         pipeline_model_parallel_size=shape.pp,
         virtual_pipeline_model_parallel_size=shape.virtual if shape.virtual > 1 else None,
         expert_model_parallel_size=shape.ep,
+        expert_tensor_parallel_size=shape.etp or shape.tp,
         num_moe_experts=4 if shape.experts else None,
         mtp_num_layers=1 if shape.mtp else None,
         moe_token_dispatcher_type="allgather",

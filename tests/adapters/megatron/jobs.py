@@ -70,9 +70,9 @@ class Job:
                 found.setdefault(int(words[2]), set()).add(words[3])
         return found
 
-    def kill(self, dead: list[int], phase: str, undo: str | None = None) -> None:
+    def kill(self, dead: list[int], phase: str, undo: str | None = None, through: str = "protect") -> None:
         """Run a first launch in which these ranks are killed in one step and the others save."""
-        codes = self.live(0, fault={"ranks": dead, "step": KILLED_AT, "phase": phase}, undo=undo)
+        codes = self.live(0, fault={"ranks": dead, "step": KILLED_AT, "phase": phase}, undo=undo, through=through)
         assert codes == [-9 if rank in dead else 75 for rank in range(4)], self.story()
 
     def state(

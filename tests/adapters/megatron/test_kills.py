@@ -58,6 +58,20 @@ def test_no_step_is_lost(
     job.assert_resumed_as_unhurt()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["begin", "stepped"])
+def test_what_megatron_clips_after_the_update_belongs_to_it(nursery: Nursery, tmp_path: Path, phase: str) -> None:
+    """``install()`` declares the end of each step, which Megatron-LM's loop does not."""
+    shape = {"distributed": False, "bf16": True, "model": {"qk_clip": True}}
+    unbroken, job = (Job(nursery, tmp_path / name, shape) for name in ("unbroken", "killed"))
+    assert unbroken.live(0, through="install") == [0] * 4, unbroken.story()
+    job.kill([1], phase, through="install")
+    assert job.live(1, through="install") == [0] * 4, job.story()
+    for rank in range(4):
+        for version, found in job.seen(rank).items():
+            assert found == unbroken.seen(rank)[version], (rank, version)
+
+
 def test_what_is_to_say_of_extra_states_is_told_once(nursery: Nursery, tmp_path: Path) -> None:
     """A checkpoint has it as it was before. The counters of Megatron's own loop are complete."""
     env = {"TTP_TOKEN": "a secret", "MASTER_ADDR": "127.0.0.1", "TTP_RUN_DIR": str(tmp_path / "run")}

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,10 +15,10 @@ import torch
 from torch import nn
 
 import ttp
-from ttp.adapters.megatron import contents, offer_to_megatron, restore, stock, training
+from ttp.adapters.megatron import contents, offer_to_megatron, restore, stock
 from ttp.adapters.megatron.adapter import MegatronAdapter
 from ttp.adapters.megatron.geometry import Described, Geometry, TensorView
-from ttp.adapters.megatron.optimizers import Holding, Inner, _dealt, _refuse_unknown, unchained, with_counts
+from ttp.adapters.megatron.optimizers import Holding, Inner, _dealt, refuse_unknown, unchained, with_counts
 from ttp.adapters.megatron.restore import Wants, _install_groups, _moments, _other_optimizers, restore_groups
 from ttp.adapters.megatron.source import MegatronSource, _leaves_of, refuse_unsaved
 from ttp.adapters.megatron.stock import JOB_KEY
@@ -75,7 +73,7 @@ def test_what_megatron_cannot_read_is_not_offered(tmp_path: Path) -> None:
 @pytest.mark.parametrize("setting", ["use_precision_aware_optimizer", "optimizer_cpu_offload"])
 def test_state_that_is_not_where_it_is_looked_for_is_refused(setting: str) -> None:
     with pytest.raises(ConfigError, match=setting):
-        _refuse_unknown(SimpleNamespace(config=SimpleNamespace(**{setting: True})))
+        refuse_unknown(SimpleNamespace(config=SimpleNamespace(**{setting: True})))
 
 
 @pytest.mark.parametrize(
@@ -89,10 +87,14 @@ def test_what_ttp_finds_itself_cannot_be_given(name: str, given: Any, tmp_path: 
         ttp.wrap_optimizer(optimizer, model=torch.nn.Linear(1, 1), save_dir=tmp_path, **{name: given})
 
 
-def test_megatron_fsdp_is_refused() -> None:
+@pytest.mark.filterwarnings("ignore")  # of Megatron, which is imported here
+def test_megatron_fsdp_is_refused_before_its_model_is_described() -> None:
+    """Its model has no ``sharded_state_dict()``."""
     fsdp = SimpleNamespace(config=SimpleNamespace(), ddp_config=SimpleNamespace(use_megatron_fsdp=True))
-    with pytest.raises(ConfigError, match="DistributedOptimizer"):
-        _refuse_unknown(fsdp)
+    adapter: Any = object.__new__(MegatronAdapter)
+    adapter._chunks = [nn.Linear(1, 1)]
+    with pytest.raises(ConfigError, match=r"leave --use-megatron-fsdp out; .* DistributedOptimizer"):
+        adapter._look(fsdp, None, None)
 
 
 def test_a_layer_wise_optimizer_is_refused_although_it_is_a_chain() -> None:
@@ -295,49 +297,6 @@ def test_what_the_adapter_for_torch_asks_has_an_answer() -> None:
     assert "exchanges weights" in adapter._why_wait()
     adapter._hooks, adapter._barrier = contextlib.ExitStack(), None
     adapter.detach()
-
-
-WRONG = """
-from types import SimpleNamespace
-from ttp.adapters.megatron import training
-from ttp.errors import ConfigError
-def protect(*_, **__):
-    raise ConfigError("Set it to False")
-training.protect = protect
-args = SimpleNamespace(save="kept")
-module = SimpleNamespace(setup_model_and_optimizer=lambda: ([], None, None), train=len, get_args=lambda: args)
-training.install(training=module)
-module.setup_model_and_optimizer()
-"""
-
-
-def test_what_is_refused_in_megatrons_own_program_ends_it_with_64() -> None:
-    """It is raised outside of ``train()``. With 1 a launcher would start the job again, in vain."""
-    ended = subprocess.run([sys.executable, "-c", WRONG], capture_output=True, text=True, check=False)
-    assert (ended.returncode, "ConfigError: Set it to False" in ended.stderr) == (64, True), ended.stderr
-
-
-@pytest.mark.parametrize("loaded", [0, 5, 6])
-def test_an_older_checkpoint_of_ttp_does_not_replace_what_megatron_has_loaded(
-    loaded: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    args = SimpleNamespace(iteration=loaded, save="kept")
-    module: Any = SimpleNamespace(setup_model_and_optimizer=lambda: ([], None, None), train=len, get_args=lambda: args)
-
-    def restore() -> int:
-        args.iteration = 5
-        return 5
-
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    monkeypatch.setattr(training, "protect", lambda *_, **__: None)
-    monkeypatch.setattr(ttp, "restore", restore)
-    monkeypatch.setattr(training, "streams_now", dict)
-    training.install(training=module)
-    if loaded <= 5:
-        assert module.setup_model_and_optimizer() == ([], None, None)
-        return
-    with pytest.raises(ConfigError, match=r"loaded iteration 6 .* in kept, is of iteration 5"):
-        module.setup_model_and_optimizer()
 
 
 def test_a_larger_padding_of_the_vocabulary_begins_with_moments_of_zero(tmp_path: Path) -> None:

@@ -131,11 +131,11 @@ def _pretrain(training: Training, run: Callable[[int], None]) -> None:
         run(training.args.iteration)
 
     module: Any = ModuleType("training")
-    module.get_args = lambda: training.args
+    module.get_args, module.train, module.train_step = lambda: training.args, train, training.step
     module.setup_model_and_optimizer = lambda: (training.chunks, training.optimizer, training.scheduler)
-    module.train = train
     install(save_dir=_directory() / "checkpoints", training=module)
     made = module.setup_model_and_optimizer()
+    vars(training)["step"] = module.train_step
     torch.empty((), dtype=torch.int64).random_()  # as a DataLoader does when an iterator is made
     module.train(None, *made)
 
