@@ -41,6 +41,9 @@ of an epoch."""
 STREAMS = "its random streams"
 """Name of all random streams together, beside the names of parameters."""
 
+BEGAN = "as its step began: "
+"""Prefix of a parameter's name in ``digests``, for its state when the step of the version began."""
+
 _LARGE = 64 << 10
 """Bytes from which on a parameter is copied only if its digest has changed."""
 
@@ -103,7 +106,7 @@ class LocalCapture:
         self._stream = b""
         self._page: PageWriter | None = None
         self._last: tuple[Hashable, ...] = ()
-        """The version that was captured last after its step, and digests of its state."""
+        """The version that was captured last, whether after its step, and digests of its state."""
         self._sizes = {name: int(memory.of(name).memory.nbytes) for name in self._beside}
         self._total = sum(self._sizes.values())
         self._unchanged: dict[str, tuple[str, str]] | None = None
@@ -150,12 +153,12 @@ class LocalCapture:
             else:
                 large.append((xxhash.xxh3_128_intdigest(view), view))
         image = [header, self._description, *host, self._stream, *small]
-        if final:  # it is captured again before the next step, and the state in the step must not be overwritten
-            said = version, xxhash.xxh3_128_intdigest(b"".join(image)), *(digest for digest, _ in large)
-            if said == self._last:
-                return
-            self._last = said
-            self._finished += 1
+        # What is there already is not written again: the few slots of a version keep what its step began with, too.
+        said = version, final, xxhash.xxh3_128_intdigest(b"".join(image)), *(digest for digest, _ in large)
+        if said == self._last:
+            return
+        self._last = said
+        self._finished += final
         written = self._page.write(version, final, image, large)
         if written and self.on_written is not None:
             self.on_written(version, final)
@@ -239,18 +242,20 @@ class LocalCapture:
 def digests(data: bytes, finished: bool) -> dict[str, str]:
     """Return a digest of each parameter in an image, and of its random streams; see ``Digests``.
 
-    None, if the bytes are no image, or are that of a step's begin on a rank that finished the step: what the forward
-    pass has made of it depends on the rank's data.
+    Of a rank that finished the step, the state with which the step began has names of its own: what the forward pass
+    has made of it may depend on the rank's data. None, if the bytes are no image.
     """
     try:
         state = decode(data)
     except CheckpointError:
         return {}
-    if finished and not state.passed:
-        return {}
     parts = {name: kept for name, (_, _, kept) in state.beside.items()}
+    began = {BEGAN + name: digest_of(part) for name, part in parts.items()}
+    if finished and not state.passed:
+        return began
     parts[STREAMS] = b"".join((*state.host, state.stream))
-    return {**state.unchanged, **{name: digest_of(part) for name, part in parts.items()}}
+    found = {**state.unchanged, **{name: digest_of(part) for name, part in parts.items()}}
+    return found if finished else found | began
 
 
 def digest_of(data: Buffer) -> str:

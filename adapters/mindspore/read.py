@@ -10,7 +10,7 @@ from typing import Any
 import mindspore as ms
 
 from ttp.adapters.mindspore.constraints import SLICING, parallel_mode
-from ttp.adapters.mindspore.local_state import STREAMS, LocalCapture, LocalState, Position, decode, digest_of
+from ttp.adapters.mindspore.local_state import BEGAN, STREAMS, LocalCapture, LocalState, Position, decode, digest_of
 from ttp.adapters.mindspore.memory import Memory
 from ttp.adapters.mindspore.source import JOB_KIND, SHARD_KIND
 from ttp.core.layout import Shard
@@ -98,7 +98,9 @@ def _with_peers(checkpoint: Path, manifest: Manifest, rank: int, own: LocalState
     """Return the state of a rank that died in its step, with what the rest of the step has made of it on replicas.
 
     Such state is an average or a loss scale that a callback changes after the update, or gradients that are set to zero
-    there. A replica whose state was equal before tells what it became; without one, replicas that agree do.
+    there. A replica whose state was equal before tells what it became; without one, replicas that agree do. If the rank
+    had not finished its forward pass, a replica whose state was equal when the step began tells of what only forward
+    passes change (counters).
 
     Returns:
         The state, and the names of what may not be that of the version.
@@ -109,7 +111,9 @@ def _with_peers(checkpoint: Path, manifest: Manifest, rank: int, own: LocalState
     replicas = next(set(ranks) for ranks in manifest.groups.values() if rank in ranks)
     equal = {name: giver for name in asked if (giver := lender(pieces, name, rank, replicas)) is not None}
     agreed = {name: giver for name in asked if (giver := lender(pieces, name, _NO_RANK, replicas)) is not None}
-    givers = {name: giver for name, giver in (agreed | equal).items() if name != STREAMS or name in equal}
+    began = {name: lender(pieces, BEGAN + name, rank, replicas) for name in own.beside if not own.passed}
+    early = {name: giver for name, giver in began.items() if giver is not None}
+    givers = {name: giver for name, giver in (early | agreed | equal).items() if name != STREAMS or name in equal}
     images = {giver: read_local_image(checkpoint, pieces, giver) for giver in {*givers.values()}}
     states = {giver: decode(image) for giver, image in images.items() if image is not None}
     taken = {name: state for name, giver in givers.items() if (state := states[giver].beside.get(name)) is not None}

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from ttp.adapters.mindspore.local_state import STREAMS, LocalCapture, LocalState, Position, decode, digest_of, digests
+from ttp.adapters.mindspore.local_state import (
+    BEGAN,
+    STREAMS,
+    LocalCapture,
+    LocalState,
+    Position,
+    decode,
+    digest_of,
+    digests,
+)
 from ttp.adapters.mindspore.memory import Held, Memory
 from ttp.core.decide import How
 from ttp.core.layout import Rank, Shard, Version
@@ -170,11 +179,14 @@ class MindSporeSource(PagedSource):
     def _pages(self, ranks: Sequence[Rank], version: Version) -> Pages:
         """Return the pages of these ranks, and how each object has changed if a rank has changed it after the update.
 
-        Of random streams it is always told.
+        Of random streams it is always told. What only the forward pass has changed is told by another name, if it has
+        changed equally on all ranks: counters, but not BatchNorm's averages.
         """
         pages, changes = self.read_pages(ranks, version, digests), dict[str, dict[Change, list[int]]]()
         for name, by in pages.changes.items():
-            if name == STREAMS or any(before and after not in ("", before) for before, after in by):
+            moved = {change for change in by if all(change) and change[0] != change[1]}
+            other = name.removeprefix(BEGAN)
+            if name == STREAMS or (moved and (other == name or (len(moved) == 1 and other not in changes))):
                 changes[name] = {change: of_ranks for change, of_ranks in by.items() if change[0]}
         return replace(pages, changes=changes)
 
