@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ttp.errors import CheckpointError, UsageError
+from ttp.errors import CheckpointError
 from ttp.store.durable import write_durably
 from ttp.store.manifest import Manifest
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
-def offer_to_megatron(checkpoint: str | Path, load_dir: str | Path, *, ckpt_format: str = "torch_dist") -> Path:
+def offer_to_megatron(checkpoint: str | Path, load_dir: str | Path) -> Path:
     """Make a link ``load_dir/iter_0000012`` to ``checkpoint``, and make it the checkpoint that Megatron-LM loads.
 
     Use it for a job that continues without ttp, in any layout:
@@ -22,7 +22,6 @@ def offer_to_megatron(checkpoint: str | Path, load_dir: str | Path, *, ckpt_form
     Args:
         checkpoint: a checkpoint that a Megatron job has written under ttp.
         load_dir: the directory for Megatron's ``--load``; it is made if it does not exist.
-        ckpt_format: must be ``torch_dist``; Megatron-LM itself can convert that to its legacy format.
 
     Returns:
         The path of the link.
@@ -30,14 +29,8 @@ def offer_to_megatron(checkpoint: str | Path, load_dir: str | Path, *, ckpt_form
     Raises:
         CheckpointError: no Megatron job wrote the checkpoint, or it has no ``common.pt``.
         OSError: the link cannot be made.
-        UsageError: ``ckpt_format`` is not ``torch_dist``.
     """
     source, target = Path(checkpoint).absolute(), Path(load_dir)
-    if ckpt_format != "torch_dist":
-        raise UsageError(
-            f"ckpt_format={ckpt_format!r}: ttp writes torch_dist checkpoints only. Megatron-LM converts them to its "
-            "legacy format with --ckpt-convert-format torch --ckpt-convert-save DIR"
-        )
     version = Manifest.load(source).version
     if not (source / "common.pt").is_file():
         raise CheckpointError(

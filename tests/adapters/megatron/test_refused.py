@@ -66,8 +66,6 @@ def test_a_name_that_is_taken_leaves_no_temporary_file(tmp_path: Path) -> None:
 def test_what_megatron_cannot_read_is_not_offered(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"common\.pt"):
         offer_to_megatron(checkpoint(tmp_path / "saved"), tmp_path / "load")
-    with pytest.raises(UsageError, match="--ckpt-convert-format torch"):
-        offer_to_megatron(tmp_path / "saved", tmp_path / "load", ckpt_format="torch")
 
 
 @pytest.mark.parametrize("setting", ["use_precision_aware_optimizer", "optimizer_cpu_offload"])
