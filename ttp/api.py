@@ -331,7 +331,8 @@ def _adapter_for(optimizer: Any, model: Any, given: Mapping[str, Any]) -> sessio
     given_kinds = ", ".join(f"{type(each).__module__}.{type(each).__qualname__}" for each in kinds) or "an empty list"
     raise UsageError(
         f"wrap_optimizer() takes a torch.optim.Optimizer (or a list of them), Megatron's MegatronOptimizer or a "
-        f"mindspore.nn.Optimizer, but got {given_kinds}. Of a wrapper of your own, give the optimizers inside"
+        f"mindspore.nn.Optimizer, but got {given_kinds}. Of a wrapper give the optimizers inside. If a "
+        "library has optimizers of its own (Keras, fastai), let it train with one of torch"
     )
 
 

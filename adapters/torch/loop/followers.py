@@ -161,7 +161,9 @@ class Followers:
                 f"the program changes {first_of(changed, _LISTED_MAX)}, which no optimizer trains, between the "
                 "beginning of a forward pass and optimizer.step(): a checkpoint made there would hold weights of no "
                 "version, and a resumed run would change them once more. Change them right after optimizer.step(), as "
-                "averages of the weights are (a momentum encoder, a target network)"
+                "averages of the weights are (a momentum encoder, a target network). If they are statistics of a layer "
+                "(Keras), make them buffers before wrap_optimizer(): take them out of module._parameters, and call "
+                "module.register_buffer(name, parameter)"
             )
 
     def close(self) -> None:

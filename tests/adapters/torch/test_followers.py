@@ -175,8 +175,32 @@ def test_between_two_steps_they_are_gone_back_with(tmp_path: Path, done: bool, f
 def test_in_the_forward_pass_they_are_refused(tmp_path: Path, move: Any, all_given: bool) -> None:
     job = taught(tmp_path, move, inside=True, all_given=all_given)
     job.step()
-    with pytest.raises(UsageError, match=r"teacher\.0\.weight, .* and \d more, which .* trains, .* after optim"):
+    with pytest.raises(UsageError, match=r"teacher\.0\.weight, .* \d more, which .* trains, .* after optim.*_buffer"):
         job.step()
+
+
+@supports("parameters that no optimizer has")
+def test_statistics_that_are_a_parameter_come_back_as_a_buffer(tmp_path: Path) -> None:
+    """As the error says, and docs/frameworks.md of Keras, whose layers write to the parameter that they have."""
+
+    class Centered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.statistics = [nn.Parameter(torch.zeros(6), requires_grad=False)]
+            self.layers = net(nn.BatchNorm1d(8))
+            self.register_buffer("mean", self.statistics[0])
+
+        def forward(self, x: Tensor) -> Any:
+            with torch.no_grad():
+                self.statistics[0].lerp_(x.mean(0), 0.1)
+            return self.layers(x - self.statistics[0])
+
+    def make() -> Program:
+        model = Centered()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        return Program(model, optimizer, plainly(model, optimizer))
+
+    assert_goes_on_with_its_bits(tmp_path, make)
 
 
 def test_a_module_beside_the_model_may_have_no_shape_yet(tmp_path: Path) -> None:
