@@ -197,8 +197,7 @@ def test_statistics_that_are_a_parameter_come_back_as_a_buffer(tmp_path: Path) -
 
     def make() -> Program:
         model = Centered()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        return Program(model, optimizer, plainly(model, optimizer))
+        return Program(model, optimizer := torch.optim.AdamW(model.parameters()), plainly(model, optimizer))
 
     assert_goes_on_with_its_bits(tmp_path, make)
 
