@@ -231,6 +231,11 @@ def _ask_first(files: TtpCheckpointIO, strategy: Any) -> None:
 
 
 def _refuse(trainer: Trainer) -> None:
+    if not isinstance(trainer, Trainer):
+        raise ConfigError(
+            f"ttp.lightning works with the classes of lightning.pytorch, and this Trainer is one of "
+            f"{type(trainer).__module__.partition('.')[0]}: import lightning.pytorch in its place"
+        )
     if not isinstance(trainer.strategy, _STRATEGIES):
         names = ", ".join(each.__name__ for each in _STRATEGIES)
         raise ConfigError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -137,6 +138,8 @@ def test_what_cannot_be_protected_is_refused(make_trainer: Any, tmp_path: Path) 
     from lightning.pytorch import Callback
     from lightning.pytorch.callbacks import StochasticWeightAveraging
 
+    import ttp.lightning
+
     class Saves(Callback):
         def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
             checkpoint["mine"] = 1
@@ -150,6 +153,9 @@ def test_what_cannot_be_protected_is_refused(make_trainer: Any, tmp_path: Path) 
         make_trainer(Saves()).fit(model, data)
     with pytest.raises(ConfigError, match="another LR scheduler in mid-run"):
         make_trainer(StochasticWeightAveraging(0.1)).fit(model, data)
+    other: Any = SimpleNamespace(strategy=SimpleNamespace(checkpoint_io=None))
+    with pytest.raises(ConfigError, match="this Trainer is one of types: import lightning"):
+        ttp.lightning.TtpCallback(tmp_path).setup(other, model, "fit")
 
 
 def test_slurm_jobs_are_not_requeued_by_the_framework(make_trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
