@@ -38,7 +38,7 @@ def free_port() -> int:
 
 
 def start(module: str, arguments: Sequence[str], env: dict[str, str], log: Path | None = None) -> Popen[bytes]:
-    """Start ``python -m MODULE``: a rank, or a launcher. Its output goes to ``log``, or to this process's output.
+    """Start ``python -m MODULE``: a rank, a controller, or a launcher. Its output goes to ``log``, or to this process's output.
 
     The test that runs all groups replaces this function by one that forks, so that not every process imports torch.
     """
@@ -64,10 +64,8 @@ class Job(NamedTuple):
 def controller(run_dir: Path, **settings: str) -> Iterator[tuple[int, ControllerStub, int]]:
     """Run a controller process with environment variables ``settings``; yield its port, a stub, its pid."""
     port = free_port()
-    env = without_ttp() | settings
-    command = [sys.executable, "-m", "ttp.controller", "--port", str(port), "--run-dir", str(run_dir)]
-    with (run_dir / "controller.log").open("w") as log:
-        process = Popen(command, env=env, stderr=log)
+    arguments = ["--port", str(port), "--run-dir", str(run_dir)]
+    process = start("ttp.controller", arguments, without_ttp() | settings, run_dir / "controller.log")
     channel = open_channel("127.0.0.1", port)
     try:
         grpc.channel_ready_future(channel).result(timeout=60)

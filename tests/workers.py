@@ -72,9 +72,17 @@ class Imports:
         return 0
 
 
+def look_for_constants() -> None:
+    """Let hypothesis read all that was imported for constants to try. Each worker would, which takes seconds."""
+    with warnings.catch_warnings(), contextlib.suppress(ImportError, AttributeError):  # of a hypothesis without it
+        warnings.simplefilter("ignore")  # of slow starts
+        importlib.import_module("hypothesis.internal.conjecture.providers")._get_local_constants()
+
+
 def main(listener: int) -> None:
     """Import all tests, and fork a worker for each connection to the socket ``listener``, until stdin is closed."""
     pytest.main(["-s"], plugins=[Imports()])
+    look_for_constants()
     gc.collect()
     gc.freeze()
     interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # of Ctrl-C only the test run and its workers tell

@@ -243,23 +243,23 @@ def jobs(draw: st.DrawFn, *, copies: bool = False) -> tuple[Layout, list[Answer]
     ]
 
 
-@given(jobs(copies=True))
+@given(jobs(copies=True), st.randoms(use_true_random=False))
 @settings(max_examples=400, deadline=None)
-def test_decides_what_statement_1_allows(job: tuple[Layout, list[Answer]]) -> None:
+def test_decides_what_statement_1_allows(job: tuple[Layout, list[Answer]], random: Random) -> None:
     replicas, said = job
     verdict, wanted = decide(replicas, said), best(replicas, said)
     assert (verdict.version if isinstance(verdict, Plan) else None) == wanted
-    if isinstance(verdict, NoPlan):
+    if isinstance(verdict, Plan):
+        check_assignments(verdict, replicas, said)
+    else:
         assert any(shard in verdict.reason for shard in replicas.groups)
+    shuffled = list(said)
+    random.shuffle(shuffled)
+    assert decide(replicas, shuffled) == verdict
 
 
-@given(jobs(copies=True))
-@settings(max_examples=300, deadline=None)
-def test_every_shard_once_by_somebody_who_can(job: tuple[Layout, list[Answer]]) -> None:
-    replicas, said = job
-    verdict = decide(replicas, said)
-    if isinstance(verdict, NoPlan):
-        return
+def check_assignments(verdict: Plan, replicas: Layout, said: list[Answer]) -> None:
+    """Check that every shard is saved once, by somebody who can and whom it burdens least."""
     able = {a.rank: a for a in said}
     assert [a.shard for a in verdict.assignments] == sorted(replicas.groups)
     for assignment in verdict.assignments:
@@ -284,16 +284,7 @@ def test_every_shard_once_by_somebody_who_can(job: tuple[Layout, list[Answer]]) 
         assert burden(chosen) == min(burden(a) for a in rivals)
 
 
-@given(jobs(copies=True), st.randoms(use_true_random=False))
-@settings(max_examples=200, deadline=None)
-def test_the_order_of_answers_does_not_matter(job: tuple[Layout, list[Answer]], random: Random) -> None:
-    replicas, said = job
-    shuffled = list(said)
-    random.shuffle(shuffled)
-    assert decide(replicas, said) == decide(replicas, shuffled)
-
-
-@pytest.mark.parametrize("shards", [1, 1000, 25_000])
+@pytest.mark.parametrize("shards", [1, 25_000])
 def test_a_hundred_thousand_ranks(shards: int) -> None:
     world = 100_000
     job = Layout(world, {Shard(f"s{s}"): tuple(Rank(r) for r in range(s, world, shards)) for s in range(shards)})

@@ -54,11 +54,12 @@ class Job:
     def _start(
         self, launcher: str, arguments: list[str], env: dict[str, str]
     ) -> subprocess.Popen[bytes] | ForkedPython:
-        if launcher in LAUNCHERS:
-            return ForkedPython(LAUNCHERS[launcher], arguments, env, self.log_path)
-        flags = ["--mindspore"] if launcher == OF_MINDSPORE else []
-        module = LAUNCHERS["ttp-run" if flags else launcher.removeprefix(FRESH)]
-        command = [sys.executable, "-m", module, *flags, *arguments]
+        fresh, name = launcher.startswith(FRESH), launcher.removeprefix(FRESH)
+        if name == OF_MINDSPORE:
+            name, arguments = "ttp-run", ["--mindspore", *arguments]
+        if not fresh:
+            return ForkedPython(LAUNCHERS[name], arguments, env, self.log_path, cwd=self.out)
+        command = [sys.executable, "-m", LAUNCHERS[name], *arguments]
         with self.log_path.open("w") as log:
             return subprocess.Popen(
                 command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd=self.out

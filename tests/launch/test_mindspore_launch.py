@@ -55,7 +55,8 @@ def test_torch_is_absent_indeed(start: Start, environ: dict[str, str]) -> None:
 
 
 def test_saving_ranks_are_waited_for_and_the_job_starts_again(start: Start, controller: Controller) -> None:
-    job = start(OF_MINDSPORE, ["--nproc-per-node", "3", "--max-restarts=1"], "fake_worker.py", plan(save_s=1))
+    flags = ["--nproc-per-node", "3", "--max-restarts=1"]
+    job = start(FRESH + OF_MINDSPORE, flags, "fake_worker.py", plan(save_s=1))
     victim = job.pids(3)[1]
     first, _ = scheduler(job)
     os.kill(victim, signal.SIGKILL)
@@ -240,7 +241,7 @@ def test_two_hosts_share_one_scheduler(start: Start, environ: dict[str, str], co
 @pytest.mark.timeout(900)
 def test_survivors_of_a_real_job_outlive_what_mindspore_would_give_them(start: Start) -> None:
     """By MindSpore's defaults a survivor would exit 30 s after the death of a peer."""
-    job = start(OF_MINDSPORE, TWO, "mindspore_worker.py")
+    job = start(FRESH + OF_MINDSPORE, TWO, "mindspore_worker.py")
     job.patience_s = MINDSPORE_S
     assert job.wait_for("patience") == "600 600"  # seconds, where MindSpore has 30
     os.kill(job.pids(2)[1], signal.SIGKILL)

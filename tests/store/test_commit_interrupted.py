@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import json
@@ -130,11 +131,14 @@ def fingerprint(directory: Path) -> frozenset[tuple[str, bytes, int]]:
     )
 
 
-@pytest.mark.parametrize(  # in a group: those of a case share what they have looked at
+each_case = pytest.mark.parametrize(  # in a group: those of a case share what they have looked at
     ("occupied", "lacks"),
-    [pytest.param(*case, marks=pytest.mark.xdist_group(f"pulled, {name}")) for name, case in CASES.items()],
+    [pytest.param(*case, marks=pytest.mark.xdist_group(f"interrupted, {name}")) for name, case in CASES.items()],
     ids=CASES.keys(),
 )
+
+
+@each_case
 @pytest.mark.usefixtures("at_one_time")
 @pytest.mark.parametrize(
     ("moment", "loss"),  # before a call is after the one before it: once is enough
@@ -153,23 +157,25 @@ def test_the_plug_is_pulled_at_each_call(
             continue  # nothing to see that AFTER the call before it does not show
         prepare(world, occupied)
         disk = PluggedDisk(at, moment, lacks=lacks)
-        try:
-            path, _ = world.commit(order_of(world), disk)
-        except PowerCut:
-            done = False
-        else:
-            done = True
+        made = None
+        with contextlib.suppress(PowerCut):
+            made, _ = world.commit(order_of(world), disk)
         disk.lose(loss)
-        assert done == (call == "end")
-        left = (occupied, lacks, done, fingerprint(world.save_dir))
-        if left in looked_at:
-            continue
-        world.check_reader(was(occupied), at)
-        if done:
-            assert world.holds(path, 12, "first"), "success was declared too early"
-        else:
-            check_retry(world, occupied, lacks, at)
-        looked_at.add(left)  # not before: a second try of a test that failed looks again
+        assert (made is not None) == (call == "end")
+        check_left(world, looked_at, occupied, lacks, made, at)
+
+
+def check_left(
+    world: World, looked_at: set[object], occupied: bool, lacks: tuple[str, ...], made: Path | None, at: int
+) -> None:
+    """Check what a commit has left behind, which has ``made`` a checkpoint, or none."""
+    left = (occupied, lacks, made is not None, fingerprint(world.save_dir))
+    if left in looked_at:
+        return
+    world.check_reader(was(occupied), at)
+    assert made is None or world.holds(made, 12, "first"), "success was declared too early"
+    check_retry(world, occupied, lacks, at)
+    looked_at.add(left)  # not before: a second try of a test that failed looks again
 
 
 def check_retry(world: World, occupied: bool, lacks: tuple[str, ...], at: int) -> None:
@@ -189,24 +195,23 @@ def check_retry(world: World, occupied: bool, lacks: tuple[str, ...], at: int) -
     assert not [entry for entry in scan(world.save_dir) if entry.kind == "draft"], at
 
 
-@pytest.mark.parametrize(("occupied", "lacks"), CASES.values(), ids=CASES.keys())
+@each_case
+@pytest.mark.usefixtures("at_one_time")
 def test_the_disk_refuses_at_each_call_and_the_process_lives(
-    world: World, occupied: bool, lacks: tuple[str, ...]
+    world: World, looked_at: set[object], occupied: bool, lacks: tuple[str, ...]
 ) -> None:
     """The result is an error or a success, and a reported success is a whole checkpoint."""
     for at in itertools.count():
         prepare(world, occupied)
         disk = PluggedDisk(at, problem=OSError(errno.EIO, "Input/output error"), lacks=lacks)
+        made = None
         try:
-            path, _ = world.commit(order_of(world), disk)
+            made, _ = world.commit(order_of(world), disk)
         except CheckpointError as problem:
             assert "Input/output error" in str(problem)
-        else:
-            assert world.holds(path, 12, "first"), at
-        world.check_reader(was(occupied), at)
+        check_left(world, looked_at, occupied, lacks, made, at)
         if len(disk.calls) <= at:
             break
-        check_retry(world, occupied, lacks, at)
 
 
 @pytest.mark.parametrize("lacks", [(), ("exchange",)], ids=["exchange", "no exchange"])
