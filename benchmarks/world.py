@@ -38,7 +38,7 @@ def free_port() -> int:
 
 
 def start(module: str, arguments: Sequence[str], env: dict[str, str], log: Path | None = None) -> Popen[bytes]:
-    """Start ``python -m MODULE``: a rank, a controller, or a launcher. Its output goes to ``log``, or to this process's output.
+    """Start ``python -m MODULE``: a rank, a controller, or a launcher. Its output goes to ``log``, or where ours goes.
 
     The test that runs all groups replaces this function by one that forks, so that not every process imports torch.
     """

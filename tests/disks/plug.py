@@ -61,6 +61,12 @@ class PluggedDisk(Disk):
         self.calls: list[str] = []
         self._unsynced: list[tuple[tuple[int, int], bool, Callable[[], None]]] = []
 
+    @property
+    def losses(self) -> set[Loss]:
+        """Which losses now leave different disks."""
+        kinds = {is_rename for _, is_rename, _ in self._unsynced}
+        return {Loss.NOTHING, *([Loss.ALL] if kinds else []), *([Loss.ALL_BUT_RENAMES] if len(kinds) == 2 else [])}
+
     def lose(self, loss: Loss) -> None:
         """Undo the names that were not synced, the latest first."""
         for _, is_rename, undo in reversed(self._unsynced):
