@@ -8,7 +8,7 @@ forked.
 from __future__ import annotations
 
 import ctypes
-import importlib.util
+import functools
 import json
 import multiprocessing
 import os
@@ -26,13 +26,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from ttp.config import Config
 from ttp.launch import controller_process, host
 from ttp.launch.warm import template
 from ttp.launch.warm.rules import digest
 from ttp.launch.warm.starter import Ready, WarmStarter
 from ttp.launch.warm.worker import ForkedWorker
-from ttp.processor import import_list
 
 PRELOAD = [
     "encodings.idna",
@@ -68,6 +69,13 @@ PRELOAD = [
 ]
 """Modules that most forked processes need, those too that are imported only when they are needed: 20 ms in each."""
 
+WITH_MINDSPORE = [
+    "mindspore",
+    *(name for name in PRELOAD if name.startswith(("ttp.cli", "ttp.controller"))),
+    PRELOAD[-1],
+]
+"""What launchers of MindSpore's jobs are forked from, whose users may not have torch."""
+
 LAUNCHERS = ("ttp", "ttp.launch.run", "torch.distributed.run")
 
 _server = multiprocessing.get_context("forkserver")
@@ -82,16 +90,32 @@ def share() -> None:
     os.environ[SERVER] = shared._forkserver_address
 
 
-def fork(target: Callable[..., None], arguments: tuple[object, ...], *, daemon: bool = True) -> BaseProcess:
-    """Start a process that calls ``target`` with torch already imported. It runs when this returns."""
+@functools.cache
+def _with_mindspore() -> Any:
+    """Start the process that has imported MindSpore, once for this process, and return its address."""
+    server: Any = forkserver.ForkServer()
+    server.set_forkserver_preload(WITH_MINDSPORE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GLOG_v", "3")
+        server.ensure_running()
+    return server
+
+
+def fork(
+    target: Callable[..., None], arguments: tuple[object, ...], *, daemon: bool = True, mindspore: bool = False
+) -> BaseProcess:
+    """Start a process that calls ``target`` with torch or MindSpore already imported. It runs when this returns."""
     shared: Any = forkserver._forkserver
     if shared._forkserver_address is None and SERVER in os.environ:
         shared._forkserver_address, shared._forkserver_alive_fd = os.environ[SERVER], os.pipe()[1]
         shared.ensure_running = resource_tracker.ensure_running
     _server.set_forkserver_preload(PRELOAD)
     shared.ensure_running()
-    process = _server.Process(target=_begin, args=(shared._forkserver_address, target, arguments), daemon=daemon)
-    process.start()
+    with pytest.MonkeyPatch.context() as patch:
+        if mindspore:
+            patch.setattr(shared, "_forkserver_address", _with_mindspore()._forkserver_address)
+        process = _server.Process(target=_begin, args=(shared._forkserver_address, target, arguments), daemon=daemon)
+        process.start()
     return process
 
 
@@ -118,7 +142,7 @@ class ForkedPython:
         env: The whole environment.
         log: The file to which stdout and stderr are appended.
         cwd: The working directory; by default this process'.
-        imports: Of a launcher: modules that its ranks need and that are not imported here. They are imported once.
+        mindspore: Whether MindSpore is imported, and torch is not.
     """
 
     def __init__(
@@ -129,10 +153,10 @@ class ForkedPython:
         log: Path,
         *,
         cwd: Path | None = None,
-        imports: Sequence[str] = (),
+        mindspore: bool = False,
     ) -> None:
-        arguments = list(map(str, arguments))
-        self._process = fork(_main, (program, arguments, env, log, cwd or Path.cwd(), imports), daemon=False)
+        arguments = (program, list(map(str, arguments)), env, log, cwd or Path.cwd())
+        self._process = fork(_main, arguments, daemon=False, mindspore=mindspore)
 
     @property
     def pid(self) -> int:
@@ -167,7 +191,7 @@ class ForkedController(ForkedPython):
 
     def __init__(self, command: Sequence[str], *, stdout: int, env: dict[str, str], **_: object) -> None:
         log, done = Path(f"/proc/self/fd/{stdout}").readlink(), len(controller_process.COMMAND)
-        arguments = ("ttp.controller", command[done:], env, log, Path.cwd(), (), command)
+        arguments = ("ttp.controller", command[done:], env, log, Path.cwd(), command)
         process: Any = _server.Process(target=_main, args=arguments, daemon=False)
         process._popen = popen_forkserver.Popen(process)
         self._process = process
@@ -179,7 +203,6 @@ def _main(
     env: dict[str, str],
     log: Path,
     cwd: Path,
-    imports: Sequence[str],
     shown: Sequence[str] = (),
 ) -> None:
     multiprocessing.set_start_method("fork", force=True)  # the default of a fresh one, for workers of loaders
@@ -196,7 +219,7 @@ def _main(
     forking: AbstractContextManager[None] = nullcontext()
     if program in LAUNCHERS and "TTP_CONTINUITY" not in env:
         place: Any = host
-        place.WarmStarter = starter = _importing(imports) if imports else _forking_this()
+        place.WarmStarter = starter = _forking_this()
         if program == "torch.distributed.run" and "TTP_PORT" not in env:  # its plug-in does not ask for a starter
             from ttp.launch.warm import torch_workers
 
@@ -240,21 +263,6 @@ def imports(modules: Sequence[tuple[str, str | None]], *path: str, environ: Mapp
     """
     variables = {name: digest(value) for name, value in environ.items()}
     return json.dumps({"path": [*path, *sys.path[1:]], "modules": modules, "environ": variables, "bytes": 0})
-
-
-def _importing(modules: Sequence[str]) -> type[WarmStarter]:
-    """Return a starter that forks ranks from a process that has imported these modules."""
-
-    class FromTheFirst(WarmStarter):
-        def _worker(self, *worker: Any) -> Any:
-            if self._process is None:
-                files = [(name, importlib.util.find_spec(name).origin) for name in modules]  # type: ignore[union-attr]
-                (self._run_dir / import_list.FILE).write_text(imports(files))
-                super()._worker(*worker)  # it learns what to start
-                self.look()
-            return super()._worker(*worker)
-
-    return FromTheFirst
 
 
 def _forking_this() -> type[WarmStarter]:

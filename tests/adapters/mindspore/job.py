@@ -62,7 +62,7 @@ class Job:
         log = self.directory / "out.log"
         log.unlink(missing_ok=True)
         env = self.environ()
-        process = ForkedPython("ttp", command, env, log, cwd=self.directory, imports=["mindspore"])
+        process = ForkedPython("ttp", command, env, log, cwd=self.directory, mindspore=True)
         try:
             self.code = process.wait(timeout_s)
         finally:

@@ -55,7 +55,7 @@ def tour(directory: Path, reference: Job, workers: int, mode: str, kills: list[K
         job = launch(directory, workers, [kill], f"--mode={mode}", *told)
         check_steps(job, reference, begun)
         begun, told = saved_by(job, kill[1], kill[0])
-    last = launch(directory, workers, [], f"--mode={mode}", *told)
+    last = launch(directory, workers, [], f"--mode={mode}", *told, JOB_WAITS="1")
     check_steps(last, reference, begun)
     assert max(last.steps[0]) == EPOCH * EPOCHS
 
