@@ -226,6 +226,34 @@ def test_other_weights_in_the_model_count_as_torn_until_they_are_gone(rig: Calla
     assert (then.version, then.phase) == (3, m.Phase.IDLE)
 
 
+@pytest.mark.parametrize("on_device", [True, False])
+def test_an_adapter_that_cannot_look_is_asked_again_less_and_less_often(
+    rig: Callable[[int], Rig], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, on_device: bool
+) -> None:
+    """Each time an error is logged."""
+    it = rig(2)
+    source: Any = it.source
+    if not on_device:
+        source.on_device, source.other_weights = False, lambda: True
+    it.looker.freeze(hurry=True)
+    assert it.said().version == (2 if on_device else 3)
+    until(lambda: any(thread.name == "ttp-follower" for thread in threading.enumerate()))
+    answers = iter([RuntimeError("cannot look")] * 3)
+
+    def look(*_: object) -> Any:
+        for problem in answers:
+            raise problem
+        return Version(3) if on_device else False
+
+    pauses: list[float] = []
+    monkeypatch.setattr(it.looker._enough, "wait", pauses.append)
+    setattr(source, "device_version" if on_device else "other_weights", look)
+    then: Quiet = it.said()
+    assert (then.version, then.phase) == (3, m.Phase.IDLE)
+    errors = [record for record in caplog.records if record.exc_info]
+    assert len(errors) == 3 and pauses[-3:] == [state_inspector.FOLLOW_S * 2**n for n in (1, 2, 3)]
+
+
 @pytest.mark.parametrize("thread", ["evaluates", "left", "returned"])
 def test_other_weights_that_stay_leave_the_version_before(
     rig: Callable[[int], Rig], thread: str, monkeypatch: pytest.MonkeyPatch

@@ -241,15 +241,19 @@ class StateInspector:
         self._enough = enough = threading.Event()
 
         def moves() -> bool:
-            if swapped:
-                return not self._asked(self._source.other_weights, True)
-            return self._asked(lambda: self._source.device_version(state.version, 0.0), said) != said
+            source = self._source
+            return not source.other_weights() if swapped else source.device_version(state.version, 0.0) != said
 
         def run() -> None:
-            while not enough.wait(FOLLOW_S) and self._gate.state() == state:
-                if moves():
-                    self._submit(state)
-                    return
+            pause_s = FOLLOW_S
+            while not enough.wait(pause_s) and self._gate.state() == state:
+                try:
+                    if moves():
+                        self._submit(state)
+                        return
+                except Exception:
+                    log.exception("the adapter could not inspect the state")
+                    pause_s *= 2  # it may fail each time, at once
 
         aside("ttp-follower", run)
 
