@@ -70,6 +70,16 @@ def test_a_saver_that_is_outvoted_and_dies_before_the_commit_is_replaced(late: b
     assert [piece.writer for piece in commit.pieces] == [3] and commit.disputed == ()
 
 
+def test_the_vote_of_a_rank_that_died_before_it_wrote_anything_counts() -> None:
+    talk = skewed()
+    talk.frozen(3, 8, **digest("good"))
+    talk.lost(3)
+    talk.saved(2)
+    assert talk.frozen(4, 8, **digest("good")).endswith("[outvoted] [plan] Save:4")
+    assert talk.saved(4, 1).endswith("[commit] Commit:4")
+    assert talk.orders(m.Commit)[0].disputed == ()
+
+
 def test_a_dispute_lasts_when_the_saver_dies_before_the_commit() -> None:
     talk = Talk(grid(1, 3))
     talk.accuse(0, m.FaultKind.EXITED)
@@ -209,7 +219,7 @@ def two_shards(first: str, second: str) -> Talk:
 
 
 def test_a_lost_saver_of_two_orders_has_one_vote() -> None:
-    talk = two_shards("a", "a")
+    talk = two_shards("a", "")
     talk.saved(2)
     assert "Save:2" in talk.lost(3)
     talk.saved(2, 1)

@@ -17,15 +17,11 @@ Odd = frozenset[tuple[Rank, Shard]]
 
 @dataclass(slots=True, eq=False)  # to compare thousands of orders takes too long when one of them is dropped
 class Task:
-    """The order to one saver; ``pieces`` is ``None`` until all of its pieces are durable.
-
-    ``written_from`` is then the answer that describes the copy, which the saver may not live to repeat.
-    """
+    """The order to one saver; ``pieces`` is ``None`` until all of its pieces are durable."""
 
     order: m.SaverOrder
     generation: int
     pieces: tuple[m.Piece, ...] | None = None
-    written_from: m.Frozen | None = None
 
     def keep_ordered(self) -> None:
         """Drop the pieces of parts that are no longer in the order."""

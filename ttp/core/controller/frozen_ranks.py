@@ -25,6 +25,8 @@ class FrozenRanks:
     """The copies of each shard on ranks that have given their final answer and have not failed; knows the layout."""
     answers: dict[Rank, m.Frozen] = field(default_factory=dict)
     """Answers by rank, final or not. Many ranks often share one object, whose rank is ``SEVERAL``."""
+    votes: dict[Rank, m.Frozen] = field(default_factory=dict)
+    """The last final answers of ranks that were lost or asked again: what their copies were is still known."""
     waiting: set[Rank] = field(default_factory=set)
     asked_at: dict[Rank, float] = field(default_factory=dict)
     expire_check_at: float = 0.0
@@ -67,7 +69,9 @@ class FrozenRanks:
 
     def forget(self, rank: Rank) -> None:
         """Drop the answer of a rank that is lost or is asked again."""
-        self.answers.pop(rank, None)
+        answer = self.answers.pop(rank, None)
+        if answer is not None and answer.final:
+            self.votes[rank] = answer
         self.redoing.pop(rank, None)
         self.counts.discount(rank)
 

@@ -246,14 +246,13 @@ class Planner:
                 sizes,
                 bool(member.broken) and not frozen.post_step_done,
             )
-        yield from self._of_lost_writers(incident)
+        yield from self._of_lost_ranks(incident)
 
-    def _of_lost_writers(self, incident: Incident) -> Iterator[Answer]:
-        """Yield the votes of ranks that are not here any more, for the copies that they have written."""
-        draft = incident.draft
-        said = {t.order.rank: t.written_from for t in draft.tasks if not incident.ranks.answered(t.order.rank)}
-        for rank, frozen in said.items():
-            if frozen is not None and draft.plan is not None and frozen.version == draft.plan.version:
+    def _of_lost_ranks(self, incident: Incident) -> Iterator[Answer]:
+        """Yield the votes of ranks that are not here any more, for the copies that they had of the planned version."""
+        plan, known = incident.draft.plan, incident.ranks
+        for rank, frozen in known.votes.items():
+            if plan is not None and frozen.digests and frozen.version == plan.version and not known.answered(rank):
                 digests = _copies(frozen)[0]
                 yield Answer(rank, frozen.version, digests=digests, can_save=False)
 

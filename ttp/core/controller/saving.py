@@ -169,7 +169,7 @@ class Saving:
         task = _task_of(incident, report)
         if task is None:
             return
-        task.pieces, task.written_from = report.pieces, incident.ranks.answers.get(report.rank)
+        task.pieces = report.pieces
         task.keep_ordered()
         del incident.draft.pending[report.rank]
         pieces = [{"file": p.file, "size": p.size, "digest": p.digest, "shard": p.shard} for p in task.pieces]
