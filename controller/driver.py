@@ -340,7 +340,7 @@ class Driver:
             saved = (Version(present.version), present.path) if present.version and present.path else None
             wrong = present.text if present.code == EXIT_BAD_CONFIG else ""
             hosts = present.hosts_of_ranks()
-            event = ce.Remembered(fruitless, present.progress, saved, wrong, present.drained, hosts, stood_s)
+            event = ce.Remembered(fruitless, present.progress, saved, wrong, present.drained, hosts, stood_s, True)
 
         def feed() -> None:
             if self.machine.job.incarnation == incarnation:  # else the disk was slow, and this is a later launch

@@ -269,6 +269,25 @@ async def test_an_alarm_that_another_controller_raised_lately_is_known(
 
 
 @on_a_loop
+async def test_the_pace_of_a_job_that_another_controller_led_is_known_from_what_that_one_has_recorded(
+    tmp_path: Path,
+) -> None:
+    begins = {"run_id": "job", "incarnation": 2}
+    lines = [line_of("incarnation", 1.0, begins), line_of("stood_still", time.time(), {"stood_s": 30.0})]
+    (tmp_path / "incidents").mkdir()
+    (tmp_path / "incidents" / "launches.log").write_text("".join(lines))
+    journal = Journal(tmp_path / "run", [str(tmp_path)])
+    job, known = Job(1, journal, hang_s=60.0), {"incarnation": 2, "resume": True, "term_seen": 1, "takeover": True}
+    job.joins(save_dir=str(tmp_path), version=Version(20), **known)
+    journal.close(60)
+    await asyncio.sleep(0)
+    for second in range(4):
+        beat = m.Heartbeat(Rank(0), Version(20), m.Phase.IDLE)
+        job.machine.on_event(Received(ConnectionId(1), beat), time.monotonic() + second)
+    assert job.machine._parts.hangs.patience_s == 90.0
+
+
+@on_a_loop
 async def test_a_large_job_has_no_log_line_for_each_rank(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "ttp.controller")
     job = Job(100)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import pytest
 
 from tests.core.talk import PATIENCE, Talk, all_at_7
 from ttp.core import messages as m
 from ttp.core.controller.events import Remembered
 from ttp.core.controller.fault_targets import fault_targets
+from ttp.core.controller.machine import ControllerMachine
 from ttp.core.layout import Rank, Version
 from ttp.testing.scenario import grid
 
@@ -129,3 +133,23 @@ def test_a_host_that_was_drained_before_the_takeover_is_still_left(read_after: i
     assert talk.facts("evidence")["text"] == "b is drained"
     assert talk.frozen_all(7, 0, 1, 2) == "[answer] [plan] Save:0,2"
     assert talk.machine.drained_hosts == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("recorded", "version", "found_s"), [(True, 30, 30), (False, 30, None), (True, 2, None)], ids=str
+)
+def test_a_job_that_hangs_as_its_controller_is_lost_is_found_to_hang_by_the_next_one(
+    recorded: bool, version: int, found_s: int | None
+) -> None:
+    """No rank moves any more, so the pace cannot be learnt again. The history has the longest wait, of 10 s here."""
+    talk = Talk(joined=0)
+    talk.machine = ControllerMachine(replace(PATIENCE, hang_s=5.0), lambda n: f"i{n}", 0.0, host="h")
+    for rank in range(3):
+        talk.hello(rank, incarnation=2, resume=True, term_seen=1, version=version, base_version=1)
+    talk.event(Remembered(0, True, stood_s=10.0, present=recorded))
+    for talk.now, rank in itertools.product(range(1, 200), range(3)):
+        talk.report(rank, m.Heartbeat(Rank(rank), Version(version), m.Phase.IDLE))
+        if rank == 2 and (said := talk.after(0)):
+            break
+    assert said == ("[opened] Freeze:0,1,2 [evidence] [stood_still]" if found_s else "")
+    assert talk.now == (found_s or 199)

@@ -157,7 +157,7 @@ class SimController(Process):
             history[incarnation] = facts["version"], facts["path"]
         elif kind == "incarnation" and facts["resumed"]:
             saved = history.get(facts["incarnation"])
-            read = ce.Remembered(0, saved is not None, saved)
+            read = ce.Remembered(0, saved is not None, saved, present=True)
             self._world.after(self._world.rng.random() * READ_S, self.on_event, read)
 
     def _send(self, connection: ce.ConnectionId, rank: Rank, order: m.Order) -> None:

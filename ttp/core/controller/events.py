@@ -166,6 +166,7 @@ class Remembered(Event):
         drained: hosts whose launchers must not start ranks again.
         hosts: the host of each rank, as far as it is recorded.
         stood_s: the longest wait, in seconds, that was recorded lately (``stood_still``); 0: none was.
+        present: whether there is a record of this launch, i.e. of the controllers that led it before.
     """
 
     fruitless: int
@@ -175,6 +176,7 @@ class Remembered(Event):
     drained: frozenset[str] = frozenset()
     hosts: Mapping[Rank, str] = field(default_factory=dict)
     stood_s: float = 0.0
+    present: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ hours. A false alarm teaches as well: once the job moves again, the wait that ra
 the job was ended instead, nobody knows whether it would have moved again, e.g. after a rank has written a checkpoint of
 the program's own. So its next launch waits longer, unless a rank was silent; else it could be ended there each time.
 Waits that make the patience longer are recorded in the history of launches, from which another controller, that leads
-the job after this one, learns them.
+the job after this one, learns them. If it takes over a job that is past its first versions, it so knows the pace.
 
 There is no alarm until the pace of the job is known: the first versions of an incarnation (compilation, cold caches, a
 jump of the version by ``restore()``) neither teach nor raise an alarm. There is none either after a rank has left its
@@ -165,10 +165,19 @@ class HangWatch:
             self._moved(now)
         self._follow_front(int(beat.version), now)
 
-    def remember(self, stood_s: float, now: float) -> None:
-        """Learn a wait of ``stood_s`` seconds, which is recorded, and may have been a hang."""
+    def remember(self, stood_s: float, now: float, base: int | None = None) -> None:
+        """Learn a wait of ``stood_s`` seconds, which is recorded, and may have been a hang.
+
+        Args:
+            stood_s: the wait.
+            now: the time, in seconds.
+            base: the version that the incarnation started from, if another controller has led it and has recorded its
+                long waits: then the pace is known as soon as the job is past its first versions. None: it began here.
+        """
         self._taught_s = max(self._taught_s, stood_s)
         self._learn(min(stood_s, UNCLEAR_MAX_S), now)
+        if base is not None and self._front is not None and self._front >= base + UNSETTLED_VERSIONS:
+            self._first, self._learning_since = base, now
 
     def forget(self, rank: Rank) -> None:
         """Stop watching a lost rank."""

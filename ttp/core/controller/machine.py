@@ -136,7 +136,8 @@ class ControllerMachine:
             case ev.LauncherSaid() | ev.HostsDrained() | ev.RankWasWrong() | ev.Remembered():
                 self._end.told(event)
                 if isinstance(event, ev.Remembered):
-                    self._parts.hangs.remember(event.stood_s, now)
+                    base = self.rescue.committing.base if event.present else None
+                    self._parts.hangs.remember(event.stood_s, now, base)
             case ev.ProgramEvent():
                 self.rescue.program.happened(event, incident=self.incident is not None)
             case ev.LookedAt():
