@@ -88,6 +88,15 @@ def test_ranks_whose_streams_end_after_the_answer_get_as_much_time() -> None:
     assert talk.machine.incident is None, "a partition that healed is a false alarm"
 
 
+def test_a_rank_of_another_host_gets_no_more_time() -> None:
+    talk = Wide()
+    silent_loss(talk, 2)
+    talk.lost(5)
+    talk.report(4, m.Probed(Rank(4), Rank(2), True, "refuses"))
+    talk.after(1)
+    assert talk.machine.job.suspects.keys() == {2} and talk.machine.job.members[Rank(5)].fenced
+
+
 def test_more_time_ends_too() -> None:
     talk = Wide()
     silent_loss(talk, 2)

@@ -109,6 +109,7 @@ def test_a_drained_host_is_one_until_the_next_launch() -> None:
 def test_a_job_that_has_trained_to_its_end_got_on() -> None:
     verdict = launched(fruitless=2)
     verdict.finished(Version(9), Version(0))
+    verdict.remember(2, progress=False)  # a slow disk
     assert verdict.now.code == 0
     verdict.launch_begins(same_job=True)
     assert verdict.fruitless == 0

@@ -41,6 +41,13 @@ def test_a_lost_controller_gets_no_more_than_its_respite() -> None:
     assert tries == [(0.05, "", pytest.approx(0.95)), (1.05, "h1:1", 1.0), (2.1, "h2:1", 1.0)], "where all ranks go"
 
 
+def test_a_rank_that_was_stopped_meanwhile_still_makes_an_attempt() -> None:
+    rank = Rank1(failover_s=0.5, connect_s=1.0, retry_min_s=0.05)
+    rank.order(m.Standbys(ME, 1, ("h1:1",)))
+    rank.event(ev.StreamDown("gone"))
+    assert rank.after(9) == "Connect" and [a.within_s for a in rank.did if isinstance(a, act.Connect)] == [0.05]
+
+
 def test_joining() -> None:
     rank = Rank1(joined=False)
     assert rank.after(0) == "Connect"

@@ -70,7 +70,8 @@ def test_nobody_leaves_before_it_is_durable(seat: str) -> None:
     assert commit.pieces
     assert talk.committed(commit.rank, commit.generation) == "[committed] [released] Release(75):1,2"
     assert talk.released() == (75, False)
-    assert talk.machine.rescue.committing.last == (7, "/save/step")
+    committing = talk.machine.rescue.committing
+    assert (committing.last, committing.held) == ((7, "/save/step"), None)
 
 
 def test_the_held_checkpoint_is_no_answer_to_who_has_asked_for_one() -> None:

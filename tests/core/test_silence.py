@@ -305,12 +305,14 @@ def test_where_nothing_can_be_known_nothing_is_believed() -> None:
     assert talk.machine.incident is None
 
 
-def test_a_controller_that_was_stopped_gives_everybody_time() -> None:
+@pytest.mark.parametrize("quiet", [(), ("h1",)], ids=["all are heard", "one is looked at"])
+def test_a_controller_that_was_stopped_gives_everybody_time(quiet: tuple[str, ...]) -> None:
     talk = Hosts()
-    talk.passes(3)
+    talk.passes(3, *quiet)
     talk.now += QUIET_S + LATE_S + 10
     talk.after(0)
-    assert looks(talk.said) == []
+    due = talk.machine.deadline()
+    assert looks(talk.said) == [] and due is not None and due >= talk.now + QUIET_S
     talk.event(LookedAt("h1", 12.0))
     assert talk.machine.incident is None, "nobody has asked"
 

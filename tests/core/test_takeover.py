@@ -136,7 +136,7 @@ def test_a_host_that_was_drained_before_the_takeover_is_still_left(read_after: i
 
 
 @pytest.mark.parametrize(
-    ("recorded", "version", "found_s"), [(True, 30, 30), (False, 30, None), (True, 2, None)], ids=str
+    ("recorded", "version", "found_s"), [(True, 11, 30), (False, 30, None), (True, 10, None)], ids=str
 )
 def test_a_job_that_hangs_as_its_controller_is_lost_is_found_to_hang_by_the_next_one(
     recorded: bool, version: int, found_s: int | None

@@ -176,7 +176,7 @@ class HangWatch:
         """
         self._taught_s = max(self._taught_s, stood_s)
         self._learn(min(stood_s, UNCLEAR_MAX_S), now)
-        if base is not None and self._front is not None and self._front >= base + UNSETTLED_VERSIONS:
+        if base is not None and self._front is not None and self._front >= base + LEARNT_VERSIONS:
             self._first, self._learning_since = base, now
 
     def forget(self, rank: Rank) -> None:
