@@ -288,6 +288,16 @@ async def test_the_pace_of_a_job_that_another_controller_led_is_known_from_what_
 
 
 @on_a_loop
+async def test_after_an_error_in_a_timed_action_there_is_another_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver = Job(1).driver
+    monkeypatch.setattr(driver.machine, "deadline", lambda: 1 / 0)
+    driver._tick()
+    assert driver._timer is not None and "the controller tries again" in caplog.text
+
+
+@on_a_loop
 async def test_a_large_job_has_no_log_line_for_each_rank(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "ttp.controller")
     job = Job(100)

@@ -80,6 +80,15 @@ def test_the_vote_of_a_rank_that_died_before_it_wrote_anything_counts() -> None:
     assert talk.orders(m.Commit)[0].disputed == ()
 
 
+def test_a_rank_that_has_answered_again_has_one_vote_and_can_save() -> None:
+    talk = skewed()
+    talk.frozen(3, 8, **digest("good"))
+    talk.lost(3)
+    talk.back(3, incident=talk.id)
+    talk.frozen(3, 8, **digest("good"))
+    assert "Save:3" in talk.lost(2)
+
+
 def test_a_dispute_lasts_when_the_saver_dies_before_the_commit() -> None:
     talk = Talk(grid(1, 3))
     talk.accuse(0, m.FaultKind.EXITED)

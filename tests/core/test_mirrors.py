@@ -42,6 +42,15 @@ def test_each_rank_is_told_who_keeps_its_page_and_pages_are_used_when_a_host_is_
     assert talk.orders(m.Commit)[0].missing_pages == ()
 
 
+def test_a_keeper_that_is_lost_too_is_asked_for_nothing() -> None:
+    talk = Mirrored()
+    for rank in (1, 2, 3):
+        talk.accuse(rank, m.FaultKind.EXITED)
+    assert "Save:0" in talk.frozen(0, 7) and [order.order.pages for order in talk.orders(m.Save)] == [(0, 1, 2)]
+    talk.saved(0)
+    assert talk.orders(m.Commit)[0].missing_pages == (3,)
+
+
 def test_a_keeper_that_comes_back_is_where_it_says_it_is() -> None:
     """The mirrored rank is told the new address, by any controller."""
     talk = Mirrored()

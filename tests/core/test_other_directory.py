@@ -86,10 +86,14 @@ def test_storage_that_refuses_everybody_is_asked_again_later() -> None:
     assert talk.write().startswith("[committed] [released] Release(75)")
 
 
-def test_who_failed_of_something_else_is_not_asked_again() -> None:
+@pytest.mark.parametrize("retried", [False, True])
+def test_who_failed_of_something_else_is_not_asked_again(retried: bool) -> None:
     talk = saving(rescue_s=60.0)
+    if retried:
+        everybody_fails(talk)
+        talk.after(0.2)
     first = min(talk.incident.draft.pending)
-    talk.save_failed(first, may_pass=False)
+    talk.save_failed(first, talk.incident.draft.pending[first].generation)
     assert everybody_fails(talk).endswith("[retry]")
     assert "storage refused rank" in talk.incident.why and f"rank {first}" not in talk.incident.why
     while (incident := talk.machine.incident) is not None and incident.retries < 3:

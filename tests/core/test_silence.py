@@ -313,6 +313,7 @@ def test_a_controller_that_was_stopped_gives_everybody_time(quiet: tuple[str, ..
     talk.after(0)
     due = talk.machine.deadline()
     assert looks(talk.said) == [] and due is not None and due >= talk.now + QUIET_S
+    assert looks(talk.passes(QUIET_S, "h1")) == ["h1"], "later"
     talk.event(LookedAt("h1", 12.0))
     assert talk.machine.incident is None, "nobody has asked"
 
