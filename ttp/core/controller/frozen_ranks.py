@@ -26,7 +26,7 @@ class FrozenRanks:
     answers: dict[Rank, m.Frozen] = field(default_factory=dict)
     """Answers by rank, final or not. Many ranks often share one object, whose rank is ``SEVERAL``."""
     votes: dict[Rank, m.Frozen] = field(default_factory=dict)
-    """The last answers of ranks that were lost or asked again: what their copies were is still known."""
+    """The last answers with digests of ranks that were lost or asked again: what their copies were is still known."""
     waiting: set[Rank] = field(default_factory=set)
     asked_at: dict[Rank, float] = field(default_factory=dict)
     expire_check_at: float = 0.0
@@ -69,7 +69,8 @@ class FrozenRanks:
 
     def forget(self, rank: Rank) -> None:
         """Drop the answer of a rank that is lost or is asked again."""
-        if (answer := self.answers.pop(rank, None)) is not None:
+        answer = self.answers.pop(rank, None)
+        if answer is not None and answer.digests:
             self.votes[rank] = answer
         self.redoing.pop(rank, None)
         self.counts.discount(rank)

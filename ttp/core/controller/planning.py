@@ -252,7 +252,7 @@ class Planner:
         """Yield the votes of ranks that are not here any more, for the copies that they had of the planned version."""
         plan, known = incident.draft.plan, incident.ranks
         for rank, frozen in known.votes.items():
-            if plan is not None and frozen.digests and frozen.version == plan.version and not known.answered(rank):
+            if plan is not None and frozen.version == plan.version and not known.answered(rank):
                 digests = _copies(frozen)[0]
                 yield Answer(rank, frozen.version, digests=digests, can_save=False)
 
