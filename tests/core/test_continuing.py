@@ -184,6 +184,16 @@ def test_a_state_with_nan_is_not_continued(bad: tuple[str, ...]) -> None:
     assert talk.ends()[0] == (not bad)
 
 
+def test_a_rank_whose_launcher_has_ended_keeps_nobody_waiting() -> None:
+    talk = Keep()
+    talk.dies()
+    talk.frozen(1, 7, cannot_continue="its launcher has ended")
+    talk.frozen(2, 7)
+    talk.saved(talk.orders(m.Save)[0].rank)
+    talk.committed(talk.orders(m.Commit)[0].rank)
+    assert talk.ends() == (False, "rank 1 cannot go on: its launcher has ended")
+
+
 # ------------------------------------------------------------------------------------------------------------- a rank
 
 

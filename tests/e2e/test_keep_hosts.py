@@ -4,6 +4,8 @@ rendezvous.
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
 import pytest
@@ -114,6 +116,20 @@ def test_a_host_that_is_lost_while_it_fills_a_seat_costs_no_step(make_hosts: Mak
     without_power(job, lost)
     assert job.processes[lost == "one"].wait(WAIT_S) == 75, job.story()
     assert job.committed()[0] == 5, job.story()
+
+
+@pytest.mark.slow
+def test_ranks_whose_launcher_was_killed_let_those_of_other_hosts_not_wait(make_hosts: MakeJob) -> None:
+    """They cannot go on, which nobody else would know before TTP_CONTINUE_S is over."""
+    env = {"TTP_CONTINUE_S": "100000", "TTP_RESCHEDULE_S": "3"}
+    job = make_hosts(1, steps=100_000, faults=[kill(0, 8, when="go")], max_restarts=2, env=env).start()
+    job.wait_for_version(7, rank=1)
+    os.kill(job.processes[1].pid, signal.SIGKILL)
+    job.processes[1].wait(WAIT_S)
+    (job.directory / "go").touch()
+    assert job.processes[0].wait(WAIT_S) == 75, job.story()
+    (why,) = (event["why_not_again"] for event in job.incidents()[0] if event["kind"] == "released")
+    assert why == "rank 1 cannot go on: its launcher has ended", job.story()
 
 
 @pytest.mark.slow

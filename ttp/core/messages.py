@@ -211,6 +211,7 @@ class Frozen(Report):
     kept: tuple[KeptCopy, ...] = ()
     hold_dir: str = ""  # the storage is slow: a checkpoint may be held there, in this host's memory; empty: none may
     held: Version = Version(0)  # noqa: RUF009 - a number. The version held here that is not durable yet; 0: none
+    cannot_continue: str = ""  # why this process cannot continue although its Hello says that it can; empty: it can
 
 
 @dataclass(frozen=True, slots=True)

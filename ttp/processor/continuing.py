@@ -198,6 +198,10 @@ class Continuing:
             return "wrap_optimizer() was called outside of train()"
         return self._refused or self._groups.why_not()
 
+    def why_no_longer(self) -> str:
+        """Return why this process, which was able to go on, no longer is; empty: it is."""
+        return "" if self._files.is_served_by(os.getppid()) else "its launcher has ended"
+
     def refuse(self, why: str) -> None:
         """Note why this process cannot go on after a failure. Call it in train(), before the job is joined."""
         self._refused = self._refused or why
@@ -255,8 +259,8 @@ class Continuing:
         while (following := self._files.next()) is None or following.launch != launch or not following.released:
             if self.clock.elapsed_s() > self._patience_s:
                 self.leave("the launcher has not announced the next launch")
-            if not self._files.is_served_by(os.getppid()):
-                self.leave("its launcher has ended")
+            if why := self.why_no_longer():
+                self.leave(why)
             time.sleep(LOOK_S)
         os.environ.update(following.as_environment())
         return following

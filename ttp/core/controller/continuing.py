@@ -114,9 +114,11 @@ def _why_not_the_state(incident: Incident, version: Version, base: Version, plan
         return f"no step was finished since the last start, at step {base}"
     if plan is None or plan.version != version or plan.disputed or not plan.assignments:
         return "replicas differ, or the checkpoint existed before"
-    if any(answer.bad for answer in incident.ranks.answers.values()):
+    answers = incident.ranks.answers
+    if any(answer.bad for answer in answers.values()):
         return "the state holds NaN or Inf"
-    return ""
+    unable = ((rank, answer.cannot_continue) for rank, answer in answers.items() if answer.cannot_continue)
+    return next((f"rank {rank} cannot go on: {why}" for rank, why in unable), "")
 
 
 def _why_not_the_job(job: Membership, incident: Incident, dead: set[Rank]) -> str:

@@ -101,6 +101,7 @@ class Quiet(Event):
     kept: tuple[m.KeptCopy, ...] = ()
     hold_dir: str = ""
     held: Version = Version(0)  # noqa: RUF009 - a number
+    cannot_continue: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -227,6 +227,7 @@ class RankRescue:
                 kept=quiet.kept,
                 hold_dir="" if self._snapshot else quiet.hold_dir,
                 held=quiet.held,
+                cannot_continue=quiet.cannot_continue,
             )
         )
 

@@ -612,6 +612,7 @@ class Frozen(google.protobuf.message.Message):
     KEPT_FIELD_NUMBER: builtins.int
     HOLD_DIR_FIELD_NUMBER: builtins.int
     HELD_FIELD_NUMBER: builtins.int
+    CANNOT_CONTINUE_FIELD_NUMBER: builtins.int
     rank: builtins.int
     incident: builtins.str
     version: builtins.int
@@ -623,6 +624,7 @@ class Frozen(google.protobuf.message.Message):
     post_step_done: builtins.bool
     hold_dir: builtins.str
     held: builtins.int
+    cannot_continue: builtins.str
     @property
     def digests(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ShardDigest]: ...
     @property
@@ -646,8 +648,9 @@ class Frozen(google.protobuf.message.Message):
         kept: collections.abc.Iterable[global___KeptCopy] | None = ...,
         hold_dir: builtins.str = ...,
         held: builtins.int = ...,
+        cannot_continue: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bad", b"bad", "digests", b"digests", "final", b"final", "has_gradient", b"has_gradient", "has_preimage", b"has_preimage", "held", b"held", "hold_dir", b"hold_dir", "incident", b"incident", "kept", b"kept", "main_thread_blocked", b"main_thread_blocked", "phase", b"phase", "post_step_done", b"post_step_done", "rank", b"rank", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bad", b"bad", "cannot_continue", b"cannot_continue", "digests", b"digests", "final", b"final", "has_gradient", b"has_gradient", "has_preimage", b"has_preimage", "held", b"held", "hold_dir", b"hold_dir", "incident", b"incident", "kept", b"kept", "main_thread_blocked", b"main_thread_blocked", "phase", b"phase", "post_step_done", b"post_step_done", "rank", b"rank", "version", b"version"]) -> None: ...
 
 global___Frozen = Frozen
 
