@@ -157,9 +157,13 @@ def test_one_that_cannot_start_shows_its_log(run_dir: Path, unused_port: int, co
         ensure(run_dir, unused_port)
 
 
-def test_an_address_of_another_machine_is_only_waited_for(run_dir: Path, unused_port: int) -> None:
-    with pytest.raises(ConfigError, match="first node should run it"):
-        ensure(run_dir, unused_port, address="no.such.host.invalid", patience_s=0.2)
+def test_an_address_of_another_machine_is_only_waited_for(
+    run_dir: Path, unused_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subject, "is_local", lambda _: False)
+    for address, why in (("127.0.0.1", "first node should run it"), ("no.such.host.invalid", "has no address")):
+        with pytest.raises(ConfigError, match=why):
+            ensure(run_dir, unused_port, address=address, patience_s=0.2)
     assert started(run_dir) == []
 
 

@@ -277,15 +277,16 @@ def _reigning(where: Where) -> Where:
         UnreachableError: several controllers are known, and none of them answers, or only one that stands by.
     """
     from ttp.launch.ring import reigning
-    from ttp.wire.address import split, target
+    from ttp.wire.address import split, target, why_unknown
 
     if len(where.around) < 2:
         return where
     found = reigning(where.around, where.token, ANSWER_S)  # a controller that is busy with an incident answers late
     if found is None:
+        unknown = "".join(dict.fromkeys(why_unknown(split(place)[0]) for place in where.around))
         raise UnreachableError(
             f"no controller of this job answers, neither the first one nor a standby: "
-            f"{', '.join(where.around)}. Is the job running, and is this its token (TTP_TOKEN)? {ENDED}"
+            f"{', '.join(where.around)}{unknown}. Is the job running, and is this its token (TTP_TOKEN)? {ENDED}"
         )
     first = target(where.address, where.port)
     if not found[1].world_size and found[0] != first:
@@ -345,11 +346,12 @@ def _explain(problem: grpc.RpcError, where: Where, timeout_s: float) -> TtpError
 
 
 def _explain_silence(where: Where, details: str) -> TtpError:
+    from ttp.wire.address import why_unknown
     from ttp.wire.tls import diagnose
 
     if encryption := diagnose(where.address, where.port, details):
         return ConfigError(encryption)
     return UnreachableError(
-        f"no ttp controller answers at {where} ({details.splitlines()[0]}): "
+        f"no ttp controller answers at {where} ({details.splitlines()[0]}){why_unknown(where.address)}: "
         f"is the job running, and is this its --address and --port? {ENDED}"
     )

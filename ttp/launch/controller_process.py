@@ -21,6 +21,7 @@ from ttp.launch.own_module import own_module
 from ttp.launch.presence import PROBE_S, Presence, controller_pid, is_local, listeners, listens, port_owner, probe
 from ttp.launch.run_dir import make_private
 from ttp.polling import poll
+from ttp.wire.address import why_unknown
 from ttp.wire.tls import diagnose
 
 logger = logging.getLogger("ttp.launch")
@@ -285,7 +286,8 @@ class _Start:
                 f"{log_tail(self._run_dir, self._log_size)}"
             )
         if not is_local(self._address):
-            return f"no controller answers at {where} within {waited_s:.0f} s; the first node should run it"
+            why = why_unknown(self._address) or "; the first node should run it"
+            return f"no controller answers at {where} within {waited_s:.0f} s{why}"
         return f"the server at {where} does not answer within {waited_s:.0f} s{self._owner()}"
 
     def _owner(self) -> str:

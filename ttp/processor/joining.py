@@ -13,6 +13,7 @@ from ttp.core.messages import RefusalCode
 from ttp.core.restore_messages import RestoreDecision
 from ttp.errors import ConfigError, RefusedError, RestoreError, SeatTakenError, StorageAwayError, TtpError
 from ttp.inbox import Inbox
+from ttp.wire.address import why_unknown
 
 log = logging.getLogger("ttp.processor")
 
@@ -161,4 +162,4 @@ class Joining:
 
     @property
     def _unjoined(self) -> str:
-        return f"no controller at {self._at} for {JOIN_PATIENCE_S:g} s"
+        return f"no controller at {self._at} for {JOIN_PATIENCE_S:g} s{why_unknown(self._env.master_addr)}"

@@ -37,6 +37,15 @@ def resolve(host: str, port: int | None, kind: socket.SocketKind = socket.SOCK_S
         raise _no_name(host, problem) from None
 
 
+def why_unknown(host: str) -> str:
+    """Return why the name of a host leads to no address, as a clause to append; empty: it does. May block (DNS)."""
+    try:
+        resolve(host, None)
+    except OSError as problem:
+        return f"; the name {host} has no address on this host ({problem.strerror or problem})"
+    return ""
+
+
 def connect(host: str, port: int, timeout_s: float) -> socket.socket:
     """Return a TCP connection to ``host:port``. Raises OSError like ``resolve``, or if nothing accepts it in time."""
     try:
