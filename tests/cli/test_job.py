@@ -23,14 +23,14 @@ from tests.ports import free_port
 from ttp.cli import connection
 from ttp.cli import status as status_command
 from ttp.cli.connection import UnreachableError, Where, connected
-from ttp.cli.status import picture
+from ttp.cli.status import LAUNCHER_WAITS, picture
 from ttp.config import Config
 from ttp.controller.service import _incident_status
 from ttp.errors import ConfigError
 from ttp.launch import ring
 from ttp.launch.job_verdict import ask_verdict
 from ttp.launch.ring import Ring, write_ring
-from ttp.launch.run_dir import prepare_run_dir
+from ttp.launch.run_dir import note_launcher, prepare_run_dir
 from ttp.launch.token_file import write_token
 from ttp.wire.v1 import controller_pb2 as pb
 
@@ -163,6 +163,7 @@ def test_watch_goes_on_when_the_controller_is_gone_until_ctrl_c(
 ) -> None:
     """Another controller may lead then, and Ctrl-C is no error."""
     controller = start()
+    note_launcher(prepare_run_dir(Config(port=controller.port).resolved_run_dir()))
     pauses = iter([controller.close])
 
     def sleep(_: float) -> None:
@@ -176,6 +177,7 @@ def test_watch_goes_on_when_the_controller_is_gone_until_ctrl_c(
         monkeypatch.setattr(status_command, "screen", lambda: console(file=sys.stdout))
     said = ttp("status", "--watch", "--interval", "0.05", "--port", controller.port, *["--json"] * (shown == "--json"))
     assert said.code == 0 and said.out.index("waiting") < said.out.index("no ttp controller answers")
+    assert LAUNCHER_WAITS in " ".join(said.out.split())
     if shown == "--json":
         first, last = map(json.loads, said.out.splitlines())
         assert first["stage"] == "waiting" and "no ttp controller answers" in last["error"]
@@ -354,7 +356,8 @@ def test_port_and_address_come_from_the_environment(ttp: Ttp, start: Start, monk
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     assert ttp("status", "--json").json["controller"]["address"] == "localhost"
     monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
-    assert ttp("status").code == 1
+    unknown = ttp("status")
+    assert unknown.code == 1 and "; the name no-such-host.invalid has no address on this host (" in unknown.err
     assert ttp("status", "--address", "127.0.0.1").code == 0
 
 

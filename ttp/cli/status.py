@@ -94,7 +94,7 @@ def status(
             with contextlib.suppress(KeyboardInterrupt):
                 _watch(client, interval, all_ranks, json)
             return
-        now = _asked(client, where)
+        now = _asked(client)
     if json:
         print_json(describe(now, client.where))
         return
@@ -105,7 +105,7 @@ def status(
         screen().print(restarts_line(restarts))
 
 
-def _asked(client: Client, where: Where) -> pb.GetStatusResponse:
+def _asked(client: Client) -> pb.GetStatusResponse:
     """Return the status, and what only this host knows: whether a launcher waits here, as no controller else may lead.
 
     Raises:
@@ -116,10 +116,10 @@ def _asked(client: Client, where: Where) -> pb.GetStatusResponse:
     try:
         now = client.status()
     except UnreachableError as problem:
-        if not launcher_lives(where.run_dir):
+        if not launcher_lives(client.where.run_dir):
             raise
         raise UnreachableError(f"{problem}. {LAUNCHER_WAITS}") from None
-    if now.stage == "waiting" and now.world_size and launcher_lives(where.run_dir):
+    if now.stage == "waiting" and now.world_size and launcher_lives(client.where.run_dir):
         now.between_launches = True
     return now
 
@@ -145,7 +145,7 @@ def _looks(client: Client, interval_s: float) -> Iterator[pb.GetStatusResponse |
     """Yield the status, or the error, every ``interval_s`` seconds without end: after an error another one may lead."""
     while True:
         try:
-            yield client.status()
+            yield _asked(client)
         except UnreachableError as problem:
             yield problem
         time.sleep(interval_s)
