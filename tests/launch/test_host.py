@@ -281,6 +281,20 @@ def test_the_verdict_of_several_controllers(
         assert job_verdict.ask_verdict(around, "", "", 0).code == code
 
 
+@pytest.mark.parametrize(
+    ("term", "code", "leaves"), [(1, 0, 0), (1, 75, 75), (1, 1, 70), (2, 0, 70), (2, 75, 70), (3, 0, 70)]
+)
+def test_a_controller_that_was_replaced_does_not_call_a_job_lost_that_its_successor_has_led_to_the_end(
+    host: Host, monkeypatch: pytest.MonkeyPatch, term: int, code: int, leaves: int
+) -> None:
+    """It was cut off, so that it knows of no rank any more; the successor has ended with the job."""
+    answer = GetVerdictResponse(code=70, text="no copy left", incarnation=1, term=term)
+    monkeypatch.setattr(job_verdict, "_ask", lambda *_: answer)
+    host.before_workers("127.0.0.1", first_node=False)
+    ring.write_ring(host._run_dir, ring.Ring("job", 1, 2, "a:1", "b:1", ("b:1",)))
+    assert host.close(several_nodes=False, code=code) == leaves
+
+
 def test_a_launcher_whose_ranks_are_gone_waits_until_those_of_other_hosts_have_saved(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:

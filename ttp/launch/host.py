@@ -20,7 +20,7 @@ from ttp.launch.job_verdict import ask_verdict, say_start, settled_code
 from ttp.launch.leases import Leases
 from ttp.launch.other_jobs import is_of_another_job
 from ttp.launch.presence import is_local
-from ttp.launch.ring import forget_ring, job_is_busy, places, reigning, rescue_goes_on
+from ttp.launch.ring import forget_ring, job_is_busy, places, read_ring, reigning, rescue_goes_on
 from ttp.launch.run_dir import forget_launcher, note_launcher
 from ttp.launch.sentinel_watch import SentinelWatch
 from ttp.launch.shadow import Shadows
@@ -297,7 +297,7 @@ class Host:
             time.sleep(LOOK_S * 10)
             answer = ask_verdict(self._places(), self.config.token, self._name, code)
             last = last if answer is None else answer
-        return settled_code(code, last)
+        return settled_code(code, last, read_ring(self._run_dir))
 
     @property
     def _name(self) -> str:

@@ -7,9 +7,9 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_TRAINED
+from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED, EXIT_TRAINED
 from ttp.launch import presence
-from ttp.launch.ring import ask_everybody
+from ttp.launch.ring import Ring, ask_everybody
 from ttp.processor.aside import aside
 
 logger = logging.getLogger("ttp.launch")
@@ -41,7 +41,7 @@ def say_start(around: Iterable[str], token: str, host: str) -> None:
     aside("ttp-say-start", lambda: ask_verdict(around, token, host, EXIT_TRAINED, starts=True))
 
 
-def settled_code(own: int, answer: Any) -> int:
+def settled_code(own: int, answer: Any, known: Ring | None = None) -> int:
     """Return the exit code of a launcher whose own ranks ended with ``own``, and log it if it differs.
 
     If the verdict is 0 ("trained to the end"), ``own`` is returned: a program that fails after training has failed.
@@ -49,11 +49,14 @@ def settled_code(own: int, answer: Any) -> int:
     Args:
         own: exit code by the ranks of this host.
         answer: the job's verdict (``GetVerdictResponse``); None: no controller answered.
+        known: the controller that led this host's ranks last. One that it has replaced may have lost all ranks (70),
+            while they trained on.
     """
     if answer is None or not answer.HasField("code") or own == EXIT_BAD_CONFIG:
         return own
     job = int(answer.code)
-    if job in (EXIT_TRAINED, own):
+    replaced = known is not None and (answer.incarnation, answer.term) < (known.incarnation, known.term)
+    if job in (EXIT_TRAINED, own) or (replaced and own in (EXIT_TRAINED, EXIT_SAVED)):
         return own
     logger.warning(
         "the exit code is %d, the result of the whole job, instead of %d, the result of this host's ranks: %s",
