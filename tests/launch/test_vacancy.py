@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime, timedelta, timezone
 from multiprocessing.connection import Connection
 from pathlib import Path
 from signal import Signals
@@ -161,19 +161,25 @@ def test_the_limit_that_ended_a_meeting_is_named(
     ("complete", "here"),
     [(False, "3 of 4 are here (10.0.0.1, 10.0.0.2)"), (True, "1 of 4 are here (10.0.0.1)")],
 )
+@pytest.mark.parametrize(("zone", "ahead_s"), [(timezone.utc, 0), (timezone.utc, 3600), (None, 3600)])
 def test_a_host_that_waits_says_for_how_long_and_who_is_here(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, complete: bool, here: str
-) -> None:
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, complete: bool, here: str,
+    zone: timezone | None, ahead_s: int,
+) -> None:  # fmt: skip
     """Its launcher was silent for ``TTP_RESCHEDULE_S`` seconds after the loss of a host.
 
-    The lost host stays in the complete round until its keep-alives are missed; the others wait for the next round. Two
-    launchers may run on one machine.
+    A clock that is ahead is named, because torch compares clocks. The lost host stays in the complete round until its
+    keep-alives are missed; the others wait for the next round. Two launchers may run on one machine.
     """
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(rendezvous, "SAY_S", 0.0)
     one, other, beside = Node("10.0.0.1", 1), Node("10.0.0.2", 2), Node("10.0.0.2", 3)
     there = [other, beside] if complete else [other, beside, one]
-    state = SimpleNamespace(complete=complete, participants=dict.fromkeys(there, 0), wait_list={one})
+    beat = datetime.now(timezone.utc).replace(tzinfo=zone)
+    beats = {one: beat, other: beat + timedelta(seconds=ahead_s)}
+    state = SimpleNamespace(
+        complete=complete, participants=dict.fromkeys(there, 0), wait_list={one}, last_heartbeats=beats
+    )
     inner = SimpleNamespace(
         settings=SimpleNamespace(timeout=RendezvousTimeout(), max_nodes=4),
         _state_holder=SimpleNamespace(state=state),
@@ -184,7 +190,9 @@ def test_a_host_that_waits_says_for_how_long_and_who_is_here(
     for within in ("--rdzv-conf join_timeout=600 s", "TTP_RESCHEDULE_S=270 s"):
         meeting.next_rendezvous()
         (said,) = caplog.messages
+        said, _, clocks = said.partition(". Clocks are ahead of this host's (")
         assert said.endswith(f"other hosts (0 s so far): {here}; the wait ends after {within}")
+        assert clocks.startswith("10.0.0.2 by 3") if ahead_s else not clocks
         caplog.clear()
 
 
