@@ -113,7 +113,7 @@ class Processor:
             receiver.keep = self.host.keep
         holding = Holding(job, may=survivor is not None and not source.on_device)
         held = tuple if self.copying is None else self.copying.held
-        self._inspector = StateInspector(source, self.gate, held, holding.look, put, survivor and survivor.why_no_longer)
+        self._inspector = StateInspector(source, self.gate, held, holding.look, put, survivor)
         self._saver = Saver(
             job, self.copying, holding, version=lambda: self.gate.version, wait_pages=self.host.wait_stored, put=put,
             wrote=self._wrote, look_again=self._inspector.look_again,

@@ -22,6 +22,7 @@ from ttp.core import messages as m
 from ttp.core.layout import Version
 from ttp.core.rank import events as ev
 from ttp.processor.aside import aside
+from ttp.processor.continuing import Continuing
 from ttp.processor.gate.gate import Gate, GateState
 from ttp.processor.serial_worker import SerialWorker
 from ttp.processor.source import StateSource
@@ -79,7 +80,7 @@ class StateInspector:
         held: returns the second copies that this host has.
         hold: returns where a checkpoint may be held in memory, and the version held.
         say: takes the results; may be called from any thread.
-        stuck: returns why this process, which was able to go on after a death, no longer is; None: it never was.
+        survivor: lets this process go on after the death of another rank; None: it ends then.
     """
 
     def __init__(
@@ -89,10 +90,10 @@ class StateInspector:
         held: Callable[[], tuple[m.KeptCopy, ...]],
         hold: Callable[[Collection[m.ShardDigest]], tuple[str, Version]],
         say: Callable[[Inspection | ev.NotRedone], None],
-        stuck: Callable[[], str] | None = None,
+        survivor: Continuing | None = None,
     ) -> None:
         self._source, self._gate, self._held, self._hold, self._put = source, gate, held, hold, say
-        self._stuck = stuck
+        self._survivor = survivor
         self._worker = SerialWorker("ttp-looker", at_once=True)
         self._looks_during = 0  # the closure of the gate
         self._took_s = 0.0
@@ -215,7 +216,7 @@ class StateInspector:
             kept=self._held(),
             hold_dir=hold_dir,
             held=in_memory,
-            cannot_continue="" if self._stuck is None else self._asked(self._stuck, ""),
+            cannot_continue="" if self._survivor is None else self._asked(self._survivor.why_no_longer, ""),
         )
         if self._moved_on(state):
             return False
