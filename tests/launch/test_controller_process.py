@@ -204,6 +204,26 @@ def test_one_that_was_too_slow_does_not_stay(run_dir: Path, unused_port: int, mo
     subject.stop_controller(serving)
 
 
+def test_one_that_is_stopped_while_it_starts_is_replaced(
+    run_dir: Path, unused_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was taken for one that loads slowly: five minutes later the job was refused, with 64."""
+    begun: list[subprocess.Popen[bytes]] = []
+    start = subject.start_controller
+
+    def start_stopped(*arguments: Any, **more: Any) -> subprocess.Popen[bytes]:
+        begun.append(start(*arguments, **more))
+        if len(begun) == 1:
+            begun[0].send_signal(signal.SIGSTOP)
+        return begun[-1]
+
+    monkeypatch.setattr(subject, "start_controller", start_stopped)
+    monkeypatch.setattr(subject, "STOPPED_S", 0.0)
+    serving = ensure(run_dir, unused_port)
+    assert serving is begun[1] and begun[0].returncode == -signal.SIGKILL
+    subject.stop_controller(serving)
+
+
 @pytest.mark.parametrize("known", [True, False])
 def test_one_that_takes_long_to_load_and_to_answer_is_waited_for(
     known: bool, run_dir: Path, unused_port: int, monkeypatch: pytest.MonkeyPatch
@@ -281,7 +301,7 @@ def config(unused_port: int) -> Config:
 
 @pytest.fixture
 def keeper(config: Config, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ControllerKeeper]:
-    monkeypatch.setattr(controller_keeper, "STOPPED_LOOKS", 2)
+    monkeypatch.setattr(subject, "STOPPED_S", 0.0)
     keeping = ControllerKeeper(config, run_dir)
     yield keeping
     keeping.stop()

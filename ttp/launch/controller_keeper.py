@@ -9,9 +9,8 @@ from pathlib import Path
 
 from ttp.config import Config
 from ttp.errors import EXIT_PORT_TAKEN, TtpError
-from ttp.launch.controller_process import end_controller, ensure_controller, log_tail, stop_controller
+from ttp.launch.controller_process import EndsStopped, end_controller, ensure_controller, log_tail, stop_controller
 from ttp.launch.presence import is_local, listens
-from ttp.launch.proc_files import is_stopped
 from ttp.launch.ring import job_is_busy, places
 from ttp.wire.address import target
 
@@ -22,9 +21,6 @@ LOOK_S = 0.2
 FOREIGN_LOOK_S = 1.0
 """Seconds between two checks of a controller that another process started."""
 RETRY_S = 1.0
-STOPPED_LOOKS = 25
-"""Looks in a row, five seconds or more, at which a controller is stopped (SIGSTOP) before it is killed: ranks that fail
-meanwhile are not saved. Looks count, because the launcher may have been stopped with it, as on a suspended machine."""
 
 
 class ControllerKeeper:
@@ -44,7 +40,7 @@ class ControllerKeeper:
         self._run_dir = run_dir
         self._address = ""
         self._child: subprocess.Popen[bytes] | None = None
-        self._stopped = 0  # looks in a row that found it stopped
+        self._stopped = EndsStopped()
         self._started = False  # this object has started at least one controller
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()  # one start at a time
@@ -115,7 +111,7 @@ class ControllerKeeper:
             return not self._job_over and not listens(self._address, self._config.port, FOREIGN_LOOK_S)
         code = self._child.poll()
         if code is None:
-            self._kill_if_stopped(self._child)
+            self._stopped.look(self._child)
             return False
         self._child = None
         self._job_over = code == 0
@@ -124,11 +120,3 @@ class ControllerKeeper:
                 "the controller ended (exit code %d); a new one is started\n%s", code, log_tail(self._run_dir, lines=3)
             )
         return not self._job_over
-
-    def _kill_if_stopped(self, child: subprocess.Popen[bytes]) -> None:
-        self._stopped = self._stopped + 1 if is_stopped(child.pid) else 0
-        if self._stopped == STOPPED_LOOKS:
-            logger.warning(
-                "the controller (pid %d) is stopped (SIGSTOP?) and could not lead a save: killing it", child.pid
-            )
-            child.kill()

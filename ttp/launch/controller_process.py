@@ -19,6 +19,7 @@ from ttp.config import Config
 from ttp.errors import EXIT_PORT_TAKEN, ConfigError, ToldAs
 from ttp.launch.own_module import own_module
 from ttp.launch.presence import PROBE_S, Presence, controller_pid, is_local, listeners, listens, port_owner, probe
+from ttp.launch.proc_files import is_stopped
 from ttp.launch.run_dir import make_private
 from ttp.polling import poll
 from ttp.wire.address import why_unknown
@@ -41,6 +42,9 @@ they connect; normally its owner ends it with the job."""
 LOADS_S, LOOK_S = 300.0, 5.0
 """Most seconds beyond the patience that a controller may take until it answers, and those between two looks. On a busy
 host, or from a slow file system, Python takes minutes to import: no setting is wrong then."""
+STOPPED_S, STOPPED_LOOKS = 5.0, 5
+"""Seconds, and looks in a row, for which a controller is stopped (SIGSTOP) before it is killed: ranks that fail
+meanwhile are not saved. Looks count, because the launcher may have been stopped with it, as on a suspended machine."""
 END_S = 10.0
 """Seconds that a controller may take to end."""
 TAIL_LINES = 15
@@ -185,6 +189,7 @@ def ensure_controller(
             if start.wanted(presence):
                 start.begin()
             time.sleep(0.05)
+            start.end_if_stopped()
             if time.monotonic() >= deadline_s:
                 if not start.loads():
                     break
@@ -193,6 +198,24 @@ def ensure_controller(
     except BaseException:
         start.give_up()
         raise
+
+
+class EndsStopped:
+    """Kills a controller that stays stopped (SIGSTOP)."""
+
+    def __init__(self) -> None:
+        self._looks, self._since_s = 0, 0.0
+
+    def look(self, child: subprocess.Popen[bytes]) -> bool:
+        """Look at the controller. Return whether it was killed now."""
+        self._since_s = self._since_s if self._looks else time.monotonic()
+        self._looks = self._looks + 1 if is_stopped(child.pid) else 0
+        if self._looks < STOPPED_LOOKS or time.monotonic() - self._since_s < STOPPED_S:
+            return False
+        logger.warning("the controller (pid %d) is stopped (SIGSTOP?) and could not lead a save: killing it", child.pid)
+        self._looks = 0
+        child.kill()
+        return True
 
 
 class _Start:
@@ -205,6 +228,7 @@ class _Start:
         self._not_before = 0.0
         self._log_size = 0
         self._stranger_since: float | None = None
+        self._stopped = EndsStopped()
 
     def wanted(self, presence: Presence) -> bool:
         """Return whether a controller has to be started now."""
@@ -214,6 +238,12 @@ class _Start:
     def begin(self) -> None:
         self._log_size = self._log_size if self._lost else log_size(self._run_dir)
         self._child = start_controller(self._config, self._run_dir, owned=self._owned)
+
+    def end_if_stopped(self) -> None:
+        """Kill the started process if it was stopped: another one is started."""
+        if self._child is not None and self._stopped.look(self._child):
+            self._child.wait()
+            self._child = None
 
     def loads(self) -> bool:
         """Return whether a controller was started that does not listen on its port yet, or is too busy to answer."""
