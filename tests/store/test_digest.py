@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from ttp.store import digest, plain_file
 from ttp.store.digest import HashingFile, digest_bytes, digest_file
+from ttp.store.piece_file import piece_file
 
 SIZES = st.one_of(st.integers(0, 300), st.sampled_from([65535, 65536, 65537, 1 << 20, (1 << 20) + 1, 9 << 20]))
 
@@ -128,6 +129,18 @@ def test_short_writes_of_the_kernel_are_continued(tmp_path: Path, monkeypatch: p
     file.write(data)
     assert file.sync_and_close() == (100_000, expected(data))
     assert (tmp_path / "piece").read_bytes() == data
+
+
+def test_a_disk_that_keeps_less_than_it_has_accepted_is_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the state is still there: a commit that finds the file too short can only give up."""
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[: len(data) // 2]) and len(data))
+    with pytest.raises(OSError, match="kept 5 of the 10 bytes") as found, piece_file(tmp_path / "piece") as file:
+        file.write(b"0123456789")
+        file.sync_and_close()
+    assert found.value.errno == errno.EIO and not list(tmp_path.iterdir())
 
 
 def test_after_the_end_nothing_can_be_written(tmp_path: Path) -> None:

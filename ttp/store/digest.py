@@ -111,7 +111,8 @@ class HashingFile(io.BufferedIOBase):
         """Return size and digest once the bytes are on the disk. The name is durable after ``sync_directory``.
 
         Raises:
-            OSError: the disk refused now or at an earlier write; the file is closed and must not be used.
+            OSError: the disk refused now or at an earlier write, or it has kept less than it has accepted; the file is
+                closed and must not be used.
         """
         try:
             self.flush()
@@ -124,6 +125,9 @@ class HashingFile(io.BufferedIOBase):
             raise
         finally:
             self.close()
+        if (kept := self.path.stat().st_size) != self._written:  # else only the commit would find it
+            text = f"the storage has kept {kept} of the {self._written} bytes that it has accepted"
+            raise OSError(errno.EIO, text, str(self.path))
         return self.size, _text(self._hash)
 
     def close(self) -> None:
