@@ -158,7 +158,7 @@ def test_one_that_cannot_start_shows_its_log(run_dir: Path, unused_port: int, co
 
 
 def test_an_address_of_another_machine_is_only_waited_for(run_dir: Path, unused_port: int) -> None:
-    with pytest.raises(ConfigError, match="; the name no.such.host.invalid has no address"):
+    with pytest.raises(ConfigError, match=r"; the name no.such.host.invalid has no address"):
         ensure(run_dir, unused_port, address="no.such.host.invalid", patience_s=0.2)
     assert started(run_dir) == []
 
