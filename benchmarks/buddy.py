@@ -80,7 +80,7 @@ def _watch(copying: Copying) -> list[float]:
     began = [0.0]
 
     def turn(version: int) -> None:
-        if version % copying.every == 0 and copying._generations.pending is None:
+        if version % copying.every == 0 and copying._copies.pending is None:
             began[0] = time.perf_counter()
         updated(version)
 

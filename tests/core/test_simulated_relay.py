@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from ttp.testing.simulation import Simulation
 HOSTS = ("h0", "h0", "h1", "h1")
 
 
-def run(*faults: Fault, seed: int = 1, **more: Any) -> tuple[list[list[int | None]], str]:
+def run(*faults: Fault, seed: int = 1, **more: Any) -> tuple[Sequence[Sequence[int | None]], str]:
     """Return the exit codes of every incarnation, and the trace."""
     scenario = Scenario(seed, grid(1, 4), HOSTS, 4, delay_s=0.0005, repeats=0.0, faults=(faults,), relays=True, **more)
     result = Simulation(scenario, keep_trace=True).run()

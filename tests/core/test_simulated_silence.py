@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -27,7 +28,7 @@ HOSTS = ("h0", "h0", "h1", "h1", "h2", "h2")
 class Played:
     """A simulated job: the exit codes of every launch, and the trace."""
 
-    exits: list[list[int | None]]
+    exits: Sequence[Sequence[int | None]]
     trace: str
 
     def when(self, pattern: str) -> list[float]:
