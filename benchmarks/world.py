@@ -141,16 +141,22 @@ def kill_all(job: Popen[bytes]) -> None:
     Raises:
         TimeoutError: a process has not ended in ``ENDED_S``.
     """
-    below: list[psutil.Process] = []
+    below: set[psutil.Process] = set()
     if job.poll() is None:
         job.send_signal(signal.SIGSTOP)  # it would start others in place of the killed ones
-        below = psutil.Process(job.pid).children(recursive=True)
-    for process in below:
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
-            process.kill()
+        while more := {*psutil.Process(job.pid).children(recursive=True)} - below:  # and so would those below it
+            _signal(more, signal.SIGSTOP)
+            below |= more
+    _signal(below, signal.SIGKILL)
     _kill([job])
     if not poll(lambda: all(_has_ended(process) for process in below), ENDED_S, 0.05):
         raise TimeoutError(f"processes of the job with the launcher {job.pid} do not end within {ENDED_S} s")
+
+
+def _signal(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            process.send_signal(number)
 
 
 def _has_ended(process: psutil.Process) -> bool:

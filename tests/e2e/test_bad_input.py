@@ -26,6 +26,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("saved")
     done = runs(directory)(directory / "ck", 4, SOLO_SAVE="4")
     assert done.returncode == 0 and "\nsaved 4" in done.stdout, done.stdout + done.stderr
+    until(lambda: '"finished"' in (directory / "ck/incidents/launches.log").read_text())  # the controller ends last
     return directory / "ck"
 
 
