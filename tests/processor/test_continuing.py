@@ -106,6 +106,18 @@ def test_a_rank_goes_on_only_under_the_launcher_that_has_started_it(
     assert continuing.able(LAYOUT, TORCH) is survivor
 
 
+def test_whether_the_launcher_lives_is_known_although_the_run_directory_hangs(
+    survivor: Continuing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked for each answer to a freeze, which would not come: nothing of this rank could be saved."""
+    survivor.enter()
+    assert continuing.able(LAYOUT, TORCH) is survivor
+    monkeypatch.setattr(Path, "read_text", Mock(side_effect=AssertionError("hangs")))
+    assert survivor.why_no_longer() == ""
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert survivor.why_no_longer() == "its launcher has ended"
+
+
 def test_a_program_whose_process_groups_cannot_be_replaced_trains_and_is_restarted(
     survivor: Continuing, groups: Any
 ) -> None:

@@ -84,7 +84,7 @@ class Continuing:
         self.clock = ResumeClock(self._files, config.continue_s, self.leave)
         """Runs until the first update begins after this process was released."""
         self._patience_s = config.rescue_patience_s + config.continue_s
-        self._groups, self._next = groups, next_launch
+        self._groups, self._next, self._launcher = groups, next_launch, 0  # the launcher's pid
         self._agreed = _Agreed.NOTHING  # for the launch ``_next``
         self._newcomer = next_launch is not None  # its first wrap_optimizer() has not begun
         self._on_cuda = config.keep_cuda
@@ -192,15 +192,16 @@ class Continuing:
             return "only torch programs can go on so far"
         if source.on_device and not self._on_cuda:
             return _NEVER_RUN
-        if not self._files.is_served_by(os.getppid()):
+        self._launcher = os.getppid()
+        if not self._files.is_served_by(self._launcher):
             return _NO_LAUNCHER
         if self._thread is None:
             return "wrap_optimizer() was called outside of train()"
         return self._refused or self._groups.why_not()
 
     def why_no_longer(self) -> str:
-        """Return why this process, which was able to go on, no longer is; empty: it is."""
-        return "" if self._files.is_served_by(os.getppid()) else "its launcher has ended"
+        """Return why this process, which was able to go on, no longer is; or empty. Reads no file, which may hang."""
+        return "" if os.getppid() == self._launcher else "its launcher has ended"
 
     def refuse(self, why: str) -> None:
         """Note why this process cannot go on after a failure. Call it in train(), before the job is joined."""
@@ -259,8 +260,8 @@ class Continuing:
         while (following := self._files.next()) is None or following.launch != launch or not following.released:
             if self.clock.elapsed_s() > self._patience_s:
                 self.leave("the launcher has not announced the next launch")
-            if why := self.why_no_longer():
-                self.leave(why)
+            if not self._files.is_served_by(os.getppid()):
+                self.leave("its launcher has ended")
             time.sleep(LOOK_S)
         os.environ.update(following.as_environment())
         return following
