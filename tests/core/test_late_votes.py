@@ -80,6 +80,20 @@ def test_the_vote_of_a_rank_that_died_before_it_wrote_anything_counts() -> None:
     assert talk.orders(m.Commit)[0].disputed == ()
 
 
+def test_the_votes_of_the_dead_are_compared_although_no_digest_of_the_living_is_known() -> None:
+    talk = Talk(Layout(5, {Shard("s0"): tuple(map(Rank, range(4))), Shard("s1"): (Rank(4),)}))
+    talk.accuse(0, m.FaultKind.EXITED)
+    talk.frozen(4, 8)
+    talk.frozen(1, 7, **digest("older"))
+    assert "Save:2,4" in talk.frozen(2, 8, **digest("a"))
+    talk.frozen(3, 8, **digest("b"))
+    talk.saved(2)
+    for rank in (1, 2, 3):
+        talk.lost(rank)
+    assert talk.saved(4).endswith("[commit] Commit:4")
+    assert talk.orders(m.Commit)[0].disputed == ("s0",)
+
+
 def test_a_rank_that_has_answered_again_has_one_vote_and_can_save() -> None:
     talk = skewed()
     talk.frozen(3, 8, **digest("good"))

@@ -191,9 +191,10 @@ class Planner:
         """
         draft, plan = incident.draft, incident.draft.plan
         assert plan is not None
-        if not any(answer.digests for answer in incident.ranks.answers.values()):
+        known = incident.ranks
+        if not (known.votes or any(answer.digests for answer in known.answers.values())):
             return frozenset()
-        layout, answers = incident.ranks.counts.layout, [*self._answers(incident, with_offers=False)]
+        layout, answers = known.counts.layout, [*self._answers(incident, with_offers=False)]
         vote = judge(layout, answers)
         if odd := draft.written_by(vote.odd):
             made = decide(layout, answers, draft.written({rank for rank, _ in odd}), draft.uncut)
