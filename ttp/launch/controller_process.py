@@ -42,9 +42,9 @@ they connect; normally its owner ends it with the job."""
 LOADS_S, LOOK_S = 300.0, 5.0
 """Most seconds beyond the patience that a controller may take until it answers, and those between two looks. On a busy
 host, or from a slow file system, Python takes minutes to import: no setting is wrong then."""
-STOPPED_S, STOPPED_LOOKS = 5.0, 5
-"""Seconds, and looks in a row, for which a controller is stopped (SIGSTOP) before it is killed: ranks that fail
-meanwhile are not saved. Looks count, because the launcher may have been stopped with it, as on a suspended machine."""
+STOPPED_S, STOPPED_LOOK_S = 5.0, 1.0
+"""Seconds for which a controller is stopped (SIGSTOP) before it is killed, because ranks that fail meanwhile are not
+saved; and most seconds that one look adds to them: the launcher may have been stopped with it."""
 END_S = 10.0
 """Seconds that a controller may take to end."""
 TAIL_LINES = 15
@@ -189,7 +189,8 @@ def ensure_controller(
             if start.wanted(presence):
                 start.begin()
             time.sleep(0.05)
-            start.end_if_stopped()
+            if start.end_if_stopped():
+                continue
             if time.monotonic() >= deadline_s:
                 if not start.loads():
                     break
@@ -204,16 +205,17 @@ class EndsStopped:
     """Kills a controller that stays stopped (SIGSTOP)."""
 
     def __init__(self) -> None:
-        self._looks, self._since_s = 0, 0.0
+        self._looked_s = self._stopped_s = 0.0
 
     def look(self, child: subprocess.Popen[bytes]) -> bool:
         """Look at the controller. Return whether it was killed now."""
-        self._since_s = self._since_s if self._looks else time.monotonic()
-        self._looks = self._looks + 1 if is_stopped(child.pid) else 0
-        if self._looks < STOPPED_LOOKS or time.monotonic() - self._since_s < STOPPED_S:
+        before_s, self._looked_s = self._looked_s, time.monotonic()
+        passed_s = min(self._looked_s - before_s, STOPPED_LOOK_S)
+        self._stopped_s = self._stopped_s + passed_s if is_stopped(child.pid) else 0.0
+        if not self._stopped_s or self._stopped_s < STOPPED_S:
             return False
         logger.warning("the controller (pid %d) is stopped (SIGSTOP?) and could not lead a save: killing it", child.pid)
-        self._looks = 0
+        self._stopped_s = 0.0
         child.kill()
         return True
 
@@ -239,11 +241,13 @@ class _Start:
         self._log_size = self._log_size if self._lost else log_size(self._run_dir)
         self._child = start_controller(self._config, self._run_dir, owned=self._owned)
 
-    def end_if_stopped(self) -> None:
-        """Kill the started process if it was stopped: another one is started."""
-        if self._child is not None and self._stopped.look(self._child):
-            self._child.wait()
-            self._child = None
+    def end_if_stopped(self) -> bool:
+        """Kill the started process if it was stopped. Return whether it was: another one has to be started."""
+        if self._child is None or not self._stopped.look(self._child):
+            return False
+        self._child.wait()
+        self._child = None
+        return True
 
     def loads(self) -> bool:
         """Return whether a controller was started that does not listen on its port yet, or is too busy to answer."""
