@@ -331,7 +331,7 @@ def _adapter_for(optimizer: Any, model: Any, given: Mapping[str, Any]) -> sessio
     given_kinds = ", ".join(f"{type(each).__module__}.{type(each).__qualname__}" for each in kinds) or "an empty list"
     raise UsageError(
         "wrap_optimizer() takes a torch.optim.Optimizer or a list of them, a MegatronOptimizer or a mindspore.nn."
-        f"Optimizer, not {given_kinds}. Of a wrapper give the optimizers inside; let Keras and fastai train with one of torch"
+        f"Optimizer, not {given_kinds}. Of a wrapper give the optimizers inside; let Keras and fastai use torch's"
     )
 
 

@@ -119,7 +119,7 @@ def test_a_host_that_is_lost_while_it_fills_a_seat_costs_no_step(make_hosts: Mak
 
 
 @pytest.mark.slow
-def test_ranks_whose_launcher_was_killed_let_those_of_other_hosts_not_wait(make_hosts: MakeJob) -> None:
+def test_ranks_whose_launcher_was_killed_do_not_keep_those_of_other_hosts_waiting(make_hosts: MakeJob) -> None:
     """They cannot go on, which nobody else would know before TTP_CONTINUE_S is over."""
     env = {"TTP_CONTINUE_S": "100000", "TTP_RESCHEDULE_S": "3"}
     job = make_hosts(1, steps=100_000, faults=[kill(0, 8, when="go")], max_restarts=2, env=env).start()

@@ -12,7 +12,7 @@ hours. A false alarm teaches as well: once the job moves again, the wait that ra
 the job was ended instead, nobody knows whether it would have moved again, e.g. after a rank has written a checkpoint of
 the program's own. So its next launch waits longer, unless a rank was silent; else it could be ended there each time.
 Waits that make the patience longer are recorded in the history of launches, from which another controller, that leads
-the job after this one, learns them. If it takes over a job that is past its first versions, it so knows the pace.
+the job after this one, learns them. If it takes over a job that is past its first versions, it knows the pace at once.
 
 There is no alarm until the pace of the job is known: the first versions of an incarnation (compilation, cold caches, a
 jump of the version by ``restore()``) neither teach nor raise an alarm. There is none either after a rank has left its
