@@ -152,14 +152,14 @@ class LocalCapture:
                 small.append(view)
             else:
                 large.append((xxhash.xxh3_128_intdigest(view), view))
-        image = [header, self._description, *host, self._stream, *small]
+        image = b"".join((header, self._description, *host, self._stream, *small))
         # What is there already is not written again: the few slots of a version keep what its step began with, too.
-        said = version, final, xxhash.xxh3_128_intdigest(b"".join(image)), *(digest for digest, _ in large)
+        said = version, final, xxhash.xxh3_128_intdigest(image), *(digest for digest, _ in large)
         if said == self._last:
             return
         self._last = said
         self._finished += final
-        written = self._page.write(version, final, image, large)
+        written = self._page.write(version, final, (image,), large)
         if written and self.on_written is not None:
             self.on_written(version, final)
 

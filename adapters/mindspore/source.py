@@ -180,13 +180,15 @@ class MindSporeSource(PagedSource):
         """Return the pages of these ranks, and how each object has changed if a rank has changed it after the update.
 
         Of random streams it is always told. What only the forward pass has changed is told by another name, if it has
-        changed equally on all ranks: counters, but not BatchNorm's averages.
+        changed equally on all ranks (counters, but not BatchNorm's averages), or if only dead ranks have it here: what
+        it was there decides which replicas of other hosts may lend theirs.
         """
         pages, changes = self.read_pages(ranks, version, digests), dict[str, dict[Change, list[int]]]()
         for name, by in pages.changes.items():
             moved = {change for change in by if all(change) and change[0] != change[1]}
             other = name.removeprefix(BEGAN)
-            if name == STREAMS or (moved and (other == name or (len(moved) == 1 and other not in changes))):
+            early = len(moved) == 1 or not any(after for _, after in by)
+            if name == STREAMS or (moved if other == name else early and other not in changes):
                 changes[name] = {change: of_ranks for change, of_ranks in by.items() if change[0]}
         return replace(pages, changes=changes)
 

@@ -6,6 +6,7 @@ import ctypes
 import faulthandler
 import logging
 import signal
+import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 from mindspore import nn
 
 from tests.adapters.mindspore.test_wrapper import MODES, Net, switched_on, whole_state_of
-from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, save
+from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, commit, save, write
 from ttp.adapters.mindspore import OptTTPWrapper, local_state
 from ttp.adapters.mindspore.adapter import MindSporeAdapter
 from ttp.adapters.mindspore.local_state import BEGAN, STREAMS, LocalState, Position, decode, digests
@@ -278,10 +279,20 @@ def test_a_rank_that_dies_in_its_step_gets_what_the_rest_of_the_step_made_of_rep
     assert note.endswith(": sum"), note
 
 
+def in_two_pieces(adapter: Any, processor: Any, version: int, how: How, *, pages: tuple[Rank, ...]) -> Path:
+    """Save as ``save`` does, with the page of rank 1 in a piece of its own: its launcher has sent it later."""
+    processor.gate.close()
+    pieces = write(adapter, processor, version, processor.layout.groups, how, pages=pages[:1])
+    pieces += write(adapter, processor, version, (), how, pages=pages[1:], job_state=False, generation=2)
+    return commit(adapter, processor, version, pieces)
+
+
+@pytest.mark.parametrize("save_it", [save, in_two_pieces])
 def test_what_only_forward_passes_change_comes_from_replicas_that_began_with_the_same(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    save_it: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank that died before its gate had an older count of them. Where ranks differ (BatchNorm) it keeps its own."""
+    monkeypatch.setattr(sys.modules[__name__], "save", save_it)
     dead = Loop(tmp_path, jit=False, rank=1, ranks=2, dies="gate", driven=True)
     with pytest.raises(DiedError):
         dead.train(0)
