@@ -91,8 +91,19 @@ def _dealt(inners: Sequence[Inner], geometry: Geometry) -> tuple[Described, ...]
     for inner in inners:  # the buffers of a distributed optimizer also hold what other ranks update
         updated |= {id(parameter) for buffer in getattr(inner.megatron, "buffers", ()) for parameter in buffer.params}
     fixed = [d for key, d in geometry.tensors.items() if key not in updated]
-    first = inners[0]
-    return tuple(d for number, d in enumerate(fixed) if d.first and number % first.parts == first.part)
+    return tuple(d for number, d in enumerate(fixed) if d.first and _is_dealt(number, d, inners[0]))
+
+
+def _is_dealt(number: int, described: Described, first: Inner) -> bool:
+    """Return whether this rank writes the tensor with this number, of those that no optimizer updates."""
+    part, parts = first.part, first.parts
+    if parts > 1 and not getattr(described.tensor, "allreduce", True):  # so Megatron marks experts of some ranks only
+        from megatron.core import parallel_state as state
+
+        partial = {"partial_expert_data_parallel": True}
+        part = state.get_expert_data_parallel_rank(**partial)
+        parts = state.get_expert_data_parallel_world_size(**partial)
+    return number % parts == part
 
 
 def unchained(optimizer: Any) -> Iterator[Any]:

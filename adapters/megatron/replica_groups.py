@@ -4,25 +4,37 @@ The state that a rank holds of an optimizer is a list of boxes of the checkpoint
 gathered from every rank. So nothing here depends on how Megatron builds its process groups, on its order of ranks, or
 on the kinds of parallelism in use. Several instances of the distributed optimizer hold equal ranges, which makes their
 ranks replicas.
+
+Ranks also tell how much they hold of each tensor. If that is not the whole tensor together, no checkpoint could be made
+(``saving.metadata.fitting``), and the job is refused at its start.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from math import prod
 
 from ttp.adapters.megatron.geometry import CheckpointBox
 from ttp.adapters.megatron.optimizers import Inner
+from ttp.adapters.torch.sharding.names import first_of
 from ttp.core.layout import Layout, Rank, Shard
+from ttp.errors import ConfigError
 
 IDLE = Shard("nothing")
 """An empty shard. If some rank holds only padding, all ranks hold this shard, since each rank must hold some shard."""
 
+_LISTED_MAX = 3
+
+_Amounts = Mapping[str, tuple[int, int, str]]
+"""By a tensor's name: its elements, those that a shard has, and a digest of the boxes in which these are."""
+
 
 def announcement(inners: Sequence[Inner]) -> bytes:
-    """Return what this rank tells the others: name and digest of the state that it holds of each optimizer."""
-    return json.dumps([[_name(inner), _digest(inner)] for inner in inners if not inner.empty]).encode()
+    """Return what this rank tells the others of each optimizer: name, digest and amounts of the state that it holds."""
+    return json.dumps([[_name(inner), _digest(inner), _amounts(inner)] for inner in inners if not inner.empty]).encode()
 
 
 def layout_of(announcements: Sequence[bytes], inners: Sequence[Inner]) -> tuple[Layout, list[Shard]]:
@@ -31,12 +43,18 @@ def layout_of(announcements: Sequence[bytes], inners: Sequence[Inner]) -> tuple[
     Args:
         announcements: those of all ranks, by rank.
         inners: the plain optimizers of this rank.
+
+    Raises:
+        ConfigError: all shards together are not the whole model; all ranks raise it alike.
     """
     everyone = [json.loads(data) for data in announcements]
     held: dict[tuple[str, str], list[Rank]] = {}
+    amounts: dict[tuple[str, str], _Amounts] = {}
     for rank, announced in enumerate(everyone):
-        for name, digest in announced:
+        for name, digest, amount in announced:
             held.setdefault((name, digest), []).append(Rank(rank))
+            amounts[name, digest] = amount
+    _refuse_incomplete(amounts.values())
     shards = _named(list(held))
     groups = {shards[key]: tuple(ranks) for key, ranks in held.items()}
     if any(not announced for announced in everyone):
@@ -83,6 +101,47 @@ def _digest(inner: Inner) -> str:
     for described in inner.fixed:
         seen.update(repr([_identity(part) for part in described.whole]).encode())
     return seen.hexdigest()[:16]
+
+
+def _amounts(inner: Inner) -> _Amounts:
+    boxes: dict[str, list[CheckpointBox]] = {}
+    for part in chain(
+        *(holding.parts for holding in inner.holdings if holding.described.first),
+        *(described.whole for described in inner.fixed),
+    ):
+        boxes.setdefault(part.key, []).append(part)
+    return {
+        key: (
+            prod(parts[0].shape),
+            sum(prod(part.sizes) for part in parts),
+            hashlib.sha256(repr([_identity(part) for part in parts]).encode()).hexdigest()[:8],
+        )
+        for key, parts in boxes.items()
+    }
+
+
+def _refuse_incomplete(shards: Iterable[_Amounts]) -> None:
+    """Check that the shards have as many elements of every tensor as it has. The same boxes of two shards are copies.
+
+    Raises:
+        ConfigError: they have fewer.
+    """
+    whole: dict[str, int] = {}
+    present: dict[str, dict[str, int]] = {}
+    for shard in shards:
+        for key, (total, count, digest) in shard.items():
+            whole[key] = total
+            present.setdefault(key, {})[digest] = count
+    found = {key: sum(counts.values()) for key, counts in present.items()}
+    lost = [f"{key} has {found[key]} of {total} elements" for key, total in whole.items() if found[key] < total]
+    if lost:
+        raise ConfigError(
+            f"all ranks together would not save the whole model: {first_of(lost, _LISTED_MAX, '; ')}. Ranks that "
+            "Megatron takes for replicas hold different parts of these tensors. If they are experts: with "
+            "expert_model_parallel_size=1 they are in one optimizer with the other layers, whose ranges all data "
+            "parallel ranks share, although another expert_tensor_parallel_size than tensor_model_parallel_size gives "
+            "these ranks different slices. Make the two sizes equal, or expert_model_parallel_size larger than 1"
+        )
 
 
 def _identity(part: CheckpointBox) -> tuple[object, ...]:

@@ -39,6 +39,7 @@ BALANCED = {"model": {"moe_router_enable_expert_bias": True, "moe_router_score_f
         pytest.param({"distributed": False, "tp": 2, "torch_adam": True}, [1], "reduced", 3, id="torch-adam"),
         pytest.param({**TP2_DP2, "frozen": True}, [1], "reduced", 3, id="frozen-layers"),
         pytest.param({**DP4, "frozen_below": True}, [1], "reduced", 3, id="some-frozen-layers-of-a-kind"),
+        pytest.param({**EP2_DP2, "frozen": True}, [1], "reduced", 3, id="frozen-experts"),
         pytest.param({**PP2_DP2, "frozen_below": True, "tied": False}, [1], "reduced", 3, id="a-frozen-stage"),
         pytest.param({**PLAIN_EP2, **SCALED}, [0], "reduced", 3, id="experts-with-states-of-their-own"),
         pytest.param({**DP4, "overlap": True}, [2], "reduced", 3, id="overlapped-gather"),
@@ -82,10 +83,19 @@ def test_what_is_to_say_of_extra_states_is_told_once(nursery: Nursery, tmp_path:
     assert all(text.count("a note on them") == 1 for text in told)
 
 
-@pytest.mark.parametrize(("what", "said"), [("optimizer", "optimizer_cpu_offload"), ("save_dir", "save_dir")])
-def test_what_is_wrong_on_one_rank_is_refused_on_all(nursery: Nursery, tmp_path: Path, what: str, said: str) -> None:
+@pytest.mark.parametrize(
+    ("what", "shape", "said"),
+    [
+        ("optimizer", {}, "optimizer_cpu_offload"),
+        ("save_dir", {}, "save_dir"),
+        ("experts", {"etp": 2, "experts": True}, "Make the two sizes equal"),
+    ],
+)
+def test_what_is_wrong_on_one_rank_or_with_all_is_refused_on_all(
+    nursery: Nursery, tmp_path: Path, what: str, shape: dict[str, Any], said: str
+) -> None:
     env = {"TTP_PORT": "1", "TTP_TOKEN": "a secret", "MASTER_ADDR": "127.0.0.1", "TTP_RUN_DIR": str(tmp_path / "run")}
-    assert nursery.run(tmp_path, "refused_on_rank_1", ranks=2, env=env, what=what) == [64, 64]
+    assert nursery.run(tmp_path, "refused", ranks=2, env=env, what=what, shape=shape) == [64, 64]
     for rank in range(2):
         assert said in (tmp_path / f"rank{rank}.out").read_text()
 

@@ -92,8 +92,12 @@ def test_a_rank_without_a_trained_parameter_and_an_unknown_optimizer_are_refused
 
 def test_ranks_with_equal_shards_are_replicas_and_one_with_padding_only_is_idle() -> None:
     inner = Inner(None, torch.optim.SGD([torch.zeros(2)]), "dense", "param", (), 0, 1)
-    layout, mine = layout_of([b'[["dense", "a"]]', b'[["dense", "a"]]', b"[]"], [inner])
+    layout, mine = layout_of([b'[["dense", "a", {}]]', b'[["dense", "a", {}]]', b"[]"], [inner])
     assert dict(layout.groups) == {Shard("dense"): (0, 1), IDLE: (0, 1, 2)} and mine == [IDLE]
+    halves = [b'[["dense", "%d", {"w": [6, 3, "%d"]}]]' % each for each in ((1, 1), (2, 2), (3, 2))]
+    assert len(layout_of(halves, [])[0].groups) == 3, "two shards have a copy of one half"
+    with pytest.raises(ConfigError, match="not save the whole model: w has 3 of 6 elements"):
+        layout_of(halves[1:], [])
 
 
 # ------------------------------------------------------------------------------------------------------------ the model

@@ -279,6 +279,22 @@ def test_what_no_optimizer_updates_is_written_once_also_if_the_program_switches_
     assert [[d.tensor is lost for d in _dealt([inner], geometry)] for inner in inners] == [[True], []]
 
 
+@pytest.mark.filterwarnings("ignore")  # of Megatron, which is imported here
+def test_frozen_experts_are_dealt_among_the_ranks_that_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With expert parallelism, the other data parallel ranks have other experts."""
+    from megatron.core import parallel_state
+
+    for name, value in (("rank", 0), ("world_size", 1)):
+        monkeypatch.setattr(parallel_state, f"get_expert_data_parallel_{name}", lambda *, value=value, **_: value)
+    expert, dense = torch.zeros(2), torch.zeros(2)
+    vars(expert)["allreduce"] = False
+    geometry = Geometry({id(t): Described("", t, (), first=True) for t in (expert, dense)})
+    places = [(0, 2), (1, 2), (0, 1)]
+    inners = [Inner(None, torch.optim.SGD([torch.zeros(2)]), "dense", "param", (), *place) for place in places]
+    dealt = [[d.tensor is expert for d in _dealt([inner], geometry)] for inner in inners]
+    assert dealt == [[True], [True, False], [True, False]]
+
+
 def test_a_parameter_without_a_place_in_checkpoints_is_refused() -> None:
     from ttp.adapters.megatron.optimizers import _holding
 

@@ -226,12 +226,12 @@ def counting(steps: int) -> None:
 
 
 @ttp.ttp_to_persist
-def refused_on_rank_1(what: str) -> None:
-    """Protect a training whose optimizer or save_dir is wrong on rank 1 only."""
+def refused(what: str, shape: dict[str, Any]) -> None:
+    """Protect a training of this shape, whose optimizer or save_dir is wrong on rank 1 only if ``what`` says so."""
     from ttp.adapters.megatron import protect
 
     _join("refused", Shape())
-    training, save_dir = Training(Shape()), _directory() / "checkpoints"
+    training, save_dir = Training(Shape(**shape)), _directory() / "checkpoints"
     if _rank() == 1 and what == "optimizer":
         training.optimizer.chained_optimizers[0].config.optimizer_cpu_offload = True
     if _rank() == 1 and what == "save_dir":
