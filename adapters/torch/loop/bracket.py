@@ -221,7 +221,7 @@ class Bracket:
         if closure is None:
             if not self._heard:
                 self._heard = True
-                warn_of_unheard(optimizer)
+                warn_of_unheard(optimizer, (*args[1:], *kwargs.values()))
             self._open()
             self._stepping.entered()
             if self._ended < _VERSIONS_LOOKED_AT and (check := self._turns.communication) is not None:

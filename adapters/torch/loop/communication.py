@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch.distributed as dist
@@ -36,9 +37,13 @@ def _is_first_of_several() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 and dist.get_rank() == 0
 
 
-def warn_of_unheard(optimizer: Optimizer) -> None:
-    """Warn, on rank 0 of several, if there are gradients at a first step before which no backward pass was seen."""
-    if _is_first_of_several() and any(parameter.grad is not None for parameter in parameters_of(optimizer)):
+def warn_of_unheard(optimizer: Optimizer, given: Iterable[Any]) -> None:
+    """Warn, on rank 0 of several, if there are gradients at a first step before which no backward pass was seen.
+
+    A loop of torch.func may hand them to the step: what is ``given`` to it, and is no closure, is taken for gradients.
+    """
+    gradients = chain((parameter.grad for parameter in parameters_of(optimizer)), given)
+    if _is_first_of_several() and any(each is not None for each in gradients):
         log.warning(
             "optimizer.step() is called with gradients that no backward pass of autograd has made, as far as ttp sees. "
             "If a rank dies after its gradients were exchanged and before it calls optimizer.step(), its extra_state "

@@ -148,6 +148,12 @@ class TestGradientsWithoutABackwardPass:
             job.optimizer.step()
         assert caplog.text.count("no backward pass of autograd has made") == 1
 
+    def test_those_that_the_loop_hands_to_the_step_are_told_too(self, caplog: pytest.LogCaptureFixture) -> None:
+        job = Job(lambda parameters: Functional(parameters, 0.1))
+        for _ in range(2):
+            job.optimizer.step([torch.ones_like(parameter) for parameter in job.model.parameters()])
+        assert caplog.text.count("no backward pass of autograd has made") == 1
+
     @pytest.mark.parametrize("first", ["a backward pass", "a closure", "LBFGS", "no gradient"])
     def test_others_are_not(self, caplog: pytest.LogCaptureFixture, first: str) -> None:
         job = Job(
@@ -165,6 +171,15 @@ class TestGradientsWithoutABackwardPass:
         job.backward()
         job.optimizer.step(closure if first == "LBFGS" else None)
         assert "backward pass of autograd" not in caplog.text
+
+
+class Functional(SGD):
+    """Takes its gradients as an argument, as a loop of torch.func hands them over."""
+
+    @torch.no_grad()
+    def step(self, gradients: Any) -> None:  # type: ignore[override]  # no closure, as in optimizers of such loops
+        for parameter, gradient in zip(self.param_groups[0]["params"], gradients, strict=True):
+            parameter.sub_(gradient, alpha=0.1)
 
 
 class Madgrads(SGD):
