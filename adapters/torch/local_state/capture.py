@@ -10,6 +10,7 @@ change between two captures of one version. An image that the page holds already
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 from torch import nn
@@ -22,11 +23,21 @@ from ttp.adapters.torch.local_state.extra_state import ExtraState
 from ttp.adapters.torch.local_state.head import NOWHERE, Changed, Head
 from ttp.adapters.torch.local_state.image import LocalState
 from ttp.adapters.torch.local_state.rng import RngState
+from ttp.adapters.torch.sharding.exchange import tells
 from ttp.processor.local_state.pages import Buffer, Kept, PageWriter
 from ttp.store.arrays import set_home
 
+log = logging.getLogger("ttp.adapters.torch")
+
 _LEARNING_UPDATES = 4
 """Number of first updates in which every extra state is read at the gate too, to learn which change before it."""
+_MOVED_MIN = 2
+"""In so many of them random streams have to move between the two captures until the log tells of it."""
+_MOVED = (
+    "random streams move between loss.backward() and optimizer.step(). A rank that dies there, after its gradients are "
+    "exchanged, comes back with its streams as they were in the last backward pass, so its next random numbers differ "
+    "from those of an unbroken run. Draw, or put streams back, before loss.backward(), or use a generator of your own"
+)
 
 
 class HostPages:
@@ -110,6 +121,8 @@ class LocalCapture:
             self.open_page(page)
         self._updates = 0
         self._final = True  # the last capture was a final one, or there was none
+        self._streams_then = b""  # random streams at the last provisional capture; empty: not to be compared
+        self._moved = 0  # how often they have moved between that capture and the gate
         self.on_changed: Changed | None = None
         """Called for each extra state that has changed since the last capture, unless that one and this one are final
         ones. May not raise."""
@@ -138,6 +151,7 @@ class LocalCapture:
         self._final = final
         self._updates += final
         self._put(pages.page, version, final)
+        self._streams_then = b"" if final or self._updates >= _LEARNING_UPDATES else self._head.streams()
 
     def look_again(self, version: int) -> None:
         """Write the page again if state has changed since the provisional capture. Called at the gate. Never raises.
@@ -154,8 +168,17 @@ class LocalCapture:
         learning = not known or self._updates < _LEARNING_UPDATES
         names = head.names if learning else head.moving
         head.read(names, compare=known, changed=self.on_changed, late=self._final)
+        self._compare_streams(known)
         self._final = False
         self._put(pages.page, version, final=False)
+
+    def _compare_streams(self, known: bool) -> None:
+        """Warn if streams move between the provisional capture and the gate, in two of the first updates."""
+        then, self._streams_then = self._streams_then, b""
+        if known and then and then != self._head.streams():
+            self._moved += 1
+            if self._moved == _MOVED_MIN and tells():
+                log.warning(_MOVED)
 
     def image(self) -> bytes | None:
         """Return the present state as an image (see ``image.decode``); None: it cannot all be captured in one image."""

@@ -107,6 +107,10 @@ class Head:
         """Return a copy of the head of an image with these buffers."""
         return b"".join(self.parts(table))
 
+    def streams(self) -> bytes:
+        """Return a copy of the random streams; empty if they cannot be captured."""
+        return b"".join(self._capture_streams())
+
     def with_apart(self, kept: Sequence[Kept]) -> Sequence[Kept]:
         """Return large buffers and large arrays of extra states together; the same list as before if none changed."""
         if not self._large:

@@ -99,6 +99,23 @@ class TestRoundTrip:
         assert not capture.problem
 
 
+@pytest.mark.parametrize(("moves", "told"), [((True, True), True), ((True, False), False), ((False,) * 3, False)])
+def test_streams_that_move_behind_the_backward_pass_are_told(
+    page: PageWriter, caplog: pytest.LogCaptureFixture, moves: tuple[bool, ...], told: bool
+) -> None:
+    capture = LocalCapture(network(), page=page)
+    for version, moved in enumerate(moves, 1):
+        random.random()  # the forward pass of any program draws
+        capture.capture(version, final=False)
+        if moved:
+            random.random()
+        capture.look_again(version)
+        capture.look_again(version)  # a second optimizer's gate, behind its forward pass
+        random.random()  # in the update
+        capture.capture(version, final=True)
+    assert ("random streams move between loss.backward()" in caplog.text) == told
+
+
 class TestBuffersChange:
     """The page has a buffer's present value, in whatever way the buffer was changed."""
 
