@@ -177,7 +177,7 @@ class Functional(SGD):
     """Takes its gradients as an argument, as a loop of torch.func hands them over."""
 
     @torch.no_grad()
-    def step(self, gradients: Any) -> None:  # type: ignore[override]  # no closure, as in optimizers of such loops
+    def step(self, gradients: Any) -> None:
         for parameter, gradient in zip(self.param_groups[0]["params"], gradients, strict=True):
             parameter.sub_(gradient, alpha=0.1)
 
