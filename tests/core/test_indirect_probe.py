@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.core.talk import Talk, Wide
 from ttp.core import messages as m
 from ttp.core.layout import Rank
@@ -61,11 +63,15 @@ def test_a_silent_host_is_looked_at_by_a_third_one() -> None:
     assert talk.lost(3).endswith("[evidence]"), "one question for each host"
 
 
-def test_a_host_that_is_still_reached_gets_more_time() -> None:
+@pytest.mark.parametrize("early", [True, False], ids=["before the answer", "after it"])
+def test_ranks_of_a_host_that_is_still_reached_get_more_time(early: bool) -> None:
     talk = Wide()
     silent_loss(talk, 2)
-    talk.lost(3)
+    if early:
+        talk.lost(3)
     talk.report(4, m.Probed(Rank(4), Rank(2), True, "refuses"))
+    if not early:
+        talk.lost(3)
     talk.after(3)
     assert talk.machine.job.suspects.keys() == {2, 3}
     talk.back(2)
@@ -73,19 +79,6 @@ def test_a_host_that_is_still_reached_gets_more_time() -> None:
     talk.frozen_all(0)
     assert talk.machine.incident is None, "a partition that healed is a false alarm"
     assert talk.machine.rescue.false_alarms == 1
-
-
-def test_ranks_whose_streams_end_after_the_answer_get_as_much_time() -> None:
-    talk = Wide()
-    silent_loss(talk, 2)
-    talk.report(4, m.Probed(Rank(4), Rank(2), True, "answers"))
-    talk.lost(3)
-    talk.after(3)
-    talk.back(2)
-    assert talk.machine.job.suspects.keys() == {3}
-    talk.back(3)
-    talk.frozen_all(0)
-    assert talk.machine.incident is None, "a partition that healed is a false alarm"
 
 
 def test_a_rank_of_another_host_gets_no_more_time() -> None:

@@ -211,8 +211,11 @@ class EndsStopped:
         """Look at the controller. Return whether it was killed now."""
         before_s, self._looked_s = self._looked_s, time.monotonic()
         passed_s = min(self._looked_s - before_s, STOPPED_LOOK_S)
-        self._stopped_s = self._stopped_s + passed_s if is_stopped(child.pid) else 0.0
-        if not self._stopped_s or self._stopped_s < STOPPED_S:
+        if not is_stopped(child.pid):
+            self._stopped_s = 0.0
+            return False
+        self._stopped_s += passed_s
+        if self._stopped_s < STOPPED_S:
             return False
         logger.warning("the controller (pid %d) is stopped (SIGSTOP?) and could not lead a save: killing it", child.pid)
         self._stopped_s = 0.0
