@@ -82,10 +82,11 @@ def test_a_plain_optimizer_of_torch(nursery: Nursery, tmp_path: Path) -> None:
     """Megatron's layers draw their dropout from its tracker, whoever makes the updates."""
     unbroken, job = (Job(nursery, tmp_path / name, {"distributed": False}) for name in ("unbroken", "killed"))
     assert unbroken.live(0, through="plain", ranks=2) == [0, 0], unbroken.story()
-    fault = {"ranks": [1], "step": KILLED_AT, "phase": "begin"}
+    # There is no barrier: only its gradient of this step shows that the survivor has made the update before.
+    fault = {"ranks": [1], "step": KILLED_AT, "phase": "reduced"}
     assert job.live(0, through="plain", ranks=2, fault=fault) == [75, -9], job.story()
     assert job.live(1, through="plain", ranks=2) == [0, 0], job.story()
-    assert job.starts() == [0, KILLED_AT]
+    assert job.starts() in ([0, KILLED_AT], [0, KILLED_AT + 1])
     for rank in range(2):
         ends = [json.loads((one.directory / f"result{rank}.json").read_text()) for one in (unbroken, job)]
         assert {name for name, value in ends[0].items() if value != ends[1][name]} == set()
