@@ -27,7 +27,7 @@ from ttp._version import __version__
 from ttp.config import Config
 from ttp.controller.driver import Driver
 from ttp.controller.service import rank_state
-from ttp.controller.tally import BUCKETS_S, Histogram, Tally
+from ttp.controller.tally import BUCKETS_S, PARTS, Histogram, Tally
 from ttp.core.messages import FaultKind
 from ttp.errors import ConfigError
 from ttp.wire.https import server_context
@@ -40,7 +40,8 @@ STAGES = (
 )  # fmt: skip
 CAUSES = (*(kind.value for kind in FaultKind), "unknown")
 OUTCOMES = ("saved", "held", "nothing_new", "mended", "thawed", "not_saved")
-"""Values of labels: states of a rank, stages of the job, causes and outcomes of an incident."""
+ERRNOS = ("EACCES", "EDQUOT", "EIO", "ENOSPC", "EROFS", "ESTALE", "other")
+"""Values of labels: states of a rank, stages of the job, causes and outcomes of an incident, usual errors of a save."""
 PUBLISH_S = 1.0
 """Seconds between two looks at the job."""
 RANKS_MAX = 64
@@ -201,16 +202,18 @@ def _sums(tally: Tally) -> Iterator[Any]:
         spent.add_metric([state], tally.spent_s[state])
     text = "Duration of each part of an incident, in seconds."
     parts = HistogramMetricFamily("ttp_incident_seconds", text, labels=["part"])
-    for part, histogram in sorted(tally.parts.items()):
-        parts.add_metric([part], *_buckets(histogram))
+    for part in PARTS:
+        parts.add_metric([part], *_buckets(tally.parts.get(part, Histogram())))
     text = "Seconds from the first sign of a fault to the first new step after the saved one."
     recovery = HistogramMetricFamily("ttp_recovery_seconds", text)
     recovery.add_metric([], *_buckets(tally.recovery))
-    yield from (incidents, spent, parts, recovery)
+    failures = CounterMetricFamily("ttp_save_failures", "Number of failed saves and commits.", labels=["errno"])
+    for name in sorted({*ERRNOS, *tally.save_failures}):
+        failures.add_metric([name], tally.save_failures[name])
+    yield from (incidents, spent, parts, recovery, failures)
     for name, text, value in (
         ("ttp_lost_steps", "Finished steps that were lost and trained again.", tally.lost_steps),
         ("ttp_saved_bytes", "Total size of committed checkpoints, in bytes.", tally.saved_bytes),
-        ("ttp_save_failures", "Number of failed saves and commits.", tally.save_failures),
     ):
         yield CounterMetricFamily(name, text, value=value)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import re
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -30,6 +32,8 @@ POINTS = {
     "released": ("released", "release", "committed"),
 }
 """By kind of event: the point of an incident, the part that ends there, and the point at which that part began."""
+PARTS = ("freeze", "save", "commit", "release", "total")
+_ERRNO = re.compile(r"\[errno (\d+)\]", re.IGNORECASE)
 
 
 @dataclass
@@ -56,7 +60,7 @@ class Tally:
         spent_s: seconds spent in each state, see ``SPENDING``.
         lost_steps: finished steps that were lost.
         saved_bytes: bytes of committed checkpoints.
-        save_failures: failed saves and commits.
+        save_failures: failed saves and commits, by the name of their errno (``ENOSPC``); ``other``: none is known.
         saved_version: the last committed version.
         committed_unix_s: time of the last commit, on the wall clock.
     """
@@ -67,7 +71,7 @@ class Tally:
     spent_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     lost_steps: int = 0
     saved_bytes: int = 0
-    save_failures: int = 0
+    save_failures: Counter[str] = field(default_factory=Counter)
     saved_version: int = 0
     committed_unix_s: float = 0.0
     _at: dict[str, float] = field(default_factory=dict)
@@ -107,7 +111,7 @@ class Tally:
             case "held":
                 self._outcome = "held"
             case "save_failed" | "commit_failed":
-                self.save_failures += 1
+                self.save_failures[_errno_in(str(facts["text"]))] += 1
             case "nothing_new" | "mended":
                 self._outcome = self._outcome or kind
             case "thawed":
@@ -154,3 +158,8 @@ class Tally:
         self._reached("over", "total", "opened", now)
         self.incidents[self._cause or "unknown", outcome] += 1
         self._at = {}
+
+
+def _errno_in(text: str) -> str:
+    found = _ERRNO.search(text)
+    return errno.errorcode.get(int(found[1]), "other") if found else "other"

@@ -44,7 +44,7 @@ def killed_and_back(tally: Tally) -> None:
         (10.0, "evidence", {"evidence": "exited"}),
         (10.02, "answer", {"version": 8}),
         (10.02, "plan", {"version": 8}),
-        (10.3, "save_failed", {}),
+        (10.3, "save_failed", {"text": "OSError: [errno 28] No space left on device: x"}),
         (10.5, "commit", {}),
         (10.6, "committed", {"version": 8, "size": 1000}),
         (10.7, "released", {}),
@@ -71,7 +71,8 @@ def test_sums_of_a_kill() -> None:
     tally = Tally()
     killed_and_back(tally)
     assert tally.incidents == {("exited", "saved"): 1}
-    assert (tally.saved_version, tally.saved_bytes, tally.save_failures, tally.lost_steps) == (8, 1000, 1, 0)
+    assert (tally.saved_version, tally.saved_bytes, tally.lost_steps) == (8, 1000, 0)
+    assert tally.save_failures == {"ENOSPC": 1}
     assert {part: round(h.total_s, 3) for part, h in tally.parts.items()} == {
         "freeze": 0.02, "save": 0.48, "commit": 0.1, "release": 0.1, "total": 0.7,
     }  # fmt: skip
@@ -122,8 +123,17 @@ def test_what_is_shown_follows_the_rules_of_names() -> None:
     assert numbers["ttp_incidents_total", "exited,saved"] == 1 and numbers["ttp_stage", "training"] == 1
     assert numbers["ttp_incident_seconds_bucket", "+Inf,freeze"] == 1
     assert numbers["ttp_incident_seconds_bucket", "0.01,freeze"] == 0
+    assert numbers["ttp_save_failures_total", "ENOSPC"] == 1 and numbers["ttp_save_failures_total", "EIO"] == 0
     assert numbers["ttp_rank_version", 'h"ost\n,0'] == 9, "a hostile name stays within its quotes"
     assert all(name.startswith("ttp_") and not name.endswith("_ms") for name, _ in numbers)
+
+
+def test_every_series_is_there_before_the_first_incident() -> None:
+    """The rate of a series that begins with 1 is 0, so the first incident would not be seen."""
+    collector = Collector()
+    collector.latest = JobNumbers(tally=Tally())
+    labels = {family.name: {tuple(s.labels.values()) for s in family.samples} for family in collector.collect()}
+    assert ("total", "+Inf") in labels["ttp_incident_seconds"] and ("ENOSPC",) in labels["ttp_save_failures"]
 
 
 def test_when_all_ranks_are_lost_the_last_versions_are_told() -> None:
