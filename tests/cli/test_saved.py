@@ -183,7 +183,8 @@ def test_verify_walks_back(ttp: Ttp, save_dir: SaveDir) -> None:
     assert {*json, *json["checkpoints"][0]} <= keys_in_help(ttp, "verify")
 
 
-REFUSED = "No checkpoint is whole: a restart is refused until"
+REFUSED = "A restart is refused: no checkpoint is whole. Repair one, or move the damaged ones away."
+FIVE = "A restart is refused: of the 5 newest ones, which it tries, no checkpoint is whole."
 NOTHING = "A restart would start from nothing."
 
 
@@ -192,7 +193,7 @@ NOTHING = "A restart would start from nothing."
     [
         (6, [9], [], [], "resume from tft_saved_checkpoints-step_9."),
         (0, [], [9, 12], [], REFUSED),
-        (0, [9], [20, 21, 22, 23, 24], [], REFUSED),
+        (0, [9], [20, 21, 22, 23, 24], [], FIVE),
         (6, [], [], [], NOTHING),
         (0, [], [12], [9], "resume from {}/tft_saved_checkpoints-step_9."),
         (0, [12], [], [14], "resume from {}/tft_saved_checkpoints-step_14."),
@@ -215,6 +216,7 @@ def test_verify_tells_what_a_restart_does(
     for number in range(directories):
         (save_dir.path / f"tft_saved_checkpoints-step_3{number}").mkdir(parents=True)
     told = told.format(fallback.path)
+    assert told in ttp("verify", save_dir.path, "--all").out, "a restart does not depend on how much is read here"
     said = ttp("verify", save_dir.path)
     assert told in said.out and said.code == int(directories + len(damaged) > 0)  # of what bears the newest name here
     restores = ttp("verify", save_dir.path, "--json").json["restores"]

@@ -10,7 +10,7 @@ import pytest
 from tests.core.talk import Talk
 from ttp.core import messages as m
 from ttp.core.layout import Rank, Version
-from ttp.core.restore_choice import LOOK_AGAIN_S, fallback_note, none_whole_note
+from ttp.core.restore_choice import LOOK_AGAIN_S, NOT_TRIED, fallback_note, none_whole_note
 from ttp.core.restore_messages import Candidate, Reading, Restored, RestoreDecision, RestoreView
 from ttp.testing.scenario import grid
 
@@ -43,7 +43,17 @@ def test_where_no_checkpoint_is_whole_the_job_does_not_begin_again_at_step_0() -
     talk.report(1, replace(damaged, rank=Rank(1), skipped=(none_whole_note(Version(7)),)))
     (decision,) = {replace(order, rank=Rank(0)) for order in talk.orders(RestoreDecision)}
     assert (decision.version, decision.name) == (9, "")
-    assert reason in decision.error and "newest is of step 9" in decision.error and "move" in decision.error
+    assert reason in decision.error and "newest is of step 9" in decision.error
+    assert "To begin at step 0, move the damaged ones away" in decision.error
+
+
+def test_older_checkpoints_that_were_not_tried_are_told_of() -> None:
+    """To call them damaged would let the operator throw them away."""
+    talk = Talk(grid(1, 2))
+    for rank in (0, 1):
+        talk.report(rank, RestoreView(Rank(rank), (), ("step_9: x", NOT_TRIED, none_whole_note(Version(9)))))
+    error = talk.orders(RestoreDecision)[0].error
+    assert "To go on from an older one, which was not tried, move the damaged ones away" in error
 
 
 @pytest.mark.parametrize("launch", [0, 1])

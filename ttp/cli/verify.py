@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -81,7 +82,7 @@ def verify(path: CheckpointOrDir, everything: All = False, json: Json = False) -
     else:
         _tell(found + newer)
         if not single and restores is not found[0]:
-            say(_restart(restores, given, [*here, *there]))
+            say(_restart(restores, given, here, there))
     if not answer:
         raise typer.Exit(1)
 
@@ -107,7 +108,8 @@ def _read(entries: list[CatalogEntry], *, everything: bool) -> list[Finding]:
 
 def _restored(found: list[Finding], entries: list[CatalogEntry]) -> Finding | None:
     """Return the checkpoint that a restart would take of these entries; None: none of them is whole."""
-    taken = {entry.path for entry in restorable(entries)}
+    tried = (entry for entry in restorable(entries) if entry.manifest is not None)
+    taken = {entry.path for entry in islice(tried, ATTEMPTS)}
     return next((finding for finding in found if finding.whole and finding.path in taken), None)
 
 
@@ -175,10 +177,11 @@ def _name(finding: Finding, home: Path) -> str:
     return finding.path.name if finding.path.parent == home else str(finding.path)
 
 
-def _restart(restores: Finding | None, home: Path, entries: list[CatalogEntry]) -> str:
+def _restart(restores: Finding | None, home: Path, *directories: list[CatalogEntry]) -> str:
     """Return what a restart would do, in a sentence."""
     if restores is not None:
         return f"A restart would resume from {_name(restores, home)}."
-    if any(entry.kind == "checkpoint" for entry in entries):
-        return "No checkpoint is whole: a restart is refused until one is repaired, or the others are moved away."
+    if count := max(sum(entry.kind == "checkpoint" for entry in entries) for entries in directories):
+        tried = f"of the {ATTEMPTS} newest ones, which it tries, " if count > ATTEMPTS else ""
+        return f"A restart is refused: {tried}no checkpoint is whole. Repair one, or move the damaged ones away."
     return "A restart would start from nothing."

@@ -17,7 +17,9 @@ LOOK_AGAIN_S = (1.0, 2.0, 4.0, 8.0, 16.0)
 _IN_FALLBACK = "in the fallback directory "
 _DAMAGED = " is damaged: "
 """What the reason of a skipped checkpoint contains if bytes of a piece have changed."""
-_NONE_WHOLE = "every checkpoint: none is whole, and the newest is of step "
+NOT_TRIED = "older checkpoints: they are not tried after so many that are not whole"
+"""The last reason for which a rank skips checkpoints, if it has stopped before the last one."""
+_NONE_WHOLE = "every checkpoint that was tried: none is whole, and the newest is of step "
 
 
 def fallback_note(directory: str, candidates: Iterable[Candidate]) -> str:
@@ -48,9 +50,10 @@ def none_whole(views: Iterable[RestoreView]) -> tuple[Version, str]:
     if not newest or not bad.issuperset(offered):
         return Version(0), ""
     reasons = dict.fromkeys(text for text in skipped if not (text.startswith(_NONE_WHOLE) or is_fallback_note(text)))
+    then = "go on from an older one, which was not tried" if NOT_TRIED in skipped else "begin at step 0"
     return Version(newest), (
         f"no checkpoint is whole, and the newest is of step {newest}: training would begin again at step 0 "
-        f"({'; '.join([*reasons][:5])}). Repair a checkpoint or copy a whole one to save_dir. To begin at step 0, move "
+        f"({'; '.join([*reasons][:5])}). Repair a checkpoint or copy a whole one to save_dir. To {then}, move "
         "the damaged ones away, or use another save_dir"
     )
 

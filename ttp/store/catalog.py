@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from ttp.core.layout import Version
+from ttp.core.restore_choice import NOT_TRIED
 from ttp.core.restore_messages import Candidate
 from ttp.errors import CheckpointError
 from ttp.store import names, verify
@@ -115,7 +116,10 @@ def find_whole(
         manifest = sound(entry, progress, share) if deep else _promising(entry)
         return Candidate(manifest.version, entry.manifest_digest, entry.path.name)
 
-    whole, skipped = walk_back(restorable(entries), open_one, attempts=attempts, enough=enough)
+    newest_first = list(restorable(entries))
+    whole, skipped = walk_back(newest_first, open_one, attempts=attempts, enough=enough)
+    if not whole and len(skipped) < len(newest_first):
+        skipped.append(NOT_TRIED)
     return whole, _first(skipped + _unfinished(entries, whole))
 
 
