@@ -47,6 +47,11 @@ def check_world(ranks: int) -> None:
         ConfigError: there is one rank, ``init()`` was not called, MindSpore and the launcher disagree on the number of
             ranks, or the parallel mode is ``stand_alone``.
     """
+    if ranks < 2 and world_size() < 2:
+        raise ConfigError(
+            "the power-off checkpoint needs a data parallelism of at least 2: with one rank, no other rank holds a "
+            "copy of its state. Start the job with two or more workers, or without TFTRegister"
+        )
     if not GlobalComm.INITED:
         raise ConfigError(
             "mindspore.communication.init() was not called: call it before Model.train, and set "
@@ -55,11 +60,6 @@ def check_world(ranks: int) -> None:
     if world_size() != ranks:
         raise ConfigError(
             f"the launcher started {ranks} ranks, and MindSpore has {world_size()}: let one launcher start the job"
-        )
-    if ranks < 2:
-        raise ConfigError(
-            "the power-off checkpoint needs a data parallelism of at least 2: with one rank, no other rank holds a "
-            "copy of its state. Start the job with two or more workers, or without TFTRegister"
         )
     if parallel_mode() == "stand_alone":
         raise ConfigError(

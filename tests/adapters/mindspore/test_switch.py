@@ -126,12 +126,12 @@ def test_a_model_whose_optimizer_is_not_wrapped_is_refused() -> None:
 def test_one_rank_is_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"init\(\) was not called"):
         constraints.check_world(4)
+    with pytest.raises(ConfigError, match="data parallelism of at least 2"):  # init() would not help
+        constraints.check_world(1)
     monkeypatch.setattr(constraints, "GlobalComm", SimpleNamespace(INITED=True))
     monkeypatch.setattr(constraints, "get_group_size", lambda: 1)
     with pytest.raises(ConfigError, match="started 4 ranks, and MindSpore has 1"):
         constraints.check_world(4)
-    with pytest.raises(ConfigError, match="data parallelism of at least 2"):
-        constraints.check_world(1)
     monkeypatch.setattr(constraints, "get_group_size", lambda: 4)
     with pytest.raises(ConfigError, match="parallel_mode is stand_alone"):
         constraints.check_world(4)
