@@ -20,9 +20,8 @@ from dataclasses import replace
 from typing import cast
 
 from ttp.core import messages as m
-from ttp.core.controller.layout_exchange import in_parts
 from ttp.core.layout import Layout, Rank, Version
-from ttp.core.layout_messages import LayoutPart
+from ttp.core.layout_messages import LayoutPart, in_parts
 from ttp.core.relay import ALIKE, Frame, LineId, folded, slot_s
 from ttp.testing import toy
 from ttp.wire.channel import metadata

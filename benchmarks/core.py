@@ -9,11 +9,10 @@ from benchmarks.result import Result, median_of
 from ttp.core import messages as m
 from ttp.core.answer import Answer
 from ttp.core.controller import events as ce
-from ttp.core.controller.layout_exchange import in_parts
 from ttp.core.controller.machine import ControllerMachine
 from ttp.core.decide import Plan, decide
 from ttp.core.layout import Layout, Rank, Version
-from ttp.core.layout_messages import LayoutPart, TellLayout
+from ttp.core.layout_messages import LayoutPart, TellLayout, in_parts
 from ttp.processor.gate.gate import Gate
 from ttp.testing import toy
 

@@ -40,10 +40,10 @@ from tests.core.model_state import (
 from tests.core.talk import apart
 from ttp.core import messages as m
 from ttp.core.controller.events import ConnectionId, Received, Record, Send, StreamEnded, Tick
-from ttp.core.controller.layout_exchange import in_parts
 from ttp.core.controller.machine import ControllerMachine
 from ttp.core.decide import How
 from ttp.core.layout import Layout, Rank, Version
+from ttp.core.layout_messages import in_parts
 from ttp.core.rank import actions as act
 from ttp.core.rank import events as ev
 from ttp.core.rank.failover import HOME

@@ -20,9 +20,9 @@ from tests.core.model_state import RANK_TIMEOUTS, Broken, Gate, Process, State, 
 from ttp.core import messages as m
 from ttp.core.controller.continuing import SEAT_READY
 from ttp.core.controller.events import Accused, ConnectionId, Received
-from ttp.core.controller.layout_exchange import in_parts
 from ttp.core.controller.machine import ControllerMachine
 from ttp.core.layout import Layout, Rank, Version
+from ttp.core.layout_messages import in_parts
 from ttp.core.rank import actions as act
 from ttp.core.rank import events as ev
 from ttp.core.rank.machine import ProcessorMachine

@@ -24,12 +24,11 @@ from ttp.core.controller.events import (
     Tick,
 )
 from ttp.core.controller.incident import Incident
-from ttp.core.controller.layout_exchange import in_parts
 from ttp.core.controller.machine import ControllerMachine
 from ttp.core.controller.program_recovery import MakeRecovery, no_recovery
 from ttp.core.copy_messages import Mirror
 from ttp.core.layout import Layout, Rank, Version
-from ttp.core.layout_messages import LayoutPart, TellLayout
+from ttp.core.layout_messages import LayoutPart, TellLayout, in_parts
 from ttp.testing.scenario import grid
 from ttp.testing.toy import hello
 

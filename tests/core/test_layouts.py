@@ -11,13 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.core.talk import PATIENCE, Talk, answers
+from ttp.core import layout_messages
 from ttp.core import messages as m
 from ttp.core.controller import layout_exchange, membership
 from ttp.core.controller.events import ConnectionId, Received, StreamEnded
-from ttp.core.controller.layout_exchange import ANSWER_S, TELLERS_MAX, in_parts
+from ttp.core.controller.layout_exchange import ANSWER_S, TELLERS_MAX
 from ttp.core.controller.machine import ControllerMachine
 from ttp.core.layout import Layout, Rank, Shard, describe_copies, difference
-from ttp.core.layout_messages import LayoutPart, ShardGroup, TellLayout
+from ttp.core.layout_messages import LayoutPart, ShardGroup, TellLayout, in_parts
 from ttp.testing.scenario import grid
 from ttp.testing.toy import hello
 from ttp.wire.convert import parse_report, report_to_wire
@@ -90,7 +91,7 @@ def test_the_parts_of_few_ranks_are_kept() -> None:
 
 
 def test_as_long_as_parts_come_nobody_else_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout_exchange, "PART_RANKS_MAX", 1)
+    monkeypatch.setattr(layout_messages, "PART_RANKS_MAX", 1)
     talk = Asked()
     talk.greets(1)
     talk.greets(0)
@@ -202,8 +203,8 @@ LAYOUTS = st.integers(1, 6).flatmap(
 @given(LAYOUTS, st.integers(1, 4), st.integers(1, 4), st.randoms(use_true_random=False))
 def test_parts_make_the_layout_again(layout: Layout, groups: int, ranks: int, chance: random.Random) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout_exchange, "PART_GROUPS_MAX", groups)
-        patch.setattr(layout_exchange, "PART_RANKS_MAX", ranks)
+        patch.setattr(layout_messages, "PART_GROUPS_MAX", groups)
+        patch.setattr(layout_messages, "PART_RANKS_MAX", ranks)
         parts = answers(TellLayout(Rank(0), layout.digest), layout)
     assert all(len(p.groups) <= groups and sum(len(g.ranks) for g in p.groups) <= ranks for p in parts)
     chance.shuffle(parts)

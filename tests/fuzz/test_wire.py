@@ -25,10 +25,9 @@ from ttp.core.controller.events import (
     StreamEnded,
     Tick,
 )
-from ttp.core.controller.layout_exchange import in_parts
 from ttp.core.controller.machine import ControllerMachine
 from ttp.core.layout import WORLD_SIZE_MAX, Layout, Rank, Shard, Version
-from ttp.core.layout_messages import TellLayout
+from ttp.core.layout_messages import TellLayout, in_parts
 from ttp.core.rank import actions as act
 from ttp.core.rank import events as ev
 from ttp.core.rank.events import RankTimeouts

@@ -24,7 +24,8 @@ from tests.waiting import until
 from ttp.config import Config, RankEnv
 from ttp.core import messages as m
 from ttp.core.layout import Rank, Version
-from ttp.launch.relay import AUTO_RANKS, RELAYED, TO_KEY, RelayServer, relay_of, wanted
+from ttp.launch.relay import RelayServer
+from ttp.launch.relay_file import AUTO_RANKS, RELAYED, TO_KEY, relay_of, wanted
 from ttp.processor.link.shortcut import Shortcut
 from ttp.wire.channel import metadata, open_channel, stub
 from ttp.wire.relay import PROTOCOL

@@ -193,9 +193,14 @@ def train():
     rank.end_update()
     if sys.argv[3] == "after":
         signal.signal(signal.SIGTERM, told)
+    sys.addaudithook(imports)
     print("training", flush=True)
     while True:
         time.sleep(1)
+
+def imports(event, of):
+    if event == "import":
+        print("imports", of[0], file=sys.stderr, flush=True)
 
 def told(*_):
     print("told to end", flush=True)
@@ -219,6 +224,8 @@ def test_the_job_is_saved_however_the_handler_of_the_program_leaves(leaves: str,
         _, said = process.communicate("\n", timeout=60)
         assert process.returncode == 75
         assert "Cause: rank 0 was asked to end by SIGTERM" in said
+        late = [line for line in said.splitlines() if line.startswith("imports ")]
+        assert not late, "a rescue needs no file of a library: the disk may hang, or have gone"
 
 
 @pytest.mark.parametrize("program", ["before", "thread"])

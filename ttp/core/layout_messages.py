@@ -8,7 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ttp.core import messages as m
-from ttp.core.layout import Rank, Shard
+from ttp.core.layout import Layout, Rank, Shard
+
+PART_GROUPS_MAX = 8192
+PART_RANKS_MAX = 65_536
+"""Most groups in one message, and most ranks in all of these groups: some hundred kilobytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,3 +45,21 @@ class TellLayout(m.Order):
     """Order, possibly before ``Welcome``: send the layout that has this digest."""
 
     digest: str
+
+
+def in_parts(layout: Layout) -> Parts:
+    """Return the groups of a layout, in parts of which each fits into one message."""
+    parts: list[tuple[ShardGroup, ...]] = []
+    part: list[ShardGroup] = []
+    room = PART_RANKS_MAX
+    for shard, ranks in layout.groups.items():
+        at = 0
+        while at < len(ranks):
+            if not room or len(part) == PART_GROUPS_MAX:
+                parts.append(tuple(part))
+                part, room = [], PART_RANKS_MAX
+            some = ranks[at : at + room]
+            part.append(ShardGroup(shard, some))
+            room -= len(some)
+            at += len(some)
+    return (*parts, tuple(part))

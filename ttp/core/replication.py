@@ -30,14 +30,16 @@ version that it does not know to be whole has failed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from ttp.core.controller.membership import Membership
-from ttp.core.controller.mirrors import next_host
-from ttp.core.controller.outbox import Outbox
 from ttp.core.copy_messages import Copied, CopyTo, Settled
 from ttp.core.layout import Layout, Rank, Shard, Version
 from ttp.core.messages import SEVERAL
+
+if TYPE_CHECKING:  # ranks import this module, and nothing else of a controller
+    from ttp.core.controller.membership import Membership
+    from ttp.core.controller.outbox import Outbox
 
 NOBODY = Rank(-1)
 FATES_MAX = 16
@@ -45,6 +47,18 @@ FATES_MAX = 16
 
 RARER_MAX = 3
 """Every ``2 ** RARER_MAX``-th turn is tried, however many copies failed before."""
+
+
+def next_host(ranks_of: Mapping[str, Sequence[Rank]]) -> dict[Rank, Rank]:
+    """Return for each rank a rank of the next host that keeps its page, spread evenly; empty with one host.
+
+    ``ranks_of`` maps each host to its ranks.
+    """
+    hosts = list(ranks_of.values())
+    if len(hosts) < 2:
+        return {}
+    following = [*hosts[1:], hosts[0]]
+    return {r: there[i % len(there)] for here, there in zip(hosts, following, strict=True) for i, r in enumerate(here)}
 
 
 def keepers(layout: Layout) -> dict[Rank, tuple[Shard, ...]]:

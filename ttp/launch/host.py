@@ -20,6 +20,7 @@ from ttp.launch.job_verdict import ask_verdict, say_start, settled_code
 from ttp.launch.leases import Leases
 from ttp.launch.other_jobs import is_of_another_job
 from ttp.launch.presence import is_local
+from ttp.launch.relay_file import wanted
 from ttp.launch.ring import forget_ring, job_is_busy, places, read_ring, reigning, rescue_goes_on
 from ttp.launch.run_dir import forget_launcher, note_launcher
 from ttp.launch.sentinel_watch import SentinelWatch
@@ -145,14 +146,12 @@ class Host:
 
     def _keep_relay(self, world_size: int, here: int) -> None:
         """Start the relay of this host if one is wanted. If that fails, ranks connect by themselves."""
-        if self._relay is not None or self.config.relay == "off":
+        if self._relay is not None or not wanted(self.config, world_size, here):
             return
-        from ttp.launch import relay
+        from ttp.launch.relay import RelayServer
 
-        if not relay.wanted(self.config, world_size, here):
-            return
         try:
-            self._relay = relay.RelayServer(self.config, self._run_dir)
+            self._relay = RelayServer(self.config, self._run_dir)
         except (OSError, RuntimeError, ValueError, TtpError) as problem:
             logger.warning(
                 "cannot start a relay on this host, its ranks connect to the controller directly: %s", problem

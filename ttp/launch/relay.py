@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +28,7 @@ from ttp.config import Config
 from ttp.core import messages as m
 from ttp.core.relay import LineId, Relay, slot_s
 from ttp.inbox import Inbox
+from ttp.launch.relay_file import RELAYED, TO_KEY, file_of, host_of
 from ttp.processor.aside import aside
 from ttp.store.durable import replace_file
 from ttp.wire import access, tls
@@ -43,12 +43,6 @@ from ttp.wire.v1 import controller_pb2_grpc as rpc
 
 log = logging.getLogger("ttp.relay")
 
-AUTO_RANKS = 64
-"""With ``TTP_RELAY=auto``, a job of at least so many ranks has relays, on hosts with more than one rank."""
-TO_KEY = "ttp-to"
-"""Metadata key of a rank's stream; its value is host:port of the controller that the rank wants."""
-RELAYED = "through the relay of this host: "
-"""Prefix of the reason with which a stream ends, unless an error in the relay itself ended it."""
 CLOSE_S = 1.0
 LOOK_S = 0.05
 """Seconds for which one look at a controller's host is reused to answer all ranks."""
@@ -56,36 +50,6 @@ ABORTS_S = 1.0
 """Seconds that a controller may take to end a stream that it refuses."""
 ACCEPT_S = 60.0
 """Seconds that a controller may take to accept the relay."""
-
-
-def wanted(config: Config, world_size: int, here: int = 0) -> bool:
-    """Return whether a host's ranks use a relay.
-
-    Args:
-        config: the job's settings.
-        world_size: number of ranks of the job.
-        here: number of ranks on this host; 0: unknown.
-    """
-    return config.relay == "on" or (config.relay == "auto" and world_size >= AUTO_RANKS and here != 1)
-
-
-def _host(config: Config) -> str:
-    return config.host or socket.gethostname()
-
-
-def _file(config: Config, run_dir: Path) -> Path:
-    return run_dir / f"relay-{_host(config).replace('/', '_')[:100]}.json"
-
-
-def relay_of(config: Config, run_dir: Path) -> tuple[int, int] | None:
-    """Return the loopback port and the pid of this host's relay; None: there is none, or its process has ended."""
-    try:
-        found = json.loads(_file(config, run_dir).read_text())
-        port, pid = int(found["port"]), int(found["pid"])
-        os.kill(pid, 0)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return port, pid
 
 
 @dataclass(slots=True)
@@ -136,7 +100,7 @@ class RelayServer(rpc.ControllerServicer):
 
     def __init__(self, config: Config, run_dir: Path, accepted: Callable[[int], None] = lambda port: None) -> None:
         self._config, self._accepted = config, accepted
-        self._file = _file(config, run_dir)
+        self._file = file_of(config, run_dir)
         self._lock = threading.Lock()
         self._uplinks: dict[str, _Uplink] = {}
         self._server = grpc.server(
@@ -237,7 +201,7 @@ class _Uplink:
         self.to, self.over = to, False
         self._ids = itertools.count(1)
         self._lines: dict[LineId, _Local] = {}
-        slot = slot_s(_host(config), config.heartbeat_s)
+        slot = slot_s(host_of(config), config.heartbeat_s)
         self._machine = Relay(config.heartbeat_s, time.time() - time.monotonic() + slot)
         self._inbox: Inbox[Callable[[], None] | None] = Inbox()
         self._answered = threading.Event()

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from ttp.config import Config, RankEnv
 from ttp.core import messages as m
-from ttp.core.controller.layout_exchange import in_parts
 from ttp.core.copy_messages import CopyTo, Keep, MirrorTo
 from ttp.core.layout import Layout, Rank, Version
+from ttp.core.layout_messages import in_parts
 from ttp.core.rank import actions as act
 from ttp.core.rank import events as ev
 from ttp.core.rank.machine import ProcessorMachine

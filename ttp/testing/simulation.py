@@ -25,8 +25,8 @@ from dataclasses import dataclass, replace
 from ttp.core import messages as m
 from ttp.core.controller.continuing import SEAT_READY
 from ttp.core.controller.events import Accused, ConnectionId, ControllerTimeouts, SaveRequested
-from ttp.core.controller.layout_exchange import in_parts
 from ttp.core.layout import Rank, Version
+from ttp.core.layout_messages import in_parts
 from ttp.core.rank import events as ev
 from ttp.core.rank.events import RankTimeouts
 from ttp.core.replication import keepers

@@ -26,9 +26,6 @@ from ttp.core.controller.outbox import Outbox
 from ttp.core.layout import WORLD_SIZE_MAX, Layout, Rank, Shard
 from ttp.errors import ConfigError
 
-PART_GROUPS_MAX = 8192
-PART_RANKS_MAX = 65_536
-"""Most groups in one message, and most ranks in all of these groups: some hundred kilobytes."""
 PARTS_MAX = 1024
 RANKS_MAX = 1 << 24
 """Most members of all groups of a layout together: enough for 10^5 ranks that are in a hundred groups each."""
@@ -41,24 +38,6 @@ INQUIRIES_MAX = 4
 """Most layouts that are asked for at one time."""
 
 Speaker = tuple[ConnectionId, Rank]
-
-
-def in_parts(layout: Layout) -> lm.Parts:
-    """Return the groups of a layout, in parts of which each fits into one message."""
-    parts: list[tuple[lm.ShardGroup, ...]] = []
-    part: list[lm.ShardGroup] = []
-    room = PART_RANKS_MAX
-    for shard, ranks in layout.groups.items():
-        at = 0
-        while at < len(ranks):
-            if not room or len(part) == PART_GROUPS_MAX:
-                parts.append(tuple(part))
-                part, room = [], PART_RANKS_MAX
-            some = ranks[at : at + room]
-            part.append(lm.ShardGroup(shard, some))
-            room -= len(some)
-            at += len(some)
-    return (*parts, tuple(part))
 
 
 @dataclass(slots=True)

@@ -10,12 +10,11 @@ mirrors, and the controller sends them to a living rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 from ttp.core.controller.membership import Membership
 from ttp.core.controller.outbox import Outbox
 from ttp.core.copy_messages import Keep, Mirror, MirrorTo
 from ttp.core.layout import Rank
+from ttp.core.replication import next_host
 
 
 class Mirrors:
@@ -80,15 +79,3 @@ class Mirrors:
             self._inherited[page.rank] = keeper
             order = Keep(keeper, job.term, page.rank, page.version, page.final, page.incarnation, page.data)
             self._outbox.send_to(keeper, order)
-
-
-def next_host(ranks_of: Mapping[str, Sequence[Rank]]) -> dict[Rank, Rank]:
-    """Return for each rank a rank of the next host that keeps its page, spread evenly; empty with one host.
-
-    ``ranks_of`` maps each host to its ranks.
-    """
-    hosts = list(ranks_of.values())
-    if len(hosts) < 2:
-        return {}
-    following = [*hosts[1:], hosts[0]]
-    return {r: there[i % len(there)] for here, there in zip(hosts, following, strict=True) for i, r in enumerate(here)}

@@ -44,7 +44,7 @@ class ProcessorMachine:
         hello: the rank's ``Hello``; version, phase and other changing fields are filled in whenever it is sent.
         timeouts: see ``ttp.core.rank.events.RankTimeouts``.
         now: the time at which the machine starts, in seconds of the clock that ``on_event`` is given.
-        layout: the layout of the job in parts, from ``ttp.core.controller.layout_exchange.in_parts``.
+        layout: the layout of the job in parts, from ``ttp.core.layout_messages.in_parts``.
     """
 
     def __init__(self, hello: m.Hello, timeouts: ev.RankTimeouts, now: float, layout: Parts = ()) -> None:

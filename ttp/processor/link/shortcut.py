@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import logging
 import os
+from typing import TYPE_CHECKING
 
 from ttp.config import Config, RankEnv
 from ttp.launch.admission import ranks_here
 from ttp.launch.proc_files import stat_of
-from ttp.launch.relay import RELAYED, RelayServer, relay_of, wanted
+from ttp.launch.relay_file import RELAYED, relay_of, wanted
 from ttp.polling import poll
 from ttp.processor.liveness.forks import close_in_children
+
+if TYPE_CHECKING:
+    from ttp.launch.relay import RelayServer
 
 log = logging.getLogger("ttp.processor")
 
@@ -81,6 +85,8 @@ class Shortcut:
             self._own.close()
 
     def _start(self) -> tuple[int, int] | None:
+        from ttp.launch.relay import RelayServer  # when this rank joins, and few ranks run a relay
+
         try:
             self._own = RelayServer(self._config, self._run_dir, close_in_children)
         except Exception as problem:

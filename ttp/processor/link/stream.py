@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 
 from ttp.core import messages as m
-from ttp.launch.relay import TO_KEY
+from ttp.launch.relay_file import TO_KEY
 from ttp.processor.liveness import forks
 from ttp.wire import channel as wire
 from ttp.wire.access import LOOPBACK
