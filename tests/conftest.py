@@ -30,6 +30,10 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 os.environ["OMP_NUM_THREADS"] = "1"
 """Also for every process that a test starts. Models of tests are tiny: threads of torch would spin while they wait."""
 
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+"""Images of containers set it. Each process that a test starts would compile ttp: twice the time of its imports."""
+
 
 ALL = Path(__file__).parent.name
 
