@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ttp.core.controller.hangs import MEMORY_S
 from ttp.launch.run_dir import journals_allowed
 from ttp.store import history
 from ttp.store.durable import make_directory, naming, sync_directory
@@ -247,7 +248,7 @@ class _Writer:
 
     def read(self, resumed: tuple[str, int] | None, found: Callable[[int, history.Launch | None, float], None]) -> None:
         """Read the history of launches on the writer's thread, and call ``found``; see ``Journal.launch_begins``."""
-        self._inbox.put(lambda: found(*history.behind(self._place, resumed)))
+        self._inbox.put(lambda: found(*history.behind(self._place, resumed, MEMORY_S)))
 
     def _do(self, job: Callable[[], None]) -> None:
         """Run a job on the history of launches. A failure is only logged: no rescue depends on the history."""

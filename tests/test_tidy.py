@@ -130,6 +130,48 @@ def test_nothing_is_imported_from_a_floor_above() -> None:
                 assert above <= floor or (room, other) in UPWARDS, f"{name} imports {target}"
 
 
+OF_NO_START = {"ttp.chaos", "ttp.compat", "ttp.mindspore_files", "ttp.testing", "ttp.web", "prometheus_client"}
+STARTS = {
+    "a rank": (
+        {"ttp.api", "ttp.launch.admission", "ttp.processor.processor", "ttp.restoring", "ttp.adapters.torch.adapter"},
+        {"rich", "typer", "ttp.adapters.torch.convert", "ttp.cli", "ttp.controller", "ttp.core.controller",
+         "ttp.launch.agent", "ttp.launch.host", "ttp.launch.relay"},
+    ),
+    "a controller": (
+        {"ttp.controller.__main__"},
+        {"msgpack", "rich", "torch", "typer", "ttp.adapters", "ttp.cli", "ttp.controller.metrics", "ttp.core.rank",
+         "ttp.launch.agent", "ttp.launch.host", "ttp.launch.relay", "ttp.processor"},
+    ),
+    "a launcher": (
+        {"ttp.launch.run", "ttp.launch.plugin", "ttp.launch.agent", "ttp.launch.install"},
+        {"msgpack", "rich", "typer", "ttp.adapters", "ttp.cli", "ttp.controller", "ttp.core.controller.machine",
+         "ttp.core.rank", "ttp.launch.relay", "ttp.mindio", "ttp.processor.processor"},
+    ),
+    "a command": (
+        {"ttp.cli.main", "ttp.cli.status"},
+        {"google", "grpc", "msgpack", "torch", "ttp.controller", "ttp.core.messages", "ttp.processor"},
+    ),
+}  # fmt: skip
+"""What a process imports when it starts, and what it must not import: nobody waits for what it does not need."""
+
+
+@pytest.mark.parametrize("process", STARTS)
+def test_a_process_imports_when_it_starts_what_it_needs(process: str) -> None:
+    first, never = STARTS[process]
+    because = dict.fromkeys(first, process)
+    todo = list(first)
+    while todo:
+        name = todo.pop()
+        for target in [name.rpartition(".")[0], *(imported_at_once(body_of(name)) if name in OWN else ())]:
+            home = target.rpartition(".")[0]
+            found = home if home in MODULES and target not in MODULES else target
+            if found and found not in because:
+                because[found] = name
+                todo.append(found)
+    parts = {".".join(found.split(".")[:n]): found for found in because for n in range(1, found.count(".") + 2)}
+    assert {part: because[parts[part]] for part in (never | OF_NO_START) & parts.keys()} == {}
+
+
 def test_a_wait_with_a_limit_ends() -> None:
     """See ``ttp.inbox``."""
     for name, path in OWN.items():

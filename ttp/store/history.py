@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ttp.core.controller.hangs import MEMORY_S
 from ttp.core.layout import Rank, parse_ranks
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED, EXIT_TRAINED, CheckpointError
 from ttp.store.durable import make_directory, write_durably
@@ -269,20 +268,21 @@ def parse_launches(data: bytes) -> list[Launch]:
     return _launches(_records(data))
 
 
-def behind(save_dir: Path, resumed: tuple[str, int] | None) -> tuple[int, Launch | None, float]:
+def behind(save_dir: Path, resumed: tuple[str, int] | None, lately_s: float) -> tuple[int, Launch | None, float]:
     """Return what the controller of the present launch has to know of the history.
 
     Args:
         save_dir: the directory that holds the job's checkpoints.
         resumed: run id and incarnation of the present launch, which was led by another controller before; None: it
             begins now.
+        lately_s: seconds that count as lately.
 
     Returns:
         The number of launches in a row before the present one that saved no new version; what is recorded of the
-        present one (None: nothing is); and the longest ``stood_s`` of the last ``MEMORY_S``.
+        present one (None: nothing is); and the longest ``stood_s`` that was recorded lately.
     """
     launches = _readable(save_dir)
-    lately = (launch.stood_s for launch in launches if time.time() - launch.stood_unix_s <= MEMORY_S)
+    lately = (launch.stood_s for launch in launches if time.time() - launch.stood_unix_s <= lately_s)
     stood_s = max(lately, default=0.0)
     known = bool(launches) and (launches[-1].run_id, launches[-1].incarnation) == resumed
     present = launches.pop() if known else None
