@@ -65,7 +65,7 @@ def test_a_job_runs_while_its_launcher_waits_for_other_hosts_between_two_launche
         controller.form(2, saves=saves)
         assert ttp("report-fault", "--rank", 1).code == 0
         until(lambda: (launches := read_launches(tmp_path)) and launches[-1].code is not None)
-        until(lambda: controller.status().stage == "waiting")
+        until(lambda: controller.status().stage == "waiting", every_s=0.2)  # comes after ten seconds
         monkeypatch.setattr(verdict, "PATIENCE_S", 0.2)
         found = ttp("verdict", tmp_path)
         assert (found.out == "running\n") == kept and ("is between two launches" in found.err) == kept

@@ -246,7 +246,7 @@ def test_a_job_is_between_two_launches_while_the_launcher_of_its_controller_live
         assert not controller.status().between_launches
         for rank in ranks:
             rank.drop()
-        until(lambda: controller.status().stage == "waiting")
+        until(lambda: controller.status().stage == "waiting", every_s=0.2)  # comes after ten seconds
         assert controller.status().between_launches == ("reaped" in how)
         owner.kill()
         if how == "not reaped":

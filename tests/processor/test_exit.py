@@ -89,7 +89,7 @@ def test_its_daemons_end_with_it() -> None:
     [
         ("nonsense", ["-c", "import ttp; ttp.ttp_to_persist(print)()"]),
         ("1", ["-c", "import ttp; ttp.ttp_to_persist(ttp.step_done)()"]),
-        ("nonsense", ["-m", "ttp.cli.main", "run", __file__]),
+        ("nonsense", ["-m", "ttp.cli.main", "run", "--mindspore", "--nproc-per-node", "1", __file__]),
     ],
 )
 def test_what_is_wrong_decides_the_exit_code_though_nobody_reads_it(port: str, command: list[str]) -> None:
