@@ -71,7 +71,8 @@ PRELOAD = [
 
 WITH_MINDSPORE = [
     "mindspore",
-    *(name for name in PRELOAD if name.startswith(("ttp.cli", "ttp.controller"))),
+    *(name for name in PRELOAD if name.partition(".")[0] in ("encodings", "grpc", "sklearn")),
+    *(name for name in PRELOAD if name.startswith(("ttp.cli", "ttp.controller", "ttp.processor"))),
     PRELOAD[-1],
 ]
 """What launchers of MindSpore's jobs are forked from, whose users may not have torch."""
