@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,15 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
 def of_all_tests(config: pytest.Config) -> bool:
     """Return whether this process starts the workers of a run of all tests."""
     return config.args == [ALL] and bool(getattr(config.option, "numprocesses", None))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mix the files of a run with workers: those of one folder wait alike, or compute alike.
+
+    In the order of names all workers wait at the same time for a minute, and compete for the processors in the next.
+    """
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: zlib.crc32(item.nodeid.partition("::")[0].encode()))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
