@@ -33,7 +33,8 @@ class Machines:
     """All states of machines that one exploration has seen, by number."""
 
     def __init__(self) -> None:
-        self._dumps: list[bytes] = [b""]
+        self._dumps: list[bytes | None] = [b""]
+        """Of each state; None: the machine that first came to it is still among the spare ones."""
         self._spare: dict[int, deque[Any]] = {}
         """Machines that the last steps have left in these states, so that the next steps from there need no copy."""
         self._canon = Canon()
@@ -42,13 +43,13 @@ class Machines:
         self._answers: dict[tuple[int, Callable[[Any], Any]], Any] = {}
         self._look = functools.lru_cache(maxsize=512)(self._load)
 
-    def number(self, machine: object) -> int:
-        """Return the number of a machine's state. The machine may be changed afterwards."""
+    def number(self, machine: object, *, kept: bool = False) -> int:
+        """Return the number of a machine's state. Unless it is ``kept``, the machine may be changed afterwards."""
         key = self._canon(machine)
         number = self._numbers.get(key)
         if number is None:
             number = self._numbers[key] = len(self._dumps)
-            self._dumps.append(self._dump(machine))
+            self._dumps.append(None if kept else self._dump(machine))
         return number
 
     def look(self, number: int) -> Any:
@@ -62,11 +63,12 @@ class Machines:
         if known is None:
             machine = self._take(number)
             actions = apart(machine.on_event(event, now))
-            after = self.number(machine)
+            after = self.number(machine, kept=True)
             known = self._steps[key] = (actions, after)
             self._spare.setdefault(after, deque(maxlen=SPARE_EACH)).append(machine)
             if len(self._spare) > SPARE_MAX:
-                del self._spare[next(iter(self._spare))]
+                eldest = next(iter(self._spare))
+                self._dump_once(eldest, self._spare.pop(eldest)[-1])
         return known
 
     def _take(self, number: int) -> Any:
@@ -77,7 +79,12 @@ class Machines:
         machine = spare.pop()
         if not spare:
             del self._spare[number]
+            self._dump_once(number, machine)
         return machine
+
+    def _dump_once(self, number: int, machine: object) -> None:
+        if self._dumps[number] is None:
+            self._dumps[number] = self._dump(machine)
 
     def ask(self, number: int, question: Callable[[Any], Any]) -> Any:
         """Return the answer to a question about a machine. Answers are cached."""
@@ -88,7 +95,9 @@ class Machines:
 
     def _load(self, number: int) -> Any:
         """Return a new copy of a machine."""
-        return _Loader(io.BytesIO(self._dumps[number])).load()
+        dump = self._dumps[number]
+        assert dump is not None
+        return pickle.loads(dump)
 
     @staticmethod
     def _dump(machine: object) -> bytes:
@@ -116,18 +125,18 @@ _places: dict[int, int] = {}
 class _Dumper(pickle.Pickler):
     """Writes a machine with references to what never changes, instead of its contents."""
 
-    def persistent_id(self, value: object) -> int | None:
+    def reducer_override(self, value: object) -> Any:
         if not _is_constant[type(value)]:
-            return None
+            return NotImplemented
         place = _places.get(id(value))
         if place is None:
             place = _places[id(value)] = len(_constants)
             _constants.append(value)
-        return place
+        return _constant, (place,)
 
 
-class _Loader(pickle.Unpickler):
-    persistent_load = _constants.__getitem__
+def _constant(place: int) -> object:
+    return _constants[place]
 
 
 class Canon:
