@@ -43,6 +43,8 @@ def test_groups_that_start_ranks_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """Their launchers and ranks are forked."""
     names = [name for name in benchmarks.GROUPS if name not in WITH_TORCH]
     monkeypatch.setenv(peers.PYTHON, sys.executable)  # plain torchrun is always there
+    monkeypatch.setattr(peers, "MEGABYTES", 1.0)
+    monkeypatch.setattr(peers, "STEPS", 12)  # the others save after ten
 
     def start(module: str, arguments: Sequence[str], env: dict[str, str], log: Path | None = None) -> ForkedPython:
         return ForkedPython(module, arguments, env, log or tmp_path / "log")

@@ -29,7 +29,7 @@ def run_seed(seed: int, shards: int | None = None, replicas: int | None = None) 
     return Simulation(random_scenario(seed, shards, replicas)).run()
 
 
-@pytest.mark.parametrize("block", range(3))
+@pytest.mark.parametrize("block", range(2))
 def test_random_jobs_reach_every_point(block: int) -> None:
     points: Counter[str] = Counter()
     for seed in range(block * BLOCK, (block + 1) * BLOCK):
@@ -62,7 +62,7 @@ def test_larger_jobs(shards: int, replicas: int) -> None:
 
 
 def test_the_same_seed_gives_the_same_trace() -> None:
-    for seed in range(40):
+    for seed in range(15):
         assert run_seed(seed).digest == run_seed(seed).digest
     assert run_seed(1).digest != run_seed(2).digest
 
@@ -95,14 +95,14 @@ BURST = "controller_restart@0.2,flap:*@0.3+0,kill:1%@0.36"
 
 
 def test_a_large_world_survives_a_burst() -> None:
-    result = play(Wish(shards=20, replicas=100, hosts=250, steps=5, faults=BURST), seed=1)
+    result = play(Wish(shards=20, replicas=50, hosts=125, steps=5, faults=BURST), seed=1)
     assert result.problem == ""
     first, *later = map(Counter, result.exits)
-    assert first.pop(None) == 20
-    assert first.pop(75) > 1900  # who connects too late is fenced
+    assert first.pop(None) == 10
+    assert first.pop(75) > 950  # who connects too late is fenced
     assert set(first) <= {70}
-    assert later == [{0: 2000}]
-    assert result.events < 200 * 2000
+    assert later == [{0: 1000}]
+    assert result.events < 200 * 1000
 
 
 @pytest.mark.slow

@@ -75,12 +75,17 @@ def test_the_demo_loses_no_step_and_no_bit(
 @pytest.mark.timeout(300)
 @pytest.mark.xdist_group("demo")
 def test_the_demo_as_a_user_starts_it_shows_why_its_job_failed(tmp_path: Path) -> None:
-    """Nothing is forked here: its command, that of its launcher, and the ranks are those of a user."""
-    arguments = ["--folder", str(tmp_path / "demo"), *PATIENT, "--ranks", "1", "--steps", "2", "--", "--odd"]
+    """Nothing is forked here: its command, that of its launcher, and the rank, which leaves with 64, are a user's."""
+    place = tmp_path / "demo" / "unbroken" / "checkpoints"
+    place.parent.mkdir(parents=True)
+    place.touch()
+    arguments = ["--folder", str(tmp_path / "demo"), *PATIENT, "--ranks", "1", "--steps", "2", "--", "--seed", "3"]
     command = [sys.executable, str(EXAMPLES / "demo.py"), *arguments]
     done = subprocess.run(command, env=clean(), capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 1 and "$ ttp run --nproc-per-node 1" in done.stdout, done.stdout + done.stderr
-    assert "train.py: error: unrecognized arguments: --odd" in done.stderr
+    assert "train.py --steps 2" in done.stdout and "--seed 3\n" in done.stdout
+    assert "the job ended with exit code 64" in done.stderr
+    assert f"save_dir {place} cannot hold checkpoints" in done.stderr
 
 
 @pytest.mark.slow

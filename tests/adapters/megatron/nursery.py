@@ -27,6 +27,7 @@ IMPORTS = (
     *(f"{HERE}.{name}" for name in ("worlds", "seed_gpt3")),
     "ttp.adapters.megatron.adapter",
     *(f"megatron.core{part}" for part in ("", ".models.gpt", ".optimizer", ".distributed", ".pipeline_parallel")),
+    "megatron.core.models.gpt.gpt_layer_specs",
 )
 _of_this = multiprocessing.get_context("fork")
 
