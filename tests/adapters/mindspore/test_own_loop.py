@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.xdist_group("mindspore"), pytest.mark.timeout(300)]
 
 __all__ = ["switched_on"]
 
-STEPS, SAVED = 8, 5
+STEPS, SAVED = 6, 4
 LARGE = 20_000
 """Elements of a parameter that is not copied in each step."""
 
