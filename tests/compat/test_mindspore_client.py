@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.forking import ForkedPython
 from tests.ports import free_port
 from ttp.compat.mindio.placing import tell_children
+
+pytestmark = pytest.mark.xdist_group("mindspore-jobs")  # one process with the import for all of them
 
 CLIENT = Path(__file__).with_name("mindspore_client.py")
 
@@ -27,10 +28,8 @@ def _run(directory: Path, fault: str, ranks: int = 2) -> tuple[list[int], str]:
     tell_children(base)
     processes = []
     for rank in range(ranks):
-        with (directory / f"rank{rank}.out").open("wb") as out:
-            command = [sys.executable, str(CLIENT), fault]
-            env = base | {"MS_NODE_ID": str(rank)}
-            processes.append(subprocess.Popen(command, env=env, cwd=directory, stdout=out, stderr=subprocess.STDOUT))
+        env, log = base | {"MS_NODE_ID": str(rank)}, directory / f"rank{rank}.out"
+        processes.append(ForkedPython(CLIENT, [fault], env, log, cwd=directory, mindspore=True))
     try:
         codes = [process.wait(240) for process in processes]
     finally:
