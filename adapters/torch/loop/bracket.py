@@ -125,8 +125,7 @@ class Bracket:
     __slots__ = (
         "_calls", "_capture", "_closures", "_ended", "_evaluating", "_fence", "_handled", "_heard", "_mark", "_no_sync",
         "_number", "_numbers", "_opened", "_post_step", "_reporter", "_said", "_stage", "_stands", "_stepping",
-        "_turns", "_untouched", "_version", "redoable", "toggled",
-    )  # fmt: skip
+        "_turns", "_untouched", "_version", "redoable", "toggled")  # fmt: skip
 
     def __init__(
         self,
@@ -281,6 +280,8 @@ class Bracket:
         Returns:
             Whether training can stop inside of this step, because it can go back to the last version from there.
         """
+        if self._untouched is not None:
+            self._untouched.before_step()
         before, self._opened = self._stage, True
         if before is BETWEEN:
             self._go_on()

@@ -188,7 +188,7 @@ class Attachment(Bracket):
         self._pass()
         if not self._turns.simple:
             self._turns.backward()
-        if self._untouched is not None and not self._stepping.depth:
+        if self._untouched is not None and not (self._stepping.depth and self._opened):
             self._untouched.backward()
         if not self._no_sync.withholds():
             self._capture.capture(self._next_version(), False)

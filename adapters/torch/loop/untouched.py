@@ -1,10 +1,16 @@
-"""Detects a loop that writes to the weights between the backward passes of one iteration, outside of any step.
+"""Detects a loop that writes to the weights between the backward passes of one iteration, or between the last of them
+and the step, outside of any step.
 
-Loops around sharpness-aware optimizers do this (SAM: ``first_step()`` moves the weights to where the second gradient is
-taken). No hook reports it, and a checkpoint made in between would hold weights of no version. So samples of the weights
-are compared in a few iterations after the first one, in which layers may still initialise themselves; and in all
-iterations if an optimizer has a ``first_step()`` and a ``second_step()``. torch's version counter alone shows nothing:
-layers write values to their weights that they have already (they clamp them, or move them to other memory).
+Loops around sharpness-aware optimizers do the first (SAM: ``first_step()`` moves the weights to where the second
+gradient is taken). Adversarial trainings and binary networks do the second: they change the weights for the forward and
+the backward pass, and put them back before the step. No hook reports it, and a checkpoint made in between would hold
+weights of no version. So the weights are compared in a few iterations after the first one, in which layers may still
+initialise themselves; and in all iterations if an optimizer has a ``first_step()`` and a ``second_step()``. torch's
+version counter alone shows nothing: layers write values to their weights that they have already (they clamp them, or
+move them to other memory).
+
+Between backward passes samples are compared: the next forward pass may have shortened a row of an embedding. Before the
+step nothing may have changed, so each weight on the host is compared as a whole.
 
 In the same iterations it is noted which parameters are frozen and trained again within an iteration (a GAN's networks).
 """
@@ -21,7 +27,7 @@ from torch.optim import Optimizer
 
 from ttp.adapters.torch.sharding.dtensor_chunks import is_distributed
 from ttp.adapters.torch.sharding.names import parameters_of
-from ttp.adapters.torch.tensor_memory import sample_of
+from ttp.adapters.torch.tensor_memory import is_plain, sample_of
 from ttp.errors import UsageError
 
 log = logging.getLogger("ttp.adapters.torch")
@@ -30,7 +36,17 @@ _STEPS_WATCHED = range(1, 6)
 _FREEZING_WATCHED = 50
 """Number of first steps in which parameters that were frozen once may be trained again: a generator's turn is rare."""
 
-_Mark = list[tuple[int, Tensor]]
+_Mark = list[tuple[int, Tensor, Tensor]]
+"""For each parameter torch's version counter, a sample, and a sum that stands for the whole of it."""
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_NO_VERSION = (
+    "outside of optimizer.step(): a checkpoint made in between would hold weights of no version. With SAM and similar "
+    "optimizers, call optimizer.step(closure), which does both halves inside of one step, instead of first_step() and "
+    "second_step(). A loop that changes weights itself has to do so right after the step() of the optimizer. One that "
+    "changes them for a forward and a backward pass only can call the model with other ones instead: "
+    "torch.func.functional_call(model, changed, inputs)"
+)
 
 
 class Untouched:
@@ -75,21 +91,28 @@ class Untouched:
         self._look_at_freezing()
         if self._steps not in _STEPS_WATCHED and not self._always:
             return
+        if self._changed(1):
+            raise UsageError(f"the weights were changed between two backward passes of one iteration, {_NO_VERSION}")
+
+    def before_step(self) -> None:
+        """Check the weights when a step begins, or has evaluated its closure.
+
+        Raises:
+            UsageError: the weights have changed since the last backward pass, with no step in between.
+        """
+        if self._mark is not None and self._changed(2):
+            raise UsageError(f"the weights were changed between the backward pass and the step, {_NO_VERSION}")
+
+    def _changed(self, place: int) -> bool:
+        """Return whether the weights have changed since the last look, and keep what they are now."""
         try:
-            mark, last = self._look(), self._mark
-            changed = last is not None and any(map(self._has_changed, self._parameters, last, mark))
+            last, self._mark = self._mark, self._look()
+            pairs = [] if last is None else [*zip(self._parameters, last, self._mark, strict=True)]
+            return any(self._has_changed(p, before, now, place) for p, before, now in pairs)
         except Exception:
             log.warning("ttp does not see whether the weights change between steps; training goes on", exc_info=True)
-            self._always, self._steps = False, _STEPS_WATCHED.stop
-            return
-        if changed:
-            raise UsageError(
-                "the weights were changed between two backward passes of one iteration, outside of optimizer.step(): a "
-                "checkpoint made in between would hold weights of no version. With SAM and similar optimizers, call "
-                "optimizer.step(closure), which does both halves inside of one step, instead of first_step() and "
-                "second_step(). A loop that changes weights itself has to do so right after the step() of the optimizer"
-            )
-        self._mark = mark
+            self._always, self._steps, self._mark = False, _STEPS_WATCHED.stop, None
+            return False
 
     def _look_at_freezing(self) -> None:
         now = [p.requires_grad for p in self._every]
@@ -100,8 +123,18 @@ class Untouched:
             self.toggled.update(each for each, count in self._changes.items() if count > 1)
 
     def _look(self) -> _Mark:
-        return [(p._version, sample_of(p)) for p in self._parameters]
+        return [(p._version, sample_of(p), self._whole(p)) for p in self._parameters]
 
-    def _has_changed(self, parameter: Tensor, before: tuple[int, Tensor], now: tuple[int, Tensor]) -> bool:
+    def _whole(self, parameter: Tensor) -> Tensor:
+        """Return the sum of all elements as whole numbers, which does not depend on their order, or only a sample."""
+        kind = _INTEGERS.get(parameter.element_size())
+        if kind is None or not is_plain(parameter) or not self._on_host(parameter):
+            return sample_of(parameter)
+        return parameter.detach().view(kind).sum()
+
+    def _has_changed(
+        self, parameter: Tensor, before: tuple[int, Tensor, Tensor], now: tuple[int, Tensor, Tensor], place: int
+    ) -> bool:
         look = before[0] != now[0] or self._on_host(parameter)
-        return look and not torch.equal(before[1], now[1])
+        same_form = before[1].shape == now[1].shape  # else it is in lower precision for the forward and backward pass
+        return look and same_form and not torch.equal(before[place], now[place])

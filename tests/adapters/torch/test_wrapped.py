@@ -210,6 +210,44 @@ def test_weights_moved_between_two_backward_passes_are_refused(start: Callable[.
     assert job.gate.version == 0
 
 
+@pytest.mark.supports("weights changed for a forward and a backward pass")
+@pytest.mark.parametrize("closure", [False, True])
+def test_weights_moved_for_a_forward_and_a_backward_pass_are_refused(start: Callable[..., Job], closure: bool) -> None:
+    """As adversarial trainings and binary networks do; here one element, as of a row of an embedding."""
+    job = start(lambda model: Adam(model.parameters()))
+    weight = job.model.second.weight.data
+    kept = weight.clone()
+
+    def moved() -> None:
+        kept.copy_(weight)
+        weight[0, 0] += 1
+        job.backward()
+        weight.copy_(kept)
+
+    with pytest.raises(UsageError, match=r"between the backward pass and the step.*functional_call"):
+        for _ in range(3):
+            if closure:
+                job.optimizer.step(moved)
+            else:
+                moved()
+                job.optimizer.step()
+    assert job.gate.version == 1
+
+
+def test_weights_moved_between_backward_passes_of_a_closure_are_refused(start: Callable[..., Job]) -> None:
+    job = start(lambda model: Adam(model.parameters()))
+
+    def both() -> None:
+        job.backward()
+        job.model.second.weight.data.mul_(2)
+        job.backward()
+
+    with pytest.raises(UsageError, match="between two backward passes"):
+        for _ in range(3):
+            job.optimizer.step(both)
+    assert job.gate.version == 1
+
+
 def test_weights_moved_right_after_the_step_are_fine(start: Callable[..., Job]) -> None:
     job = start(lambda model: Adam(model.parameters()))
     for _ in range(3):
