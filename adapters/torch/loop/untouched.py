@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,9 +37,6 @@ _STEPS_WATCHED = range(1, 6)
 _FREEZING_WATCHED = 50
 """Number of first steps in which parameters that were frozen once may be trained again: a generator's turn is rare."""
 
-_Mark = list[tuple[int, Tensor, Tensor]]
-"""For each parameter torch's version counter, a sample, and a sum that stands for the whole of it."""
-
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NO_VERSION = (
     "outside of optimizer.step(): a checkpoint made in between would hold weights of no version. With SAM and similar "
@@ -47,6 +45,20 @@ _NO_VERSION = (
     "changes them for a forward and a backward pass only can call the model with other ones instead: "
     "torch.func.functional_call(model, changed, inputs)"
 )
+
+
+class _Look(NamedTuple):
+    """A parameter at one moment.
+
+    Args:
+        version: torch's version counter.
+        sample: some of its bytes.
+        whole: a sum that stands for all of them.
+    """
+
+    version: int
+    sample: Tensor
+    whole: Tensor
 
 
 class Untouched:
@@ -64,7 +76,7 @@ class Untouched:
         self._on_host = on_host
         self._always = any(hasattr(each, "first_step") and hasattr(each, "second_step") for each in optimizers)
         self._steps = 0
-        self._mark: _Mark | None = None
+        self._mark: list[_Look] | None = None
         self._trained = [p.requires_grad for p in self._every]
         self._changes: Counter[int] = Counter()
         self.toggled: set[int] = set()
@@ -91,7 +103,7 @@ class Untouched:
         self._look_at_freezing()
         if self._steps not in _STEPS_WATCHED and not self._always:
             return
-        if self._changed(1):
+        if self._changed(whole=False):
             raise UsageError(f"the weights were changed between two backward passes of one iteration, {_NO_VERSION}")
 
     def before_step(self) -> None:
@@ -100,15 +112,15 @@ class Untouched:
         Raises:
             UsageError: the weights have changed since the last backward pass, with no step in between.
         """
-        if self._mark is not None and self._changed(2):
+        if self._mark is not None and self._changed(whole=True):
             raise UsageError(f"the weights were changed between the backward pass and the step, {_NO_VERSION}")
 
-    def _changed(self, place: int) -> bool:
+    def _changed(self, *, whole: bool) -> bool:
         """Return whether the weights have changed since the last look, and keep what they are now."""
         try:
             last, self._mark = self._mark, self._look()
             pairs = [] if last is None else [*zip(self._parameters, last, self._mark, strict=True)]
-            return any(self._has_changed(p, before, now, place) for p, before, now in pairs)
+            return any(self._has_changed(p, before, now, whole=whole) for p, before, now in pairs)
         except Exception:
             log.warning("ttp does not see whether the weights change between steps; training goes on", exc_info=True)
             self._always, self._steps, self._mark = False, _STEPS_WATCHED.stop, None
@@ -122,8 +134,8 @@ class Untouched:
             self._trained = now
             self.toggled.update(each for each, count in self._changes.items() if count > 1)
 
-    def _look(self) -> _Mark:
-        return [(p._version, sample_of(p), self._whole(p)) for p in self._parameters]
+    def _look(self) -> list[_Look]:
+        return [_Look(p._version, sample_of(p), self._whole(p)) for p in self._parameters]
 
     def _whole(self, parameter: Tensor) -> Tensor:
         """Return the sum of all elements as whole numbers, which does not depend on their order, or only a sample."""
@@ -132,9 +144,8 @@ class Untouched:
             return sample_of(parameter)
         return parameter.detach().view(kind).sum()
 
-    def _has_changed(
-        self, parameter: Tensor, before: tuple[int, Tensor, Tensor], now: tuple[int, Tensor, Tensor], place: int
-    ) -> bool:
-        look = before[0] != now[0] or self._on_host(parameter)
-        same_form = before[1].shape == now[1].shape  # else it is in lower precision for the forward and backward pass
-        return look and same_form and not torch.equal(before[place], now[place])
+    def _has_changed(self, parameter: Tensor, before: _Look, now: _Look, *, whole: bool) -> bool:
+        look = before.version != now.version or self._on_host(parameter)
+        same_form = before.sample.shape == now.sample.shape  # else it is in lower precision for the passes only
+        equal = torch.equal(before.whole, now.whole) if whole else torch.equal(before.sample, now.sample)
+        return look and same_form and not equal
