@@ -43,8 +43,8 @@ _EARLIER = (
     "failure: docs/support.md (checkpoints of the program's own) says how to add the step of that checkpoint"
 )
 _MADE_LATE = (
-    "%s were added to the model after wrap_optimizer(). ttp.restore() refuses a restarted program until its model has "
-    "them: make all layers before wrap_optimizer(), and add only their param groups later"
+    "%s were added to the model after wrap_optimizer(). ttp.restore() refuses a restarted program whose model lacks "
+    "them or has other shapes: make all layers before wrap_optimizer(), in their last size, and later only param groups"
 )
 _CAST = (
     "the dtype of %s has changed since wrap_optimizer(). If that was after ttp.restore(), a restarted program will be "
@@ -132,7 +132,7 @@ class Trial:
         self._shapes = {name: tuple(buffer.shape) for name, buffer in names.buffers.items() if name in fixed}
         self._dtypes = {name: parameter.dtype for name, parameter in names.parameters.items()}
         self._made = {id(parameter) for parameter in names.parameters.values()}
-        self._groups = [len(each.param_groups) for each in self._optimizers]
+        self._groups = [*map(_first_and_count, self._optimizers)]
         self._said: set[str] = set()
         self._found = ""
         self.due = True
@@ -158,11 +158,10 @@ class Trial:
                 if any(map(_has_state, self._optimizers)):
                     _log.warning(_EARLIER)
         for number, optimizer in enumerate(self._optimizers):
-            known = self._groups[number]
-            if len(optimizer.param_groups) != known:
-                self._groups[number], self.due = len(optimizer.param_groups), True
+            if (found := _first_and_count(optimizer)) != self._groups[number]:
+                self._groups[number], self.due = found, True
                 self._refuse_unsaved()
-                self._tell_late(optimizer.param_groups[known:])
+                self._tell_late()
         if self._thread is not None and (self._waits or not self._thread.is_alive()):
             self._finish(self._thread)
 
@@ -276,10 +275,10 @@ class Trial:
                 "persistent=False if it is a cache"
             )
 
-    def _tell_late(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Warn of parameters in new param groups that the model did not have when the objects were wrapped."""
-        late = [parameter for group in groups for parameter in group["params"] if id(parameter) not in self._made]
-        if late:
+    def _tell_late(self) -> None:
+        """Warn of parameters in the param groups that the model did not have when the objects were wrapped."""
+        if late := [parameter for parameter in parameters_of(*self._optimizers) if id(parameter) not in self._made]:
+            self._made.update(map(id, late))
             _log.warning(_MADE_LATE, first_of([*map(self._names.of, late)], _LISTED_MAX))
 
     def _refuse_unsaved(self) -> None:
@@ -293,6 +292,11 @@ class Trial:
                 "of several shards wrap_optimizer() settles which rank saves which parameters: add the parameters to "
                 "the model, and the param group to the optimizer, before wrap_optimizer()"
             )
+
+
+def _first_and_count(optimizer: Optimizer) -> tuple[int, int]:
+    """Return the identity of an optimizer's first parameter, which tells that all were replaced, and its groups."""
+    return id(next(iter(parameters_of(optimizer)), None)), len(optimizer.param_groups)
 
 
 # ------------------------------------------------------------------------------------------------------------- checks

@@ -280,6 +280,23 @@ class TestWhatChangesAfterWrapping:
         assert all(torch.equal(one, other) for one, other in pairs) and caplog.text.count("2.weight, 2.bias were") == 1
 
     @pytest.mark.supports("param groups added later")
+    def test_parameters_that_take_the_place_of_others_are_told_once(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """As when Gaussian splats are densified."""
+        job = Job(tmp_path).wrap()
+        job.step()
+        job.model = job.model.append(nn.Linear(2, 2))
+        old = [*job.model.parameters()]
+        job.model[0].weight, job.model[0].bias = nn.Parameter(torch.ones(6, 3)), nn.Parameter(torch.ones(6))
+        job.model[1].weight = nn.Parameter(torch.ones(2, 6))
+        job.optimizer.param_groups[0]["params"] = [*job.model.parameters()]
+        job.optimizer.state.clear()
+        job.step(2)
+        said = "0.weight, 0.bias, 1.weight, 2.weight, and 1 more were added to the model"
+        assert len(old) == 6 and caplog.text.count("WARNING") == caplog.text.count(said) == 1, caplog.text
+
+    @pytest.mark.supports("param groups added later")
     @pytest.mark.parametrize("several", [False, True])
     def test_a_save_in_the_iteration_that_adds_one(self, tmp_path: Path, several: bool) -> None:
         """The save is of the version before, which had no new group. The program adds it again."""
