@@ -202,13 +202,18 @@ def apply_layouts(ddps: Sequence[Ddp], names: ModelNames, saved: Layouts | None)
 
 def hook_refusal(ddps: Sequence[Ddp]) -> str:
     """Return why a communication hook makes saves impossible, and what to do; an empty string if none does."""
-    kinds = {type(state).__name__ for ddp in ddps for _, state in ddp._comm_hooks}
-    if "PostLocalSGDState" not in kinds:
-        return ""
-    return (
-        "post_localSGD_hook lets the weights of ranks differ between two averagings, so no rank has a copy of another "
-        "rank's weights: register another communication hook, or none"
-    )
+    kinds = {kind for ddp in ddps for hook, state in ddp._comm_hooks for kind in (_name(hook), type(state).__name__)}
+    if "PostLocalSGDState" in kinds:
+        return (
+            "post_localSGD_hook lets the weights of ranks differ between two averagings, so no rank has a copy of "
+            "another rank's weights: register another communication hook, or none"
+        )
+    if "hook_then_optimizer_wrapper" in kinds:
+        return (
+            "a communication hook updates the weights in the backward pass (DistributedDataParallel's "
+            "_register_fused_optim), and ttp sees no update: call optimizer.step() after backward() instead"
+        )
+    return ""
 
 
 def _join_refusal(ddps: Sequence[Ddp]) -> str:
@@ -251,6 +256,10 @@ def _joined(layouts: Mapping[str, str | None]) -> Layouts | None:
     return next(iter(known.values()), None) if len(layouts) < 2 else known or None
 
 
+def _name(hook: Any) -> str:
+    return str(getattr(hook, "__name__", hook))
+
+
 def _say_hook_state(ddps: Sequence[Ddp]) -> None:
     """Warn of communication hooks with state, which may differ between ranks and is not saved."""
     for ddp in ddps:
@@ -262,7 +271,7 @@ def _say_hook_state(ddps: Sequence[Ddp]) -> None:
                 "and it is not saved unless you give it as extra_state (docs/support.md): after a restart the state "
                 "begins anew, and the results differ from those of an unbroken run. Without a hook, or with one that "
                 "has no state (fp16_compress_hook, bf16_compress_hook), they are the same bit for bit",
-                getattr(hook, "__name__", hook),
+                _name(hook),
                 type(state).__name__,
             )
 

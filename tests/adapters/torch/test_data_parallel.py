@@ -213,6 +213,14 @@ class TestHooksWithState:
         with pytest.raises(ConfigError, match="post_localSGD_hook lets the weights of ranks differ"):
             registered(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1)).layout(1)
 
+    @pytest.mark.filterwarnings("default")  # torch warns of itself when this is imported
+    @pytest.mark.supports("optimizer in backward")
+    def test_a_hook_that_updates_the_weights_is_refused(self) -> None:
+        ddp = Ddp(layers())
+        ddp._register_fused_optim(torch.optim.SGD, lr=0.1)
+        with pytest.raises(ConfigError, match="a communication hook updates the weights in the backward pass"):
+            registered(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1)).layout(1)
+
     @pytest.mark.supports("uneven inputs (join)")
     @pytest.mark.parametrize("together", [True, False])
     def test_ranks_that_make_different_numbers_of_updates_are_refused(self, together: bool) -> None:
