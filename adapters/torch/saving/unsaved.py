@@ -15,7 +15,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ttp.adapters.torch.loop.unwrap_optimizer import is_sharded, owners_of, unwrap_optimizer, wrappers_of
+from ttp.adapters.torch.loop.unwrap_optimizer import held_by, is_sharded, owners_of, unwrap_optimizer, wrappers_of
 from ttp.adapters.torch.sharding.exchange import tells
 from ttp.adapters.torch.sharding.names import parameters_of
 from ttp.adapters.torch.tensor_memory import copied_bytes, is_plain
@@ -100,6 +100,13 @@ def _refuse_own_tensors(owner: Optimizer) -> None:
             "checkpoint holds .state only. Keep them in self.state[parameter], or give the object to "
             "wrap_optimizer() as extra state too, with state_dict() and load_state_dict() that include them: "
             'extra_state={"optimizer": optimizer}'
+        )
+    others = (each for each in held_by(owner) if isinstance(each, Optimizer) and each is not owner)
+    if part := next((each for each in others if each.state), None):
+        raise UsageError(
+            f"{type(owner).__name__} has stepped, its .state is empty, and the {type(part).__name__} inside of it has "
+            "only a part of its parameters: a checkpoint would lack the state. If each rank updates a share of the "
+            "parameters (OSS of fairscale), use ttp.adapters.torch.ReplicatedOptimizer instead"
         )
 
 

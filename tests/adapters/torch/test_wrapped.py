@@ -47,6 +47,19 @@ class Hiding(Sign):
         return self.momenta.setdefault(number, torch.zeros_like(p)).mul_(0.9).add_(p.grad)
 
 
+class Sharing(Sign):
+    """Like fairscale's ``OSS``: an optimizer inside has the share of the parameters that this rank updates."""
+
+    def __init__(self, parameters: Any) -> None:
+        given = [*parameters]
+        super().__init__(given)
+        self.optim = Adam(given[:1])
+
+    @no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.optim.step()
+
+
 class WithMode(LookaheadInside):
     """Like ``schedulefree.ScheduleFreeWrapper``."""
 
@@ -73,6 +86,7 @@ class Job(Loop):
 
 
 @pytest.mark.supports("schedule-free optimizers")
+@pytest.mark.supports("state spread by the optimizer itself")
 @pytest.mark.parametrize(
     ("make", "options", "said"),
     [
@@ -92,12 +106,17 @@ class Job(Loop):
             r"Hiding has stepped, its \.state is empty, and it keeps tensors in \.momenta.*self\.state\[parameter\]",
         ),
         (
+            lambda model: Sharing(model.parameters()),
+            {},
+            r"Sharing has stepped, its \.state is empty, and the Adam inside .*ReplicatedOptimizer instead",
+        ),
+        (
             lambda model: LookaheadInside(Adam(model.parameters())),
             {},
             r"LookaheadInside wraps another optimizer.*give ttp the inner.*call ttp\.step_done\(\) at the end",
         ),
     ],
-    ids=["slow weights", "a mode", "hidden moments", "a step that cannot be seen"],
+    ids=["slow weights", "a mode", "hidden moments", "a share", "a step that cannot be seen"],
 )
 def test_what_would_be_forgotten_is_refused_right_away(
     start: Callable[..., Job], make: Make, options: dict[str, bool], said: str
