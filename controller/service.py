@@ -26,7 +26,7 @@ from ttp.controller.relay_link import RelayLink
 from ttp.core import messages as m
 from ttp.core.controller import events as ce
 from ttp.core.controller.fault_targets import fault_targets, meant_hosts, shown_hosts
-from ttp.core.controller.incident import Incident, Stage
+from ttp.core.controller.incident import Incident
 from ttp.core.controller.machine import ControllerMachine
 from ttp.core.layout import Rank, ranks_text
 from ttp.errors import EXIT_BAD_CONFIG
@@ -282,8 +282,7 @@ def _rank_status(driver: Driver, rank: Rank, now: float) -> pb.RankStatus:
 
 def _incident_status(incident: Incident, *, open_now: bool, now: float) -> pb.IncidentStatus:
     plan = incident.draft.plan
-    waits = incident.stage is Stage.FREEZING and not incident.retries  # between retries there is an older reason
-    now_for = (incident.waits_for if waits else "") or incident.why
+    now_for = incident.waits_for or incident.why
     return pb.IncidentStatus(
         id=incident.id,
         stage=incident.stage.value if open_now else "closed",

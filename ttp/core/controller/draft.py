@@ -66,8 +66,6 @@ class Draft:
     """Savers that were lost or failed since the plan was made."""
     losses: int = 0
     """Number of times that the plan was made again because savers were lost."""
-    next_plan_at: float = 0.0
-    """Earliest time for the next plan after savers were lost."""
     cuts: dict[Shard, str] = field(default_factory=dict)
     """For each shard that was written in parts: a digest of how it was cut into the parts that are durable."""
     uncut: set[Shard] = field(default_factory=set)

@@ -59,9 +59,9 @@ class Incident:
     pauses: dict[str, float] = field(default_factory=dict)
     """End of each wait that delays the incident, by the wait's name; ``OVER`` once it has passed."""
     look_again_at: float = 0.0
-    """Earliest time to plan again after a plan fell short (answers come by the thousand); 0: no plan fell short."""
+    """Earliest time to plan again: answers come, and savers are lost, by the thousand. 0: at any time."""
     waits_for: str = ""
-    """The last reason for which no plan was made yet."""
+    """The last reason for which no plan was made yet in this stage."""
     stage: Stage = Stage.FREEZING
     why: str = "a fault was reported, or a checkpoint was requested"
     """Reason for the present stage, in words; only ``enter`` changes stage and reason."""
@@ -114,7 +114,7 @@ class Incident:
             AssertionError: the stage cannot follow the present one.
         """
         assert stage in _EDGES[self.stage], f"from {self.stage.value} ({self.why}) to {stage.value} ({why})"
-        self.stage, self.why = stage, why
+        self.stage, self.why, self.waits_for = stage, why, ""
 
     def after_ms(self, now: float) -> float:
         """Return the milliseconds since the incident was opened, for records."""

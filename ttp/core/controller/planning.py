@@ -73,9 +73,6 @@ class Planner:
             return Wait(ANSWERS)
         if now < incident.look_again_at and not leads:
             return Wait(incident.waits_for)
-        if now < incident.draft.next_plan_at:
-            incident.look_again_at = incident.draft.next_plan_at
-            return Wait("savers are being lost one after the other and will be replaced together")
         layout, counts = self.program.layout, incident.ranks.counts
         if leads and layout is not None and layout is not counts.layout:
             counts.use(layout)

@@ -257,7 +257,7 @@ class Saving:
             pause_s = rest_s(self._job) if draft.pending else 0.0  # whoever still writes may be refused as well
             if draft.losses > LOSSES_MAX:
                 pause_s += min(REPLAN_MAX_S, REPLAN_S * 2 ** min(draft.losses - LOSSES_MAX - 1, 10))
-            draft.next_plan_at = draft.planned_at + pause_s
+            incident.look_again_at = due if (due := draft.planned_at + pause_s) > now else 0.0
             draft.dropped = []
         elif draft.awaiting or not (
             draft.pending or self._awaits_votes(incident, now) or self._collects_late(incident, now)
