@@ -247,6 +247,18 @@ def test_the_schedule_is_not_taken_from_a_rank_that_raised_before_its_schedules_
     assert sum(order.job_state for order in orders.values()) == 1
 
 
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_finished_step_of_which_only_the_pre_image_can_be_read_is_called_lost(finished: bool) -> None:
+    """Every rank evaluates other weights. A rank that was torn in the step has not finished it."""
+    talk = Talk(grid(1, 2))
+    talk.accuse(1, m.FaultKind.EXITED)
+    if finished:
+        talk.frozen(0, 7, m.Phase.TORN, main_thread_blocked=True)
+    assert "Save:0" in talk.frozen(0, 6, m.Phase.TORN, has_preimage=True, main_thread_blocked=True)
+    talk.write()
+    assert ("saved version 6; 1 finished step is lost" in talk.incident.outcome) is finished
+
+
 @pytest.mark.parametrize("comes", [True, False])
 def test_a_rank_that_evaluates_other_weights_is_waited_for_if_no_other_has_a_copy(comes: bool) -> None:
     talk = Talk(grid(1, 2))

@@ -229,10 +229,10 @@ class StateInspector:
 
         Until then this rank has no version, and says so: a save of ranks that have one must not wait for it.
         """
-        if self.left or state.phase is m.Phase.DONE:
-            return False
         if not state.parked:  # else the weights are back in the queue of a device
             self._answer(state, state.version, m.Phase.TORN, has_preimage=False)
+        if self.left or state.phase is m.Phase.DONE:
+            return False
         until = time.monotonic() + WEIGHTS_S
         while self._asked(self._source.other_weights, True):
             if self.left or time.monotonic() > until or self._gate.state() != state:

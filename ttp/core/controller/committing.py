@@ -128,7 +128,7 @@ class Committing:
         incident.enter(Stage.SAVED, "the checkpoint exists")
         incident.path, incident.size = report.path, report.size
         incident.saved = version
-        incident.outcome = f"saved version {version}{plan.caveats}"
+        incident.outcome = f"saved version {version}{plan.caveats}{incident.ranks.undone(plan)}"
         if holds:
             incident.outcome = f"version {version} is held in the memory of the host and is being copied to the storage"
             self.held = (version, report.path)

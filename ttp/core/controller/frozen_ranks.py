@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from ttp.core import messages as m
 from ttp.core.controller.copy_counts import CopyCounts
+from ttp.core.decide import How, Plan, lost_steps
 from ttp.core.layout import Rank, Shard, Version
 
 FAILURES_SHOWN = 16
@@ -25,6 +26,8 @@ class FrozenRanks:
     """The copies of each shard on ranks that have given their final answer and have not failed; knows the layout."""
     answers: dict[Rank, m.Frozen] = field(default_factory=dict)
     """Answers by rank, final or not. Many ranks often share one object, whose rank is ``SEVERAL``."""
+    finished: dict[Rank, Version] = field(default_factory=dict)
+    """The newest version in the final answers of each rank. The last answer may be older: only a pre-image is left."""
     votes: dict[Rank, m.Frozen] = field(default_factory=dict)
     """The last answers with digests of ranks that were lost or asked again: what their copies were is still known."""
     waiting: set[Rank] = field(default_factory=set)
@@ -63,6 +66,7 @@ class FrozenRanks:
                 self.redoing[rank] = target  # the answer was sent before the order arrived, or during the redo
         if not answer.final:
             return
+        self.finished |= {rank: max(answer.version, self.finished.get(rank, answer.version)) for rank in ranks}
         self.waiting.difference_update(ranks)
         if not torn:
             self.counts.count([rank for rank in ranks if rank not in self.failures], answer.version)
@@ -74,6 +78,13 @@ class FrozenRanks:
             self.votes[rank] = answer
         self.redoing.pop(rank, None)
         self.counts.discount(rank)
+
+    def undone(self, plan: Plan) -> str:
+        """Return, as a clause to append, what is lost because only pre-images of finished steps could be saved."""
+        if plan.lost or any(a.how is not How.UNDO for a in plan.assignments):
+            return ""
+        newest = min((self.finished.get(a.rank, plan.version) for a in plan.assignments), default=plan.version)
+        return f"; {lost_steps(newest - plan.version)}" if newest > plan.version else ""
 
     def answered(self, rank: Rank) -> bool:
         """Return whether the rank has given its final answer."""
