@@ -28,6 +28,7 @@ class Joined:
         self.gate, self.told, self.closed = Gate(), list[Any](), False
         self.reports: list[tuple[FaultKind, str]] = []
         self.halts = False
+        self.based: list[Version] = []
 
     def tell(self, said: Said) -> None:
         self.told.append(said.report)
@@ -39,6 +40,9 @@ class Joined:
 
     def end_update(self, version: Version) -> None:
         self.gate.end_update(version)
+
+    def set_base_version(self, version: Version) -> None:
+        self.based.append(version)
 
     def report(self, kind: FaultKind, text: str, code: str) -> None:
         self.reports.append((kind, text))
@@ -134,6 +138,22 @@ def test_an_end_without_a_beginning_has_no_effect_and_one_in_a_frozen_job_is_not
     part._processor.gate.close()
     part.end_update(2)
     assert noted == [2], "the answer to a freeze waits for the end of the update"
+
+
+@pytest.mark.parametrize(("first", "joins", "based"), [(8, False, [7]), (1, False, []), (8, True, [])])
+def test_the_first_update_tells_what_the_program_has_restored(
+    tmp_path: Path, first: int, joins: bool, based: list[int]
+) -> None:
+    """Otherwise a controller that takes over then would think that the job had made as many updates in this launch.
+
+    A process that replaces another one has its state from other ranks: no checkpoint need have it.
+    """
+    part = member(tmp_path)
+    part._processor.joins = joins
+    for step in (first, first + 1):
+        part.begin_update()
+        part.end_update(step)
+    assert part._processor.based == based and part.step == first + 1
 
 
 def test_a_fault_that_no_controller_handles_ends_the_protection_and_not_the_program(

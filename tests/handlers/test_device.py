@@ -62,7 +62,7 @@ def test_handlers_run_on_the_device_of_the_training_thread_and_a_save_waits_for_
 ) -> None:
     """The device is found with the first update. Another thread, as of a handler, begins on device 0."""
     part = Participant(RankEnv.from_env({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "here"}), Config(port=1))
-    gate = SimpleNamespace(updating=True, closed=False)
+    gate = SimpleNamespace(updating=True, closed=False, version=1)
     processor: Any = SimpleNamespace(gate=gate, begin_update=lambda: None, end_update=lambda version: None)
     part._processor = processor
     assert part.device_index is None

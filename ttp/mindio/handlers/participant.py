@@ -216,6 +216,8 @@ class Participant:
             return
         if self._device is not None:
             self._device.updated()
+        if step > 1 and not (self.step or self.rebooted):
+            processor.set_base_version(Version(step - 1))  # the program has restored it by itself
         processor.end_update(Version(step))
         if processor.gate.closed and self._actor is not None:
             self._actor.updated()
