@@ -94,6 +94,19 @@ def test_the_votes_of_the_dead_are_compared_although_no_digest_of_the_living_is_
     assert talk.orders(m.Commit)[0].disputed == ("s0",)
 
 
+def test_votes_of_the_dead_about_another_version_say_nothing_of_this_one() -> None:
+    talk = Talk(grid(1, 5))
+    talk.accuse(0, m.FaultKind.EXITED)
+    for rank, copy in (1, "a"), (2, "b"):
+        talk.frozen(rank, 8, **digest(copy))
+    for rank in (1, 2):
+        talk.accuse(rank, m.FaultKind.EXITED)
+    talk.frozen(3, 7, **digest("good"))
+    assert "Save:3" in talk.frozen(4, 7, **digest("good"))
+    talk.saved(3)
+    assert talk.orders(m.Commit)[0].disputed == ()
+
+
 def test_a_rank_that_has_answered_again_has_one_vote_and_can_save() -> None:
     talk = skewed()
     talk.frozen(3, 8, **digest("good"))

@@ -11,6 +11,7 @@ from ttp.core import messages as m
 from ttp.core.controller.events import Action, LookAt, LookedAt
 from ttp.core.controller.incident import Stage
 from ttp.core.controller.page_collectors import AGAIN_MIN_S, PAGES_S
+from ttp.core.controller.saving import LATE_S as LATE_VOTES_S
 from ttp.core.controller.silence import LATE_S, LOOK_S
 from ttp.core.layout import Layout, Rank, Shard, Version
 from ttp.testing.scenario import grid
@@ -196,6 +197,26 @@ def test_a_save_with_their_pages_takes_no_longer_than_all_before_it(*, committin
     if committing:
         for order in talk.orders(m.Save):
             talk.saved(order.rank, order.generation)
+    lasted_s = talk.now - talk.incident.opened_at
+    assert "Release(75)" in line(talk.passes(max(lasted_s, AGAIN_MIN_S) + 0.1))
+
+
+def test_a_save_that_took_too_long_is_not_begun_once_more_for_another_host() -> None:
+    talk = Hosts()
+    talk.passes(3)
+    talk.cut("h1", "h2")
+    talk.passes(DOUBT_S + LOOK_S)
+    saved_with_one_behind(talk, 0, 1)
+    talk.cut()
+    for rank in (2, 4):
+        talk.beat(rank)
+    talk.frozen_all(7, 4, 5)
+    talk.passes(PAGES_S)
+    for rank, order in sorted(talk.incident.draft.pending.items()):
+        talk.saved(rank, order.generation)
+    talk.passes(LATE_VOTES_S)
+    assert talk.machine.stage == "committing"
+    talk.frozen_all(7, 2, 3)
     lasted_s = talk.now - talk.incident.opened_at
     assert "Release(75)" in line(talk.passes(max(lasted_s, AGAIN_MIN_S) + 0.1))
 

@@ -207,6 +207,18 @@ def test_a_controller_that_is_heard_again_has_the_rank_hang_up() -> None:
     assert "CloseAside" in said and "OpenGate" in said
 
 
+def test_each_silence_begins_with_the_same_stand_in() -> None:
+    """So all ranks come to the same one, whatever each has tried before."""
+    rank, _ = in_doubt()
+    first = rank.did
+    rank.event(ev.AsideDown("nobody answers"))
+    rank.event(ev.Looked(5.0))
+    assert rank.did != first, "the next one is tried"
+    rank.event(ev.Looked(0.1))
+    rank.event(ev.Looked(5.0))
+    assert rank.did == first
+
+
 def test_who_stands_in_may_freeze_for_a_checkpoint_and_nothing_else() -> None:
     rank = asked()
     assert rank.event(ev.AsideOrder(m.Freeze(ME, 0, "s", "why", False))) == ""
