@@ -230,6 +230,9 @@ def test_evidence_about_an_earlier_process_is_ignored() -> None:
     witness = m.Fault(Rank(1), Rank(0), m.FaultKind.LOST, "owner died", nonce="older")
     assert talk.report(1, witness) == ""
     assert talk.report(1, replace(witness, nonce="n0")) == "[opened] Freeze:0,1,2 [evidence]"
+    left = Talk()
+    left.goodbye(0, m.GoodbyeReason.LEFT)
+    assert left.report(1, replace(witness, kind=m.FaultKind.EXITED, nonce="n0")) == "", "nor about one that has left"
 
 
 # ------------------------------------------------------------------------------------------------------------ snapshots

@@ -101,6 +101,7 @@ def test_a_beat_once_a_second() -> None:
     assert rank.after(0.5) == ""
     assert rank.after(0.5) == ">Heartbeat"
     assert rank.machine.deadline() == 2.0
+    assert rank.event(ev.Observed(Version(0), m.Phase.IDLE, activity="evaluates", urgent=True)) == ">Heartbeat"
 
 
 @pytest.mark.parametrize("code", [c for c in m.RefusalCode if c not in (m.RefusalCode.BUSY, m.RefusalCode.MOVED)])

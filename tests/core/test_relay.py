@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ttp.core import messages as m
-from ttp.core.controller.events import ConnectionId
+from ttp.core.controller.events import ConnectionId, ReceivedAlike
 from ttp.core.layout import Layout, Rank, Version
 from ttp.core.relay import ALIKE, FRESH, HOLD_S, SLOTS, Frame, LineId, Relay, RelayEnd, Unfolded, folded, slot_s
 from ttp.testing.toy import hello
@@ -225,6 +225,8 @@ def test_the_answers_do_not_wait_for_one_that_is_lost() -> None:
     relay.reported(LineId(0), frozen(0), 0.5)
     relay.ended(LineId(1), 0.5)
     assert relay.take(0.5) == Frame(((lines(0), alike(frozen(0))), (lines(1), None)))
+    relay.reported(LineId(0), frozen(0), 0.6)
+    assert relay.take(0.6) is not None, "nor does a later one"
 
 
 def test_an_order_for_all_comes_down_once() -> None:
@@ -275,5 +277,9 @@ def test_the_end_of_a_line_does_not_end_another_one_with_its_number() -> None:
     second = end.lines[LineId(1)]
     end.over(first)
     assert ended == [first] and not second.closing
+    (event,) = end.events(Frame(((lines(1), alike(beat(0, 1))),)))
+    assert isinstance(event, ReceivedAlike) and event.who == ((second.id, Rank(0)),)
+    end.over(second)
+    assert not [*end.events(Frame((), beat=True))], "what has ended beats no more"
     end.close()
     assert ended == [first, second]

@@ -20,6 +20,7 @@ from ttp.core.controller.events import ConnectionId, ControllerTimeouts, Receive
 from ttp.core.decide import How
 from ttp.core.layout import Rank, Shard, Version
 from ttp.core.rank import events as ev
+from ttp.core.rank.stand_in import LATE_S, LOOK_S
 from ttp.testing import simulation
 from ttp.testing.scenario import Fault, grid
 
@@ -205,18 +206,30 @@ def test_a_controller_that_is_heard_again_has_the_rank_hang_up() -> None:
     assert FROZEN in rank.event(ev.AsideOrder(m.Freeze(ME, 0, "s", "why", True)))
     said = rank.event(ev.Looked(0.1))
     assert "CloseAside" in said and "OpenGate" in said
+    rank = asked()
+    rank.event(ev.AsideOrder(m.Freeze(ME, 0, "s", "why", True)))
+    assert "OpenGate" in rank.event(ev.AsideDown("broken"))
 
 
 def test_each_silence_begins_with_the_same_stand_in() -> None:
     """So all ranks come to the same one, whatever each has tried before."""
     rank, _ = in_doubt()
     first = rank.did
-    rank.event(ev.AsideDown("nobody answers"))
-    rank.event(ev.Looked(5.0))
-    assert rank.did != first, "the next one is tried"
     rank.event(ev.Looked(0.1))
     rank.event(ev.Looked(5.0))
     assert rank.did == first
+    rank.event(ev.AsideDown("nobody answers"))
+    rank.event(ev.Looked(5.0))
+    assert rank.did != first, "the next one is tried"
+
+
+def test_a_rank_that_did_not_run_looks_later() -> None:
+    """What the kernel knows is as old as its last heartbeat."""
+    rank = Rank1()
+    rank.order(m.Standbys(ME, 1, ("b:1",)))
+    rank.event(ev.Observed(Version(7), m.Phase.IDLE))
+    assert "LookAtController" not in rank.after(1.0 + LATE_S)
+    assert "LookAtController" in rank.after(LOOK_S)
 
 
 def test_who_stands_in_may_freeze_for_a_checkpoint_and_nothing_else() -> None:
@@ -232,8 +245,9 @@ def test_the_others_are_waited_for_a_moment() -> None:
     """Each rank sees the silence for itself. The first does not report ranks that are about to come."""
     talk = Talk(joined=0)
     talk.machine.stand_in.job.learn(talk.layout)
-    talk.hello(0, meanwhile=True, incarnation=1, version=Version(7))
+    talk.hello(0, meanwhile=True, incarnation=1, version=Version(7), term_seen=3)
     (freeze,) = talk.orders(m.Freeze)
+    assert freeze.term == 0, "it leads nobody"
     talk.report(0, m.Frozen(Rank(0), freeze.incident, Version(7), m.Phase.IDLE, True))
     assert talk.orders(m.Save) == []
     assert "Save:0" in talk.after(ControllerTimeouts().meanwhile_s)
@@ -248,6 +262,14 @@ def test_a_rank_with_another_layout_is_refused_with_the_reason() -> None:
     other = {"layout_digest": grid(3, 1).digest, "meanwhile": True, "incarnation": 1, "version": Version(7)}
     assert talk.hello(1, **other).startswith("Refused(mismatch):1")
     assert "rank 1 announces another layout than the others" in talk.orders(m.Refused)[0].text
+    assert talk.hello(2, **{**other, "run_id": "another"}).startswith("Refused(busy):2")
+
+
+def test_a_stand_in_records_only_what_it_does_in_an_incident() -> None:
+    talk = Talk(joined=0)
+    talk.machine.stand_in.job.learn(talk.layout)
+    assert talk.hello(0, meanwhile=True, incarnation=1) == "Welcome:0", "there is nothing to save"
+    assert talk.hello(1, meanwhile=True, incarnation=1, run_id="another") == "Refused(busy):1"
 
 
 # --------------------------------------------------------------------------------------- tables: the takeover meanwhile

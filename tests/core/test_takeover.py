@@ -116,6 +116,7 @@ def test_a_checkpoint_that_the_controller_before_committed_counts_after_a_takeov
     talk.hello(0, incarnation=1, resume=True, term_seen=1, version=7, incident="old-1", takeover=True)
     talk.frozen(0, 7)
     talk.event(Remembered(0, True, (Version(7), "step_7")))
+    talk.event(Remembered(0, True, (Version(5), "step_5")))  # read slowly
     assert talk.after(PATIENCE.gather_s).endswith("[evidence] [nothing_new] [released] Release(75):0")
     assert talk.facts("released")["text"] == "version 7 is on disk already; a restart goes on with step 8"
 

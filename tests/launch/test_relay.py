@@ -213,6 +213,7 @@ def test_a_relay_that_is_stopped_is_left_and_one_that_goes_on_is_not(tmp_path: P
         config = Config(token="secret", host="here", relay="on", run_dir=str(tmp_path))
         (tmp_path / "relay-here.json").write_text(json.dumps({"port": 4711, "pid": process.pid}))
         shortcut = Shortcut(config, RankEnv(1, 2, 1, "127.0.0.1", "job", 0))
+        shortcut.ended(4711, "the controller ended the stream")
         assert shortcut.port() == 4711 and not shortcut.stands_still()
         process.send_signal(signal.SIGSTOP)
         until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)

@@ -160,7 +160,8 @@ class Terminated(threading.Event):
 def test_whoever_leaves_the_gate_by_an_exception_stands_there_no_more(way: str, ordered: bool) -> None:
     """Otherwise an update would be ordered that nobody makes, or one that was ordered would be waited for."""
     told: list[GateState] = []
-    gate = Gate(on_left=lambda: told.append(gate.state()))
+    stood: list[bool] = []
+    gate = Gate(lambda: stood.append(gate.state().parked), lambda: told.append(gate.state()))
     gate.close()
     gate._opened = Terminated(gate.admit if ordered else lambda: None)
     with pytest.raises(SystemExit):
@@ -168,6 +169,17 @@ def test_whoever_leaves_the_gate_by_an_exception_stands_there_no_more(way: str, 
     assert gate.state() == GateState(Version(0), Phase.IDLE, parked=False)
     assert not gate.admit()
     assert told == [gate.state()] * ordered
+    assert stood == [True, *[False] * ordered], "a freeze may wait for the end of the update"
+
+
+def test_a_thread_that_comes_back_after_a_repair_waits_at_the_gate() -> None:
+    gate = Gate()
+    gate.close()
+    gate.halt()
+    gate.revive(Version(4))
+    gate._opened = Terminated(lambda: None)
+    with pytest.raises(SystemExit):
+        gate.begin_update()
 
 
 def test_states_of_two_closures_differ() -> None:
