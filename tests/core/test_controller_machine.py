@@ -6,10 +6,8 @@ import pytest
 
 from tests.core.talk import LOST, PATIENCE, Talk, all_at_7
 from ttp.core import messages as m
-from ttp.core.controller.copy_counts import CopyCounts
 from ttp.core.controller.events import Accused, ConnectionId, Record, StreamEnded
-from ttp.core.controller.frozen_ranks import FrozenRanks
-from ttp.core.layout import Rank, Version
+from ttp.core.layout import Rank
 from ttp.testing.scenario import grid
 
 # --------------------------------------------------------------------------------------------------------------- rescue
@@ -247,14 +245,6 @@ def test_the_schedule_is_not_taken_from_a_rank_that_raised_before_its_schedules_
     orders = {order.rank: order.order for order in talk.orders(m.Save)}
     assert {rank: order.job_state for rank, order in orders.items() if order.shards}.pop(0) is False
     assert sum(order.job_state for order in orders.values()) == 1
-
-
-def test_the_newer_version_of_a_rank_that_cannot_save_ends_no_wait() -> None:
-    ranks = FrozenRanks(CopyCounts(grid(1, 3)))
-    ranks.fail(Rank(0), "disk full")
-    for rank, version in (0, 8), (1, 7):
-        ranks.accept([Rank(rank)], m.Frozen(Rank(rank), "i", Version(version), m.Phase.IDLE, final=True))
-    assert not ranks.counts.newest_is_whole(dict)
 
 
 def test_an_update_of_a_rank_that_acknowledged_late_has_its_time_from_the_freeze_on() -> None:

@@ -12,7 +12,9 @@ from tests.core.talk import PATIENCE, Talk, Wide
 from ttp.core import messages as m
 from ttp.core.answer import Answer
 from ttp.core.controller import planning
+from ttp.core.controller.copy_counts import CopyCounts
 from ttp.core.controller.events import LauncherSaid
+from ttp.core.controller.frozen_ranks import FrozenRanks
 from ttp.core.controller.membership import Member
 from ttp.core.decide import NoPlan, Plan, decide
 from ttp.core.layout import Layout, Rank, Shard, Version
@@ -245,3 +247,11 @@ def test_the_text_that_all_ranks_get_does_not_grow_with_their_number() -> None:
     text = talk.orders(m.Release)[0].text
     assert "rank 0: disk full; rank 1: disk full; " in text and "; and 34 more ranks; shard 's0'" in text
     assert "rank 16" not in text
+
+
+def test_the_newer_version_of_a_rank_that_cannot_save_ends_no_wait() -> None:
+    ranks = FrozenRanks(CopyCounts(grid(1, 3)))
+    ranks.fail(Rank(0), "disk full")
+    for rank, version in (0, 8), (1, 7):
+        ranks.accept([Rank(rank)], m.Frozen(Rank(rank), "i", Version(version), m.Phase.IDLE, final=True))
+    assert not ranks.counts.newest_is_whole(dict)
