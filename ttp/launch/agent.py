@@ -25,7 +25,7 @@ from ttp.launch.host import Host
 from ttp.launch.later import obey
 from ttp.launch.moved_ranks import MovedRanks, job_address, may_move
 from ttp.launch.preparation import EXIT_FAILED, verdict
-from ttp.launch.rendezvous import give_fresh_stores, told_if_late
+from ttp.launch.rendezvous import give_fresh_stores, keep_own_time, told_if_late
 from ttp.launch.seats import Seats
 from ttp.launch.shared_token import SharedToken
 from ttp.launch.stand_by import Rescheduling, StandBy, is_dynamic, pass_barrier
@@ -66,6 +66,8 @@ class TtpAgent(LocalElasticAgent):
         give_fresh_stores(spec)
         wait_s = host.config.reschedule_s
         self._moved = MovedRanks(spec, host) if stand_by and may_move() else None
+        if is_dynamic(spec.rdzv_handler):
+            self._fail_open(lambda: keep_own_time(spec.rdzv_handler))
         if stand_by:
             spec.rdzv_handler = StandBy(spec.rdzv_handler, wait_s, self._prepare, host.forms)
         elif is_dynamic(spec.rdzv_handler):

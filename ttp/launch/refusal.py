@@ -13,6 +13,8 @@ import sys
 import time
 from typing import Any
 
+from ttp.launch.rendezvous import keep_own_time
+
 logger = logging.getLogger("ttp.launch")
 
 BACKEND = "c10d"
@@ -52,6 +54,7 @@ def _tell(flags: Any, hosts: int, text: str, ends: float) -> None:
     )
     backend, store = create_backend(parameters)
     meeting: Any = create_handler(store, backend, parameters)
+    keep_own_time(meeting)
     held = meeting._state_holder
     held.sync()
     if _has_formed(held.state):

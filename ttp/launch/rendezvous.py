@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from datetime import datetime, timedelta, timezone, tzinfo
 from typing import Any, TypeVar
 
 import torch.distributed
@@ -93,6 +95,66 @@ class WrappedRendezvous:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
+
+
+DEADLINE = "deadline"
+
+
+class OwnClock:
+    """Gives the state of torch's dynamic rendezvous the times of this host's clock.
+
+    Torch compares times that other hosts have noted with the clock of this host, and drops hosts whose clocks differ.
+    Here a keep-alive is as old as it has been known to this host, by the monotonic clock, and the round that waits for
+    more hosts ends ``last_call`` after this host has learned of it. Times of other hosts go back to them as they came.
+
+    Args:
+        held: torch's holder of the state.
+        last_call: how long a round that has enough hosts waits for more.
+    """
+
+    def __init__(self, held: Any, last_call: timedelta) -> None:
+        self._held, self._last_call = held, last_call
+        self._stock_sync, self._stock_sanitize = held.sync, held._sanitize
+        self._came: dict[Any, tuple[datetime, float]] = {}  # what was noted, and when it was seen here, in seconds
+        self._shown: dict[Any, datetime] = {}
+        held.sync, held._sanitize = self.sync, self.sanitize
+
+    def sync(self) -> Any:
+        """See torch's ``_RendezvousStateHolder.sync``. What this host has not changed is written as it came."""
+        if self._held._dirty:
+            times = _times(self._held.state)
+            came = {key: noted for key, (noted, _) in self._came.items() if times.get(key) == self._shown[key]}
+            _change(self._held.state, came)
+        return self._stock_sync()
+
+    def sanitize(self) -> None:
+        """Drop silent hosts from a state that was just read, as torch does, by this host's clock."""
+        times, known, now_s = _times(self._held.state), self._came, time.monotonic()
+        self._came = {k: known[k] if k in known and known[k][0] == at else (at, now_s) for k, at in times.items()}
+        self._shown = {key: _ago(now_s - seen_s, at.tzinfo) for key, (at, seen_s) in self._came.items()}
+        if DEADLINE in self._shown:
+            self._shown[DEADLINE] += self._last_call
+        _change(self._held.state, self._shown)
+        self._stock_sanitize()
+
+
+def keep_own_time(rendezvous: Any) -> None:
+    """Let this host judge the others in torch's dynamic rendezvous by its own clock (``OwnClock``)."""
+    OwnClock(rendezvous._state_holder, rendezvous.settings.timeout.last_call)
+
+
+def _times(state: Any) -> dict[Any, datetime]:
+    return dict(state.last_heartbeats) | ({} if state.deadline is None else {DEADLINE: state.deadline})
+
+
+def _change(state: Any, times: dict[Any, datetime]) -> None:
+    state.last_heartbeats.update({node: at for node, at in times.items() if node != DEADLINE})
+    state.deadline = times.get(DEADLINE, state.deadline)
+
+
+def _ago(seconds: float, zone: tzinfo | None) -> datetime:
+    """Return a time of this host's clock. Older versions of torch note UTC without saying so."""
+    return datetime.now(timezone.utc).replace(tzinfo=zone) - timedelta(seconds=seconds)
 
 
 # --------------------------------------------------------------------------------------- a fresh store for each restart

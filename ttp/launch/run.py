@@ -171,9 +171,8 @@ def _rendezvous_settings(arguments: Any) -> str:
     """Return the user's settings, completed for a dynamic rendezvous.
 
     A heartbeat with which a silent host counts as gone after 10 s instead of 15 matters only while hosts meet. It is
-    not less, because torch compares the wall clocks of two hosts, and because a busy host may be late. In jobs of more
-    than ``FEW_NODES`` hosts it is left out, because each beat rewrites the state of all hosts, which is one value in
-    torch's store.
+    not less, because a busy host may be late. In jobs of more than ``FEW_NODES`` hosts it is left out, because each
+    beat rewrites the state of all hosts, which is one value in torch's store.
     """
     given = [str(arguments.rdzv_conf)]
     if "keep_alive" not in given[0] and arguments.rdzv_backend in LETS_IN and _nodes(arguments.nnodes) <= FEW_NODES:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from datetime import datetime, timedelta, timezone
+from datetime import timedelta
 from typing import Any
 
 from torch.distributed.elastic.rendezvous import (
@@ -43,8 +43,6 @@ GONE_S = 30.0
 """Seconds that a restart waits for a rendezvous that does not answer, as its host may be lost."""
 AGAIN_MAX = 3
 """Starts in a row that lost hosts may end. Torch counts no restart then, and a host may only seem to be lost."""
-AHEAD_S = 3.0
-"""Seconds by which a clock is ahead before that is said."""
 TURN_KEY = "ttp/turn"
 """Prefix of the key, one per round, that counts the hosts that want an empty place of that round."""
 
@@ -108,10 +106,7 @@ class Rescheduling(WrappedRendezvous):
         if not lost or self._again == AGAIN_MAX:
             return 0
         self._again += 1
-        logger.warning(
-            "a host is lost, or seemed to be, while the ranks are still starting: all start again%s",
-            wrong_clocks(self._inner),
-        )
+        logger.warning("a host is lost, or seemed to be, while the ranks are still starting: all start again")
         return 1
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -142,9 +137,8 @@ class Rescheduling(WrappedRendezvous):
         except RendezvousTimeoutError as problem:
             logger.error(
                 "a host is missing, and none has come within %s; the job ends here. What was saved stays: start the "
-                "job again with all hosts%s",
+                "job again with all hosts",
                 within,
-                wrong_clocks(self._inner),
             )
             raise HostMissingError from problem
         except RendezvousConnectionError:
@@ -159,8 +153,7 @@ class Rescheduling(WrappedRendezvous):
         # Those who are in a complete round train, save or are lost; whoever meets again waits for the next round.
         here = list(state.wait_list if state.complete else state.participants)
         names = ", ".join(sorted({str(node.addr) for node in here}))
-        clocks = wrong_clocks(self._inner)
-        return f"{len(here)} of {hosts} are here ({names}); the wait ends after {within}{clocks}" if hosts > 1 else ""
+        return f"{len(here)} of {hosts} are here ({names}); the wait ends after {within}" if hosts > 1 else ""
 
     def leave(self) -> None:
         """Give up this host's place without closing the rendezvous for the other hosts."""
@@ -269,19 +262,6 @@ def pass_barrier(store: Any, hosts: int) -> None:
 def is_dynamic(rendezvous: Any) -> bool:
     """Return whether this is torch's dynamic rendezvous, which hosts may join later."""
     return hasattr(rendezvous, "_state_holder")
-
-
-def wrong_clocks(rendezvous: Any) -> str:
-    """Return which hosts have clocks ahead of this host's, as a clause to append; empty: none is known.
-
-    A host whose clock is behind is not found here, but it finds this one.
-    """
-    state, now = getattr(getattr(rendezvous, "_state_holder", None), "state", None), datetime.now(timezone.utc)
-    beats = dict(getattr(state, "last_heartbeats", {}))
-    late = {node: (at if at.tzinfo else at.replace(tzinfo=timezone.utc)) - now for node, at in beats.items()}
-    ahead = [f"{node.addr} by {s:.0f} s" for node, gap in late.items() if (s := gap.total_seconds()) > AHEAD_S]
-    why = "torch takes hosts for lost whose clocks differ by some seconds: set the clocks of all hosts"
-    return f". Clocks are ahead of this host's ({', '.join(ahead)}), and {why}" if ahead else ""
 
 
 def vacancies(state: Any, hosts: int) -> int:
