@@ -15,9 +15,10 @@ from tests.damage import flip
 from tests.disks.plug import Loss, Moment, PluggedDisk, PowerCut
 from ttp.core.restore_choice import NOT_TRIED
 from ttp.core.restore_messages import Candidate
-from ttp.store import digest
-from ttp.store.catalog import find_whole, prune, scan
+from ttp.store import digest, names
+from ttp.store.catalog import find_whole, prune, scan, tidy
 from ttp.store.disk import Disk
+from ttp.store.history import FILE, line_of
 from ttp.store.manifest import MANIFEST, Manifest, manifest_digest
 from ttp.store.verify import unlisted_files, verify_checkpoint
 
@@ -256,6 +257,26 @@ def test_what_cannot_be_read_stays_however_old(world: World, four: dict[int, Pat
     (world.save_dir / "tensorboard").mkdir()
     assert prune(world.save_dir, 1) == [four[6].name]
     assert left(world) == [8, 4, 2, None]
+
+
+@pytest.mark.parametrize(
+    ("restored", "expected"),
+    [
+        ((), [8, 6, 4]),
+        ((6,), [8, 6]),  # it was whole when all ranks read it, and is not read again for each removal
+        ((6, 8, 4), [8, 6, 4]),  # the last launch had to go back behind it
+    ],
+)
+def test_a_damaged_one_is_not_among_those_to_keep(
+    world: World, four: dict[int, Path], restored: tuple[int, ...], expected: list[int]
+) -> None:
+    flip(four[6] / "__0_1.distcp")
+    log = world.save_dir / names.INCIDENTS / FILE
+    log.parent.mkdir()
+    lines = ((line_of("incarnation", 1.0, {}), line_of("restored", 1.0, {"version": v})) for v in restored)
+    log.write_text("".join(line for pair in lines for line in pair))
+    tidy(world.save_dir, 2, four[8].name, verified=True)
+    assert [version for version in left(world) if version] == expected
 
 
 def test_the_protected_stay(world: World, four: dict[int, Path]) -> None:

@@ -18,7 +18,7 @@ from ttp.core.layout import Version
 from ttp.core.restore_choice import NOT_TRIED
 from ttp.core.restore_messages import Candidate
 from ttp.errors import CheckpointError
-from ttp.store import names, verify
+from ttp.store import history, names, verify
 from ttp.store.digest import Progress
 from ttp.store.disk import Disk
 from ttp.store.manifest import MANIFEST, ForeignCheckpointError, Manifest, load_with_digest
@@ -174,7 +174,7 @@ def tidy(save_dir: Path, keep: int, newest: str, *, verified: bool) -> list[str]
 
     At a restart (``verified``) warn if there is no room for another checkpoint then.
 
-    If a checkpoint has to be removed, this takes as long as reading the newest one, unless that is ``verified``, so no
+    If a checkpoint has to be removed, this takes as long as reading those to keep that no launch has restored, so no
     rank should wait for it. It may be interrupted anywhere and called again.
 
     Args:
@@ -183,8 +183,9 @@ def tidy(save_dir: Path, keep: int, newest: str, *, verified: bool) -> list[str]
         newest: name of the checkpoint that was committed or restored; it stays.
         verified: whether all digests of ``newest`` have just been verified.
     """
+    known = {names.checkpoint_name(version) for version in history.sound_versions(save_dir)} - {newest}
     try:
-        removed = prune(save_dir, keep, {newest}, Disk(), verified={newest} if verified else ())
+        removed = prune(save_dir, keep, {newest}, Disk(), verified=known | ({newest} if verified else set()))
     except (OSError, CheckpointError, RecursionError) as problem:
         _log.warning("old files in %s could not be removed: %s", save_dir, str(problem))
         return []
@@ -264,8 +265,8 @@ def prune(
 ) -> list[str]:
     """Remove drafts and checkpoints that are too old, and return the names removed.
 
-    Before a checkpoint is removed, the newest one is read with all digests. If it is damaged it does not count as one
-    to keep, and the next one is read. That takes as long as a restore reads, so no rank should wait for this function.
+    Before a checkpoint is removed, those to keep are read with all digests. One that is damaged does not count, and the
+    next one is read. That takes longer than a restore, so no rank should wait for this function.
 
     Too old are whole checkpoints beyond the ``keep`` newest, superseded ones older than all that stay, and drafts older
     than the newest whole checkpoint and than those in ``protect`` (a draft of that version or newer may still be
@@ -279,7 +280,7 @@ def prune(
         keep: number of whole checkpoints to keep, at least 1.
         protect: names in ``save_dir`` that stay.
         disk: makes the disk calls.
-        verified: names of checkpoints whose digests have just been verified; they are not read again.
+        verified: names of checkpoints whose digests have been verified; they are not read again.
 
     Raises:
         CheckpointError: ``save_dir`` cannot be listed.
@@ -357,8 +358,12 @@ def _too_old(
     whole = [entry for entry in entries if entry.kind == "checkpoint" and entry.whole]
     bases = [*whole[:1], *(entry for entry in whole if entry.path.name in protect)]
     newest = min(map(_version, bases), default=-1)  # a job that could not restore a later one saves older versions
-    while _aged(entries, whole, keep) and not is_sound(whole[0]):
-        del whole[0]
+    sound = 0
+    while _aged(entries, whole, keep) and sound < min(keep, len(whole)):
+        if is_sound(whole[sound]):
+            sound += 1
+        else:
+            del whole[sound]
     aged = _aged(entries, whole, keep)
     for entry in entries:
         stale = entry.kind == "draft" and _version(entry) < newest

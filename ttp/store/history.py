@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ttp.core.layout import Rank, parse_ranks
+from ttp.core.layout import Rank, Version, parse_ranks
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED, EXIT_TRAINED, CheckpointError
 from ttp.store.durable import make_directory, write_durably
 from ttp.store.json_text import parse_json
@@ -287,6 +287,15 @@ def behind(save_dir: Path, resumed: tuple[str, int] | None, lately_s: float) -> 
     known = bool(launches) and (launches[-1].run_id, launches[-1].incarnation) == resumed
     present = launches.pop() if known else None
     return fruitless(launches), present, stood_s
+
+
+def sound_versions(save_dir: Path) -> set[Version]:
+    """Return the versions that launches have restored, and so verified; of a later one that went back, none above."""
+    known: set[Version] = set()
+    for launch in _readable(save_dir):
+        if launch.restored_unix_s:
+            known = {v for v in known if v < launch.restored} | {Version(launch.restored)}
+    return known
 
 
 def fruitless(launches: Sequence[Launch]) -> int:
