@@ -28,6 +28,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ttp")
 
+_GONE_BACK = (
+    "not all of %s was read yet, as some rank has skipped a newer checkpoint: the log of that rank says why. Each rank "
+    "reads its part now, and if that is whole, training goes on from there: nothing has to be done for this launch"
+)
+_NOT_SHARED = (
+    "still not all of %s was read: LOCAL_RANK or LOCAL_WORLD_SIZE is wrong on some rank, or hosts see different copies "
+    "(is save_dir shared?). Each rank reads all of it now, which takes longer"
+)
+
 
 class Restoring:
     """One call of ``ttp.restore``.
@@ -119,13 +128,10 @@ class Restoring:
         """
         found = self._look_back(self._share)
         chosen, unread = self._agree(found)
-        for share, older, why in (
-            (self._share, True, "each rank also reads its part of older checkpoints"),
-            (everything, False, "LOCAL_RANK or LOCAL_WORLD_SIZE is wrong, or copies differ: each rank reads all of it"),
-        ):
+        for share, older, why in ((self._share, True, _GONE_BACK), (everything, False, _NOT_SHARED)):
             if not unread:
                 break
-            log.warning("the ranks have not read all of %s: %s", chosen.name, why)
+            log.warning(why, chosen.name)
             if any(reading.count != 1 for reading in found.readings):
                 found = self._look_back(share, older=older, before=found)
             chosen, unread = self._agree(found)
