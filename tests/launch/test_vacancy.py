@@ -165,9 +165,12 @@ def test_a_host_that_waits_says_for_how_long_and_who_is_here(
     monkeypatch.setattr(rendezvous, "SAY_S", 0.0)
     one, other, beside = Node("10.0.0.1", 1), Node("10.0.0.2", 2), Node("10.0.0.2", 3)
     there = [other, beside] if complete else [other, beside, one]
-    state = SimpleNamespace(complete=complete, participants=dict.fromkeys(there, 0), wait_list={one})
+    state = SimpleNamespace(
+        complete=complete, participants=dict.fromkeys(there, 0), wait_list={one}, redundancy_list=set()
+    )
     inner = SimpleNamespace(
         settings=SimpleNamespace(timeout=RendezvousTimeout(), max_nodes=4),
+        _this_node=one,
         _state_holder=SimpleNamespace(state=state),
         next_rendezvous=lambda: until(lambda: caplog.messages),
         num_nodes_waiting=lambda: 0,
@@ -178,6 +181,10 @@ def test_a_host_that_waits_says_for_how_long_and_who_is_here(
         (said,) = caplog.messages
         assert said.endswith(f"other hosts (0 s so far): {here}; the wait ends after {within}")
         caplog.clear()
+    state.redundancy_list.add(one)
+    meeting.next_rendezvous()
+    assert "this host has lost its place, and stands by: all 4 places are taken (10.0.0." in caplog.text
+    meeting.shutdown()  # ``inner`` has no such method: a host without a place does not close it for the others
 
 
 @pytest.mark.parametrize("answers", [True, False])
@@ -228,6 +235,7 @@ def test_workers_are_looked_after_and_end_while_the_rendezvous_does_not_answer(
     monkeypatch.setattr(stand_by, "GONE_S", 0.05)
     answers = threading.Event()
     inner = Mock()
+    inner._state_holder.state.redundancy_list = ()
     inner.settings.timeout.join.total_seconds.return_value = 600.0
     inner.num_nodes_waiting.side_effect = lambda: answers.wait() and 3
     meeting = Rescheduling(inner, wait_s=0)
@@ -277,6 +285,7 @@ def test_a_host_that_is_lost_while_ranks_start_has_all_started_again(
 def test_the_job_trains_on_without_the_rendezvous(backend: str, asked: int, caplog: pytest.LogCaptureFixture) -> None:
     """Its launcher was killed. Torch would end the job, and fill the log with a stack trace for each attempt."""
     inner = Mock()
+    inner._state_holder.state.redundancy_list = ()
     inner.get_backend.return_value = backend
     inner.num_nodes_waiting.side_effect = RendezvousConnectionError("broken pipe")
     meeting = Rescheduling(inner, wait_s=0)

@@ -47,6 +47,14 @@ TURN_KEY = "ttp/turn"
 """Prefix of the key, one per round, that counts the hosts that want an empty place of that round."""
 
 
+SPARE = "another host has this one's place, and the rendezvous has gone: `ttp verdict` says what became of the job"
+
+GONE = (
+    "the launcher of %s has gone. Ranks there, if they live, train on, but nothing starts them again after a failure: "
+    "write a checkpoint (ttp save), end the job on all hosts, and start it again"
+)
+
+
 class HostMissingError(RendezvousTimeoutError):
     """A host has not come in time; the log has said so."""
 
@@ -67,6 +75,8 @@ class Rescheduling(WrappedRendezvous):
         self._seated = self._left = self._gone = False
         self._again = 0  # starts in a row that a lost host has ended
         self._asked: Future[int] | None = None
+        self._there: set[Any] = set()  # the launchers of this round, and when all of them were there
+        self._whole_s = 0.0
 
     def num_nodes_waiting(self) -> int:
         """Return how many hosts want to join, or 1 if one is lost while ranks start: if it is not 0, all start again.
@@ -98,16 +108,26 @@ class Rescheduling(WrappedRendezvous):
         They would wait until the time-out of their process group, half an hour by default. Once they have joined the
         job, its controller knows of the loss. A host whose keep-alives came late is lost for the others, and finds out.
         """
+        there = self._inner._state_holder.state.participants
         if self._met is None or not self._forms():
             self._again = 0
+            self._tell_of_launchers(set(there))
             return 0
-        there = self._inner._state_holder.state.participants
         lost = self._inner._this_node not in there or len(there) < self._met.world_size
         if not lost or self._again == AGAIN_MAX:
             return 0
         self._again += 1
         logger.warning("a host is lost, or seemed to be, while the ranks are still starting: all start again")
         return 1
+
+    def _tell_of_launchers(self, there: set[Any]) -> None:
+        """Say once that launchers of other hosts have gone, if ranks do not fail meanwhile: they may train on."""
+        now = time.monotonic()
+        if self._met is not None and len(there) >= self._met.world_size:
+            self._there, self._whole_s = there, now
+        elif (gone := self._there - there) and now - self._whole_s > LATE_S:
+            self._there = set()
+            logger.warning(GONE, ", ".join(sorted(str(node.addr) for node in gone)))
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet the other hosts; from the second meeting on within ``wait_s``.
@@ -142,6 +162,8 @@ class Rescheduling(WrappedRendezvous):
             )
             raise HostMissingError from problem
         except RendezvousConnectionError:
+            if self._is_spare():
+                raise RendezvousConnectionError(SPARE) from None
             if self._gone:  # torch says "broken pipe"
                 raise RendezvousConnectionError("the launcher that kept the rendezvous has gone") from None
             raise
@@ -153,7 +175,14 @@ class Rescheduling(WrappedRendezvous):
         # Those who are in a complete round train, save or are lost; whoever meets again waits for the next round.
         here = list(state.wait_list if state.complete else state.participants)
         names = ", ".join(sorted({str(node.addr) for node in here}))
+        if self._is_spare():
+            others = ", ".join(sorted({str(node.addr) for node in state.participants}))
+            return f"this host has lost its place, and stands by: all {hosts} places are taken ({others})"
         return f"{len(here)} of {hosts} are here ({names}); the wait ends after {within}" if hosts > 1 else ""
+
+    def _is_spare(self) -> bool:
+        """Return whether other hosts have all places of the present round, so that this one waits for another."""
+        return self._inner._this_node in getattr(self._inner._state_holder.state, "redundancy_list", ())
 
     def leave(self) -> None:
         """Give up this host's place without closing the rendezvous for the other hosts."""
@@ -170,7 +199,8 @@ class Rescheduling(WrappedRendezvous):
     def shutdown(self) -> bool:
         """See torch's ``RendezvousHandler.shutdown``. A host without a place does not close the rendezvous."""
         silent = self._asked is not None and not self._asked.done()
-        return bool(self._inner.shutdown()) if self._seated and not self._left and not silent else True
+        placed = self._seated and not (self._left or self._is_spare())
+        return bool(self._inner.shutdown()) if placed and not silent else True
 
 
 class StandBy(Rescheduling):
