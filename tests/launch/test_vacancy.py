@@ -281,6 +281,25 @@ def test_a_host_that_is_lost_while_ranks_start_has_all_started_again(
     assert caplog.text.count("a host is lost, or seemed to be") == 2 * again
 
 
+def test_a_launcher_that_was_killed_is_told_of_by_the_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its ranks train on, but nobody starts them again, which only `ttp status` on that host said."""
+    monkeypatch.setattr(stand_by, "ALONE_S", 0.0)
+    one, other = Node("10.0.0.1", 1), Node("10.0.0.2", 2)
+    inner = Mock(_this_node=one)
+    inner.settings.timeout.join.total_seconds.return_value = 600.0
+    inner.num_nodes_waiting.return_value = 0
+    inner.next_rendezvous.return_value.world_size = 2
+    inner._state_holder.state = SimpleNamespace(participants={one: 0, other: 1})
+    meeting = Rescheduling(inner, 0)
+    meeting.next_rendezvous()
+    assert not meeting.num_nodes_waiting() and not caplog.messages
+    inner._state_holder.state.participants = {one: 0}
+    assert [meeting.num_nodes_waiting() for _ in range(3)] == [0, 0, 0]
+    assert [text.partition(" has")[0] for text in caplog.messages] == ["the launcher of 10.0.0.2"]
+
+
 @pytest.mark.parametrize(("backend", "asked"), [("c10d", 1), ("etcd-v2", 2)])
 def test_the_job_trains_on_without_the_rendezvous(backend: str, asked: int, caplog: pytest.LogCaptureFixture) -> None:
     """Its launcher was killed. Torch would end the job, and fill the log with a stack trace for each attempt."""

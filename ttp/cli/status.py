@@ -201,7 +201,7 @@ def _survivors_line(now: pb.GetStatusResponse) -> Text:
     cannot = [rank.rank for rank in now.ranks if rank.state == "live" and not rank.can_continue]
     if cannot:
         return Text(f"when a rank dies all are started again: {ranks_text(cannot)} cannot go on (their logs say why)")
-    return Text("when a rank dies the other ranks go on in their processes")
+    return Text("when a rank dies the other ranks go on in their processes, if the launcher of each host lives")
 
 
 def _job_line(now: pb.GetStatusResponse) -> Text:

@@ -43,13 +43,15 @@ GONE_S = 30.0
 """Seconds that a restart waits for a rendezvous that does not answer, as its host may be lost."""
 AGAIN_MAX = 3
 """Starts in a row that lost hosts may end. Torch counts no restart then, and a host may only seem to be lost."""
+ALONE_S = 10.0
+"""Seconds for which ranks train without a launcher of another host before that is said: it may be lost with them."""
 TURN_KEY = "ttp/turn"
 """Prefix of the key, one per round, that counts the hosts that want an empty place of that round."""
 
 
 SPARE = "another host has this one's place, and the rendezvous has gone: `ttp verdict` says what became of the job"
 
-GONE = (
+LAUNCHER_GONE = (
     "the launcher of %s has gone. Ranks there, if they live, train on, but nothing starts them again after a failure: "
     "write a checkpoint (ttp save), end the job on all hosts, and start it again"
 )
@@ -125,9 +127,9 @@ class Rescheduling(WrappedRendezvous):
         now = time.monotonic()
         if self._met is not None and len(there) >= self._met.world_size:
             self._there, self._whole_s = there, now
-        elif (gone := self._there - there) and now - self._whole_s > LATE_S:
+        elif (gone := self._there - there) and now - self._whole_s > ALONE_S:
             self._there = set()
-            logger.warning(GONE, ", ".join(sorted(str(node.addr) for node in gone)))
+            logger.warning(LAUNCHER_GONE, ", ".join(sorted(str(node.addr) for node in gone)))
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet the other hosts; from the second meeting on within ``wait_s``.
