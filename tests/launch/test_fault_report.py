@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -12,7 +13,9 @@ import pytest
 
 from tests.launch.stub_controller import Stub
 from tests.waiting import until
+from ttp.config import Config
 from ttp.launch.fault_report import LAST_S, FaultReporter
+from ttp.launch.host import Host
 from ttp.wire.v1 import controller_pb2 as wire
 from ttp.wire.v1.controller_pb2_grpc import add_ControllerServicer_to_server
 
@@ -22,11 +25,13 @@ class Hearing(Stub):
 
     def __init__(self) -> None:
         self.leads, self.asked = False, 0
+        self.heard: list[wire.ReportFaultRequest] = []
 
     def ReportFault(  # noqa: N802 - the name is that of the call in the .proto file
         self, request: wire.ReportFaultRequest, _: grpc.ServicerContext
     ) -> wire.ReportFaultResponse:
         self.asked += 1
+        self.heard.append(request)
         return wire.ReportFaultResponse(accused=request.ranks if self.leads else (), text="it does not lead")
 
 
@@ -106,3 +111,18 @@ def test_a_report_that_every_controller_has_heard_keeps_no_launcher(serve: Calla
     until(lambda: reporter._unheard == 0)
     reporter.close()
     assert refuses.asked
+
+
+def test_an_incident_says_why_a_launcher_stops_its_ranks(
+    serve: Callable[[], tuple[str, Hearing]], tmp_path: Path
+) -> None:
+    """A host joined an elastic job, and its incident said "asked to end by SIGTERM (preemption, ...)"."""
+    place, leader = serve()
+    leader.leads = True
+    host = Host(Config(port=int(place.rpartition(":")[2])), tmp_path / "run")
+    host.before_workers("127.0.0.1", first_node=False)
+    host.say_why({1: None}, "a host joins")  # type: ignore[dict-item] # which process that is does not matter
+    assert [(list(r.ranks), r.reason, r.kind) for r in leader.heard] == [
+        ([1], "a host joins", wire.FAULT_KIND_PREEMPTED)
+    ]
+    host.close(several_nodes=False, code=0)

@@ -37,6 +37,7 @@ logger = logging.getLogger("ttp.launch")
 
 IMPORTS_KEY = "ttp/imports"
 """Key in the store of a launch; its value is the list of modules that the ranks have imported."""
+JOINS = "its launcher starts all ranks again, because a host wants to join the job"
 OF_WORKERS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": os.getenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")}
 """Variables that torch's agent gives to all workers alike."""
 
@@ -182,6 +183,7 @@ class TtpAgent(LocalElasticAgent):
         """Ask ranks to save if no worker has failed: torch then restarts them because a host wants to join."""
         if worker_group.state is WorkerState.HEALTHY:
             self._fail_open(lambda: self._seats.end(self._workers()))
+            self._fail_open(lambda: self._host.say_why(self._workers(), JOINS))
             self._fail_open(lambda: self._host.stops.stop(self._workers(), signal.SIGTERM, GRACE_S))
         super()._restart_workers(worker_group)
 

@@ -19,9 +19,9 @@ from ttp.launch.fault_report import FaultReporter
 from ttp.launch.job_verdict import ask_verdict, say_start, settled_code
 from ttp.launch.leases import Leases
 from ttp.launch.other_jobs import is_of_another_job
-from ttp.launch.presence import is_local
+from ttp.launch.presence import ask, is_local
 from ttp.launch.relay_file import wanted
-from ttp.launch.ring import forget_ring, job_is_busy, places, read_ring, reigning, rescue_goes_on
+from ttp.launch.ring import ask_everybody, forget_ring, job_is_busy, places, read_ring, reigning, rescue_goes_on
 from ttp.launch.run_dir import forget_launcher, note_launcher
 from ttp.launch.sentinel_watch import SentinelWatch
 from ttp.launch.shadow import Shadows
@@ -49,6 +49,8 @@ ALL_AT_ONCE = (
     "host were lost: ranks of other hosts save, none here. Kubelets with singleProcessOOMKill leave the others alive"
 )
 
+SAY_WHY_S = 1.0
+"""Seconds that a controller may take to hear why workers are stopped."""
 OTHERS_S = 10.0
 """Seconds for which the first node keeps the controller so that launchers of other hosts can ask it for the verdict."""
 
@@ -167,6 +169,17 @@ class Host:
             self._reporter = FaultReporter(self._places, self._home, token, pages.after, self.seat)
         self._watch.watch(workers, self._reporter)
         self._sentinels.watch(pids, self._on_death)
+
+    def say_why(self, workers: Workers, why: str) -> None:
+        """Tell the controller why these workers are about to be stopped; it would only learn that SIGTERM was sent."""
+        from ttp.wire.v1 import controller_pb2 as wire
+
+        told = wire.ReportFaultRequest(ranks=list(workers), reason=why, kind=wire.FAULT_KIND_PREEMPTED)
+        token, ends = self.config.token, time.monotonic() + SAY_WHY_S
+        asked = ask_everybody(
+            self._places(), lambda host, port: ask(host, port, token, "ReportFault", told, SAY_WHY_S), lambda: ends
+        )
+        any(answer.accused for _, answer in asked)  # until one that leads has heard it
 
     def wait_for_a_death(self, timeout_s: float) -> None:
         """Return at once when a worker ends, else after ``timeout_s`` seconds."""
