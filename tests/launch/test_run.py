@@ -305,6 +305,27 @@ def test_sigterm_before_the_ranks_have_joined(
 
 
 @pytest.mark.parametrize(
+    ("code", "leaves", "said"),
+    [
+        (75, 130, "leaving with 130: the job is saved. To go on, start it again with the same command"),
+        (70, 70, "leaving with 70: steps are lost"),
+        (0, 0, ""),
+    ],
+)
+def test_the_last_line_of_the_log_says_what_to_do(
+    code: int, leaves: int, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was torch's report of a killed rank, or "Process 7 got signal: 15"."""
+    made = SimpleNamespace(continuity=None, elastic=False, mindio=False, several_nodes=False, saved_exit_code=130)
+    made.run = lambda job: code
+    for name, fake in {"_launch": lambda _: made, "show_log": print, "forget_run_dir": print}.items():
+        monkeypatch.setattr(f"ttp.launch.run.{name}", fake)
+    monkeypatch.setattr("ttp.launch.run.settled", lambda config, _: nullcontext(config))
+    assert run([]) == leaves
+    assert [text[: len(said)] for text in caplog.messages] == [said] * bool(said)
+
+
+@pytest.mark.parametrize(
     "problem",
     [
         SignalException("Process 1 got signal: 15", signal.SIGTERM),

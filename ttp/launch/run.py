@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ttp.config import MINDIO_FORCE, MINDIO_SWITCH, Config
-from ttp.errors import EXIT_BAD_CONFIG, EXIT_SAVED, EXIT_TRAINED, ConfigError
+from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED, EXIT_TRAINED, ConfigError
 from ttp.launch.preparation import (
     EXIT_CODES,
     EXIT_FAILED,
@@ -86,7 +86,10 @@ def run(argv: list[str]) -> int:
         if code == EXIT_TRAINED:
             forget_run_dir(config, job)
         if code == EXIT_SAVED:
-            return launch.saved_exit_code or config.saved_exit_code
+            code = launch.saved_exit_code or config.saved_exit_code
+            logger.warning("leaving with %d: the job is saved. To go on, start it again with the same command", code)
+        if code == EXIT_NOT_SAVED:
+            logger.error("leaving with %d: steps are lost, as said above. Remove the cause, then start again", code)
         return code
     except ConfigError as problem:
         code = refuse(str(problem))
