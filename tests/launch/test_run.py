@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -302,6 +303,18 @@ def test_sigterm_before_the_ranks_have_joined(
     monkeypatch.setattr("torch.distributed.run.run", torchrun)
     monkeypatch.setattr(launch, "_our_agent", lambda _: nullcontext())
     assert launch.run(Config()) == leaves
+
+
+def test_a_host_that_does_not_know_its_own_name_is_told_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its message was "Temporary failure in name resolution"."""
+    launch = _TorchLaunch(["--rdzv-endpoint", "n1:29500", "x.py"])
+    monkeypatch.setattr("torch.distributed.run.run", Mock(side_effect=socket.gaierror(-3, "Temporary failure")))
+    monkeypatch.setattr(launch, "_our_agent", lambda _: nullcontext())
+    assert launch.run(Config()) == 64
+    said = capfd.readouterr().err
+    assert f"its own name, {socket.gethostname()}." in said and "--rdzv-endpoint n1:29500, is_host=0" in said
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,10 @@ ELASTIC_HELP = (
     "when a host is lost and none takes its place, go on with the remaining hosts (--nnodes 1:N), and with more again "
     "when one joins; the checkpoint is then read by another number of ranks"
 )
+UNKNOWN_NAME = (
+    "{}: this host does not know its own name, {}. Add it to /etc/hosts; or give --rdzv-conf is_host=1 on the host of "
+    "--rdzv-endpoint {}, is_host=0 on the others, and on each host its address as --local-addr"
+)
 LETS_IN = ("c10d", "etcd-v2")
 """Backends of torch's dynamic rendezvous."""
 FEW_NODES = 64
@@ -269,6 +273,8 @@ class _TorchLaunch(Launch):
             pass  # the log has said it
         except (RendezvousError, DistError) as problem:
             _show(_of_meeting(problem))
+        except socket.gaierror as problem:
+            return refuse(UNKNOWN_NAME.format(problem.strerror, socket.gethostname(), self._arguments.rdzv_endpoint))
         except Exception as problem:
             if self._agent is None and isinstance(problem, (ValueError, AssertionError, RuntimeError, OSError)):
                 return refuse(str(problem) or f"torch's launcher does not accept these flags: {problem!r}")
