@@ -145,7 +145,8 @@ class Untouched:
         return parameter.detach().view(kind).sum()
 
     def _has_changed(self, parameter: Tensor, before: _Look, now: _Look, *, whole: bool) -> bool:
-        look = before.version != now.version or self._on_host(parameter)
-        same_form = before.sample.shape == now.sample.shape  # else it is in lower precision for the passes only
-        equal = torch.equal(before.whole, now.whole) if whole else torch.equal(before.sample, now.sample)
-        return look and same_form and not equal
+        if before.version == now.version and not self._on_host(parameter):
+            return False  # without a wait for the device
+        if before.sample.shape != now.sample.shape:
+            return False  # it is in lower precision for the passes only
+        return not (torch.equal(before.whole, now.whole) if whole else torch.equal(before.sample, now.sample))
