@@ -264,16 +264,16 @@ def test_an_update_of_a_rank_that_acknowledged_late_has_its_time_from_the_freeze
     assert talk.incident.evidence.against(m.FaultKind.SILENT) == [1], "rank 3 was asked later"
 
 
-@pytest.mark.parametrize("finished", [True, False])
-def test_a_finished_step_of_which_only_the_pre_image_can_be_read_is_called_lost(finished: bool) -> None:
-    """Every rank evaluates other weights. A rank that was torn in the step has not finished it."""
+@pytest.mark.parametrize("finished", [m.Phase.TORN, m.Phase.UPDATING, None])
+def test_a_finished_step_of_which_only_the_pre_image_can_be_read_is_called_lost(finished: m.Phase | None) -> None:
+    """Every rank evaluates other weights, or has left its loop in it. A torn rank has not finished the step."""
     talk = Talk(grid(1, 2))
     talk.accuse(1, m.FaultKind.EXITED)
     if finished:
-        talk.frozen(0, 7, m.Phase.TORN, main_thread_blocked=True)
+        talk.frozen(0, 7, finished, main_thread_blocked=True)
     assert "Save:0" in talk.frozen(0, 6, m.Phase.TORN, has_preimage=True, main_thread_blocked=True)
     talk.write()
-    assert ("saved version 6; 1 finished step is lost" in talk.incident.outcome) is finished
+    assert ("saved version 6; 1 finished step is lost" in talk.incident.outcome) is bool(finished)
 
 
 @pytest.mark.parametrize("comes", [True, False])

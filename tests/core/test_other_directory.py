@@ -80,6 +80,10 @@ def test_storage_that_refuses_everybody_is_asked_again_later() -> None:
     for _ in range(9):
         assert everybody_fails(talk).endswith("[retry]")
         waited.append(talk.facts("retry")["after_s"])
+        talk.lost(5)
+        talk.back(5, incident=talk.id)
+        talk.frozen(5, 7)
+        assert not talk.incident.waits_for, "a status tells that the storage has refused"
         assert talk.after(waited[-1] - 0.01) == "", "not before"
         assert "[plan] Save" in talk.after(0.02)
     assert waited == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0]

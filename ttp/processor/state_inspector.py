@@ -155,10 +155,13 @@ class StateInspector:
     def _say(self, state: GateState) -> None:
         updating = state.phase is m.Phase.UPDATING
         if updating or self._source.on_device or self._took_s > LOOK_S:
-            # The freeze is acknowledged, the answer follows.
-            self._put(Inspection(state.closure, ev.Quiet(state.version, m.Phase.UPDATING, state.parked, False)))
+            self._acknowledge(state)
         if not updating:
             self._submit(state)
+
+    def _acknowledge(self, state: GateState) -> None:
+        """Say which version this rank has finished, as far as its host knows. The answer to the freeze follows."""
+        self._put(Inspection(state.closure, ev.Quiet(state.version, m.Phase.UPDATING, state.parked, False)))
 
     def _submit(self, state: GateState) -> None:
         """Queue an inspection. One that still hangs from an earlier closure, behind a device, is abandoned."""
@@ -229,10 +232,11 @@ class StateInspector:
 
         Until then this rank has no version, and says so: a save of ranks that have one must not wait for it.
         """
+        if self.left or state.phase is m.Phase.DONE:
+            self._acknowledge(state)  # to say that there is no version would end the job without a checkpoint
+            return False
         if not state.parked:  # else the weights are back in the queue of a device
             self._answer(state, state.version, m.Phase.TORN, has_preimage=False)
-        if self.left or state.phase is m.Phase.DONE:
-            return False
         until = time.monotonic() + WEIGHTS_S
         while self._asked(self._source.other_weights, True):
             if self.left or time.monotonic() > until or self._gate.state() != state:

@@ -27,7 +27,7 @@ class FrozenRanks:
     answers: dict[Rank, m.Frozen] = field(default_factory=dict)
     """Answers by rank, final or not. Many ranks often share one object, whose rank is ``SEVERAL``."""
     finished: dict[Rank, Version] = field(default_factory=dict)
-    """The newest version in the final answers of each rank. The last answer may be older: only a pre-image is left."""
+    """The newest version in the answers of each rank. The last answer may be older: only a pre-image is left."""
     votes: dict[Rank, m.Frozen] = field(default_factory=dict)
     """The last answers with digests of ranks that were lost or asked again: what their copies were is still known."""
     waiting: set[Rank] = field(default_factory=set)
@@ -62,11 +62,11 @@ class FrozenRanks:
             target = self.redoing.get(rank)
             self.forget(rank)
             self.answers[rank] = answer
+            self.finished[rank] = max(answer.version, self.finished.get(rank, answer.version))
             if target is not None and answer.version < target and not torn:
                 self.redoing[rank] = target  # the answer was sent before the order arrived, or during the redo
         if not answer.final:
             return
-        self.finished |= {rank: max(answer.version, self.finished.get(rank, answer.version)) for rank in ranks}
         self.waiting.difference_update(ranks)
         if not torn:
             self.counts.count([rank for rank in ranks if rank not in self.failures], answer.version)

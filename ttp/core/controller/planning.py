@@ -69,10 +69,10 @@ class Planner:
             return Wait("a checkpoint that was begun while the controller was silent is still being written")
         if self._job.gather_until is not None:
             return Wait("a controller was lost: ranks with a newer version may still come")
-        if incident.ranks.waiting and (leads or not incident.newest_is_known()):
-            return Wait(ANSWERS)
         if now < incident.look_again_at and not leads:
             return Wait(incident.waits_for)
+        if incident.ranks.waiting and (leads or not incident.newest_is_known()):
+            return Wait(ANSWERS)
         layout, counts = self.program.layout, incident.ranks.counts
         if leads and layout is not None and layout is not counts.layout:
             counts.use(layout)
