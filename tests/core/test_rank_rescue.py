@@ -36,13 +36,14 @@ def test_a_device_that_stands_still_is_waited_for_only_where_nothing_broke(snaps
     assert act.CloseGate(360, hurry=not snapshot) in rank.did
 
 
-def test_a_torn_rank_says_so() -> None:
+@pytest.mark.parametrize(("kind", "runs"), [(m.FaultKind.EXCEPTION, False), (m.FaultKind.PREEMPTED, True)])
+def test_a_torn_rank_says_so(kind: m.FaultKind, runs: bool) -> None:
+    """After a SIGTERM its thread runs on, such as in an evaluation of other weights, and may have a whole copy soon."""
     rank = Rank1()
-    rank.event(ev.Raised(m.FaultKind.EXCEPTION, "x"))
-    rank.freeze()
-    rank.quiet(7, m.Phase.TORN, parked=False)
+    rank.event(ev.Raised(kind, "x"))
+    assert rank.freeze() and rank.quiet(7, m.Phase.TORN, parked=False)
     answer = rank.sent(m.Frozen)
-    assert (answer.phase, answer.final, answer.main_thread_blocked) == (m.Phase.TORN, True, False)
+    assert (answer.phase, answer.final, answer.main_thread_blocked) == (m.Phase.TORN, True, runs)
 
 
 def test_quiet_without_a_freeze_is_nobodys_business() -> None:

@@ -277,6 +277,7 @@ def test_other_weights_that_stay_leave_the_version_before(
         assert (said.version, said.phase) == (3, m.Phase.UPDATING), "it tells which version is lost"
     first: Quiet = it.said()
     assert (first.version, first.phase, first.has_preimage) == (2, m.Phase.TORN, True)
+    assert first.parked is (thread == "left"), "else it may still come to the gate"
     assert it.silent(), "said once"
     source.other_weights = lambda: False
     last: Quiet = it.said()

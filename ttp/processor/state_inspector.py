@@ -210,7 +210,7 @@ class StateInspector:
         quiet = ev.Quiet(
             version=state.version if version is None else version,
             phase=phase,
-            parked=state.parked,
+            parked=state.parked or self.left,
             post_step_done=self._asked(self._source.post_step_done, False),
             has_gradient=(state.parked or behind) and self._asked(self._source.gradient_ready, False),
             has_preimage=has_preimage,

@@ -88,7 +88,10 @@ class AsideOrder(AsideEvent):
 
 @dataclass(frozen=True, slots=True)
 class Quiet(Event):
-    """The state behind the closed gate, sent when it is stable and whenever one of these facts changes."""
+    """The state behind the closed gate, sent when it is stable and whenever one of these facts changes.
+
+    ``parked``: the training thread stands at the gate, or has left its loop with an error.
+    """
 
     version: Version
     phase: m.Phase

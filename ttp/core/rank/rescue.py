@@ -46,6 +46,12 @@ class RankState:
         """The rank's number."""
         return self.hello.rank
 
+    @property
+    def over(self) -> bool:
+        """Whether the training thread has left its loop. After a SIGTERM it runs on, see ``Quiet.parked``."""
+        raised = self.broken is not None and self.broken.kind is not m.FaultKind.PREEMPTED
+        return raised or self.returned is not None
+
 
 class RankRescue:
     """A rank's work between a freeze and the thaw. The machine handles the release, which ends the process.
@@ -216,7 +222,7 @@ class RankRescue:
                 version=quiet.version,
                 phase=quiet.phase,
                 final=quiet.phase is not m.Phase.UPDATING,
-                main_thread_blocked=not (quiet.parked or state.broken or state.returned),
+                main_thread_blocked=not (quiet.parked or state.over),
                 post_step_done=quiet.post_step_done,
                 has_gradient=quiet.has_gradient and not self._may_not_redo,
                 # A snapshot uses no pre-image, except on ranks in the middle of an update that takes several calls:
