@@ -135,18 +135,21 @@ class Untouched:
             self.toggled.update(each for each, count in self._changes.items() if count > 1)
 
     def _look(self) -> list[_Look]:
-        return [_Look(p._version, sample_of(p), self._whole(p)) for p in self._parameters]
+        return [_Look(p._version, sample := sample_of(p), self._whole(p, sample)) for p in self._parameters]
 
-    def _whole(self, parameter: Tensor) -> Tensor:
-        """Return the sum of all elements as whole numbers, which does not depend on their order, or only a sample."""
+    def _whole(self, parameter: Tensor, sample: Tensor) -> Tensor:
+        """Return the sum of all elements as whole numbers, which does not depend on their order, or only the sample.
+
+        The sum wraps around: one in more bits than the elements have takes several times as long.
+        """
         kind = _INTEGERS.get(parameter.element_size())
         if kind is None or not is_plain(parameter) or not self._on_host(parameter):
-            return sample_of(parameter)
-        return parameter.detach().view(kind).sum()
+            return sample
+        return parameter.detach().view(kind).sum(dtype=kind)
 
     def _has_changed(self, parameter: Tensor, before: _Look, now: _Look, *, whole: bool) -> bool:
         if before.version == now.version and not self._on_host(parameter):
             return False  # without a wait for the device
         if before.sample.shape != now.sample.shape:
             return False  # it is in lower precision for the passes only
-        return not (torch.equal(before.whole, now.whole) if whole else torch.equal(before.sample, now.sample))
+        return not torch.equal(before.sample, now.sample) or (whole and not torch.equal(before.whole, now.whole))
