@@ -140,8 +140,7 @@ class Bracket:
         calls: Calls,
         no_sync: NoSync,
     ) -> None:
-        self._reporter = reporter
-        self._capture = capture
+        self._reporter, self._capture = reporter, capture
         self._post_step = post_step
         self._fence = fence
         self._version = version
@@ -327,6 +326,7 @@ class Bracket:
         if self._stepping.aside:
             return
         if not self._opened:
+            self._untouched = None  # the step has written already, which is no change by the loop
             self._say_once(_NOT_EVALUATED.format(type(optimizer).__name__))
             self._open(redoable=False)
         if depth:

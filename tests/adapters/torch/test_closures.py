@@ -11,6 +11,7 @@ import torch
 from tests.adapters.torch.hooked import Job
 from ttp.adapters.torch.loop import bracket
 from ttp.adapters.torch.loop.closures import evaluates_first
+from ttp.adapters.torch.loop.untouched import Untouched
 from ttp.core.messages import Phase
 
 SGD: Any = torch.optim.SGD
@@ -219,13 +220,18 @@ class TestUpdate:
         class Lazy(SGD):
             def step(self, closure: Any = None) -> Any:
                 """Ignore the closure."""
+                return super().step()
 
         monkeypatch.setattr(bracket, "evaluates_first", lambda kind: True)
         job = with_optimizer(Lazy)
+        job.detach._untouched = Untouched([job.optimizer], lambda _: True)
         job.optimizer.step(job.closure)
         assert job.gate.version == 1
         assert job.taken() == [(1, "again"), "begin", (1, "final"), "after", "end"]
         assert "has not called its closure" in caplog.text
+        job.backward()
+        job.optimizer.step(job.closure)
+        assert job.gate.version == 2, "what the step itself has written is not taken for the loop's"
 
     def test_other_arguments_stay(self) -> None:
         seen: list[Any] = []
