@@ -133,8 +133,7 @@ class Trial:
         self._dtypes = {name: parameter.dtype for name, parameter in names.parameters.items()}
         self._made = {id(parameter) for parameter in names.parameters.values()}
         self._groups = [*map(_first_and_count, self._optimizers)]
-        self._said: set[str] = set()
-        self._found = ""
+        self._found, self._said = "", set[str]()
         self.due = True
         """True if ``update_finished`` has to be called, because the next finished update starts a check."""
         self._thread: threading.Thread | None = None
@@ -277,9 +276,10 @@ class Trial:
 
     def _tell_late(self) -> None:
         """Warn of parameters in the param groups that the model did not have when the objects were wrapped."""
-        if late := [parameter for parameter in parameters_of(*self._optimizers) if id(parameter) not in self._made]:
-            self._made.update(map(id, late))
-            _log.warning(_MADE_LATE, first_of([*map(self._names.of, late)], _LISTED_MAX))
+        late = (self._names.of(p) for p in parameters_of(*self._optimizers) if id(p) not in self._made)
+        if untold := [name for name in late if name not in self._said]:  # a loop may replace them again and again
+            self._said.update(untold)
+            _log.warning(_MADE_LATE, first_of(untold, _LISTED_MAX))
 
     def _refuse_unsaved(self) -> None:
         """Refuse a new param group whose parameters this job would not save."""

@@ -286,13 +286,13 @@ class TestWhatChangesAfterWrapping:
         """As when Gaussian splats are densified."""
         job = Job(tmp_path).wrap()
         job.step()
-        job.model = job.model.append(nn.Linear(2, 2))
-        old = [*job.model.parameters()]
-        job.model[0].weight, job.model[0].bias = nn.Parameter(torch.ones(6, 3)), nn.Parameter(torch.ones(6))
-        job.model[1].weight = nn.Parameter(torch.ones(2, 6))
-        job.optimizer.param_groups[0]["params"] = [*job.model.parameters()]
-        job.optimizer.state.clear()
-        job.step(2)
+        old = [*job.model.append(nn.Linear(2, 2)).parameters()]
+        for size in (6, 7):
+            job.model[0].weight, job.model[0].bias = nn.Parameter(torch.ones(size, 3)), nn.Parameter(torch.ones(size))
+            job.model[1].weight = nn.Parameter(torch.ones(2, size))
+            job.optimizer.param_groups[0]["params"] = [*job.model.parameters()]
+            job.optimizer.state.clear()
+            job.step(2)
         said = "0.weight, 0.bias, 1.weight, 2.weight, and 1 more were added to the model"
         assert len(old) == 6 and caplog.text.count("WARNING") == caplog.text.count(said) == 1, caplog.text
 
