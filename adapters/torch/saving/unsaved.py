@@ -101,8 +101,9 @@ def _refuse_own_tensors(owner: Optimizer) -> None:
             "wrap_optimizer() as extra state too, with state_dict() and load_state_dict() that include them: "
             'extra_state={"optimizer": optimizer}'
         )
-    others = (each for each in held_by(owner) if isinstance(each, Optimizer) and each is not owner)
-    if part := next((each for each in others if each.state), None):
+    own = set(map(id, parameters_of(owner)))
+    others = (each for each in held_by(owner) if isinstance(each, Optimizer) and each is not owner and each.state)
+    if part := next((each for each in others if not own.isdisjoint(map(id, parameters_of(each)))), None):
         raise UsageError(
             f"{type(owner).__name__} has stepped, its .state is empty, and the {type(part).__name__} inside of it has "
             "only a part of its parameters: a checkpoint would lack the state. If each rank updates a share of the "
