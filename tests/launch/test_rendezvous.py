@@ -20,7 +20,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from tests.forking import fork
 from tests.waiting import until
 from ttp.launch import rendezvous
-from ttp.launch.rendezvous import FreshStoreRendezvous, keep_own_time, missing_nodes
+from ttp.launch.rendezvous import FreshStoreRendezvous, OwnTime, keep_own_time, missing_nodes
 
 TCPStore: Any = torch.distributed.TCPStore  # type: ignore[attr-defined,unused-ignore] # not in its stubs
 HOST = "127.0.0.1"
@@ -78,7 +78,8 @@ def clock(ahead_s: float) -> type[datetime]:
 
 def meets(port: int, ahead_s: float, conf: str, test: Connection) -> None:
     """Meet the other host, with a clock that is so many seconds ahead, and say for how long the two see each other."""
-    cast(Any, dynamic_rendezvous).datetime = cast(Any, rendezvous).datetime = clock(ahead_s)
+    cast(Any, dynamic_rendezvous).datetime = clock(ahead_s)
+    cast(Any, OwnTime).now = lambda zone: OwnTime.fromtimestamp(time.time() + ahead_s, zone)
     settings: dict[str, Any] = dict(each.split("=") for each in conf.split(","))
     place = ("c10d", f"{HOST}:{port}", "job", 2, 2, HOST)
     meeting: Any = get_rendezvous_handler(RendezvousParameters(*place, is_host="no", **settings))

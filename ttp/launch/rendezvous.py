@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from datetime import datetime, timedelta, timezone, tzinfo
+from datetime import datetime, timedelta, timezone
 from typing import Any, TypeVar
 
 import torch.distributed
@@ -97,7 +97,13 @@ class WrappedRendezvous:
         return getattr(self._inner, name)
 
 
-DEADLINE = "deadline"
+class OwnTime(datetime):
+    """A time of this host's clock in place of one that another host has noted (``noted``), which is what is pickled."""
+
+    noted: datetime
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.noted.__reduce_ex__(protocol)
 
 
 class OwnClock:
@@ -107,34 +113,36 @@ class OwnClock:
     Here a keep-alive is as old as it has been known to this host, by the monotonic clock, and the round that waits for
     more hosts ends ``last_call`` after this host has learned of it. Times of other hosts go back to them as they came.
 
+    All hosts rewrite one state, and whoever was too slow tries again: in a large job each microsecond per host counts.
+
     Args:
         held: torch's holder of the state.
         last_call: how long a round that has enough hosts waits for more.
+
+    Raises:
+        AttributeError: this torch has other names. Nothing is changed.
     """
 
     def __init__(self, held: Any, last_call: timedelta) -> None:
-        self._held, self._last_call = held, last_call
-        self._stock_sync, self._stock_sanitize = held.sync, held._sanitize
-        self._came: dict[Any, tuple[datetime, float]] = {}  # what was noted, and when it was seen here, in seconds
-        self._shown: dict[Any, datetime] = {}
-        held.sync, held._sanitize = self.sync, self.sanitize
-
-    def sync(self) -> Any:
-        """See torch's ``_RendezvousStateHolder.sync``. What this host has not changed is written as it came."""
-        if self._held._dirty:
-            times = _times(self._held.state)
-            came = {key: noted for key, (noted, _) in self._came.items() if times.get(key) == self._shown[key]}
-            _change(self._held.state, came)
-        return self._stock_sync()
+        self._held, self._last_call, self._stock_sanitize = held, last_call, held._sanitize
+        self._seen_s = dict.fromkeys(_times(held.state), time.monotonic())  # when each noted time was first seen here
+        held._sanitize = self.sanitize
 
     def sanitize(self) -> None:
         """Drop silent hosts from a state that was just read, as torch does, by this host's clock."""
-        times, known, now_s = _times(self._held.state), self._came, time.monotonic()
-        self._came = {k: known[k] if k in known and known[k][0] == at else (at, now_s) for k, at in times.items()}
-        self._shown = {key: _ago(now_s - seen_s, at.tzinfo) for key, (at, seen_s) in self._came.items()}
-        if DEADLINE in self._shown:
-            self._shown[DEADLINE] += self._last_call
-        _change(self._held.state, self._shown)
+        state, now_s, now = self._held.state, time.monotonic(), OwnTime.now(timezone.utc)
+        nows = {True: now, False: now.replace(tzinfo=None)}  # older versions of torch note UTC without saying so
+        self._seen_s = seen_s = {at: self._seen_s.get(at, now_s) for at in _times(state)}
+
+        def here(at: datetime, later_s: float = 0.0) -> OwnTime:
+            own = nows[at.tzinfo is not None] - timedelta(seconds=now_s - seen_s[at] - later_s)
+            own.noted = at
+            return own
+
+        for node, at in state.last_heartbeats.items():
+            state.last_heartbeats[node] = here(at)
+        if state.deadline is not None:
+            state.deadline = here(state.deadline, self._last_call.total_seconds())
         self._stock_sanitize()
 
 
@@ -143,18 +151,8 @@ def keep_own_time(rendezvous: Any) -> None:
     OwnClock(rendezvous._state_holder, rendezvous.settings.timeout.last_call)
 
 
-def _times(state: Any) -> dict[Any, datetime]:
-    return dict(state.last_heartbeats) | ({} if state.deadline is None else {DEADLINE: state.deadline})
-
-
-def _change(state: Any, times: dict[Any, datetime]) -> None:
-    state.last_heartbeats.update({node: at for node, at in times.items() if node != DEADLINE})
-    state.deadline = times.get(DEADLINE, state.deadline)
-
-
-def _ago(seconds: float, zone: tzinfo | None) -> datetime:
-    """Return a time of this host's clock. Older versions of torch note UTC without saying so."""
-    return datetime.now(timezone.utc).replace(tzinfo=zone) - timedelta(seconds=seconds)
+def _times(state: Any) -> list[datetime]:
+    return [*state.last_heartbeats.values(), *([] if state.deadline is None else [state.deadline])]
 
 
 # --------------------------------------------------------------------------------------- a fresh store for each restart
