@@ -273,9 +273,10 @@ class _TorchLaunch(Launch):
             pass  # the log has said it
         except (RendezvousError, DistError) as problem:
             _show(_of_meeting(problem))
-        except socket.gaierror as problem:
-            return refuse(UNKNOWN_NAME.format(problem.strerror, socket.gethostname(), self._arguments.rdzv_endpoint))
         except Exception as problem:
+            if self._agent is None and isinstance(problem, socket.gaierror):
+                endpoint = self._arguments.rdzv_endpoint
+                return refuse(UNKNOWN_NAME.format(problem.strerror, socket.gethostname(), endpoint))
             if self._agent is None and isinstance(problem, (ValueError, AssertionError, RuntimeError, OSError)):
                 return refuse(str(problem) or f"torch's launcher does not accept these flags: {problem!r}")
             _show(traceback.format_exc())
