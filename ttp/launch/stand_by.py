@@ -52,8 +52,9 @@ TURN_KEY = "ttp/turn"
 SPARE = "another host has this one's place, and the rendezvous has gone: `ttp verdict` says what became of the job"
 
 LAUNCHER_GONE = (
-    "the launcher of %s has gone. Ranks there, if they live, train on, but nothing starts them again after a failure: "
-    "write a checkpoint (ttp save), end the job on all hosts, and start it again"
+    "the launcher of %s has left the job, or was silent for too long. If it was killed (`ttp status` there says so), "
+    "and ranks there train on, nothing starts them again after a failure: then write a checkpoint (ttp save), end the "
+    "job on all hosts, and start it again"
 )
 
 
@@ -123,11 +124,15 @@ class Rescheduling(WrappedRendezvous):
         return 1
 
     def _tell_of_launchers(self, there: set[Any]) -> None:
-        """Say once that launchers of other hosts have gone, if ranks do not fail meanwhile: they may train on."""
+        """Say once in a round that launchers of other hosts are missing, although this host's ranks do not fail.
+
+        They may have been killed. Or their hosts are lost, and the job is saved now; or they have been drained; or
+        their keep-alives came late, and they come again at the next restart.
+        """
         now = time.monotonic()
         if self._met is not None and len(there) >= self._met.world_size:
             self._there, self._whole_s = there, now
-        elif (gone := self._there - there) and now - self._whole_s > ALONE_S:
+        elif (gone := self._there - there - {self._inner._this_node}) and now - self._whole_s > ALONE_S:
             self._there = set()
             logger.warning(LAUNCHER_GONE, ", ".join(sorted(str(node.addr) for node in gone)))
 
@@ -169,7 +174,7 @@ class Rescheduling(WrappedRendezvous):
             if self._gone:  # torch says "broken pipe"
                 raise RendezvousConnectionError("the launcher that kept the rendezvous has gone") from None
             raise
-        self._seated, self._met = True, info
+        self._seated, self._met, self._there = True, info, set()
         return info
 
     def _who_is_here(self, within: str) -> str:
@@ -179,7 +184,7 @@ class Rescheduling(WrappedRendezvous):
         names = ", ".join(sorted({str(node.addr) for node in here}))
         if self._is_spare():
             others = ", ".join(sorted({str(node.addr) for node in state.participants}))
-            return f"this host has lost its place, and stands by: all {hosts} places are taken ({others})"
+            return f"all {hosts} places are taken ({others}), and this host stands by until one of them is empty"
         return f"{len(here)} of {hosts} are here ({names}); the wait ends after {within}" if hosts > 1 else ""
 
     def _is_spare(self) -> bool:
