@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("ttp")
 
 _GONE_BACK = (
-    "not all of %s was read yet, as some rank has skipped a newer checkpoint: the log of that rank says why. Each rank "
+    "not all of %s was read yet. As a rule some rank has skipped a newer checkpoint, and its log says why. Each rank "
     "reads its part now, and if that is whole, training goes on from there: nothing has to be done for this launch"
 )
 _NOT_SHARED = (
