@@ -265,6 +265,7 @@ def test_what_cannot_be_read_stays_however_old(world: World, four: dict[int, Pat
         ((), [8, 6, 4]),
         ((6,), [8, 6]),  # it was whole when all ranks read it, and is not read again for each removal
         ((6, 8, 4), [8, 6, 4]),  # the last launch had to go back behind it
+        ((-1,), [8, 6, 4]),  # a line that ttp has not written
     ],
 )
 def test_a_damaged_one_is_not_among_those_to_keep(

@@ -24,7 +24,9 @@ from ttp.processor.local_state.local_piece import (
     read_local_image,
     write_local_piece,
 )
+from ttp.store import verify
 from ttp.store.catalog import find_whole, scan, tidy
+from ttp.store.digest import digest_file
 from ttp.store.disk import Disk
 from ttp.store.manifest import Manifest
 from ttp.store.verify import verify_checkpoint
@@ -267,6 +269,20 @@ def test_what_the_restore_has_just_read_is_not_read_again(world: World, monkeypa
         world.make(version)
     monkeypatch.setattr("ttp.store.verify.digest_file", None)
     assert tidy(world.save_dir, 1, "tft_saved_checkpoints-step_4", verified=True) == ["tft_saved_checkpoints-step_2"]
+
+
+def test_a_checkpoint_is_read_once_for_all_removals(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each `ttp save` of a job that is never restarted would read as many checkpoints as are kept."""
+    read: list[Path] = []
+
+    def counted(path: Path, *rest: Any, **how: Any) -> tuple[int, str]:
+        read.append(path)
+        return digest_file(path, *rest, **how)
+
+    monkeypatch.setattr(verify, "digest_file", counted)
+    for version in (2, 4, 6, 8, 10):
+        tidy(world.save_dir, 2, world.make(version).name, verified=False)
+    assert len(scan(world.save_dir)) == 2 and len(set(read)) == len(read)
 
 
 def with_file(file: str) -> Callable[[Commit], Commit]:

@@ -31,6 +31,9 @@ _log = logging.getLogger("ttp.store")
 SKIPPED_MAX = 50
 """Most reasons that are listed: a save_dir may hold many thousand directories that are no checkpoints."""
 
+_read: set[tuple[Path, str]] = set()
+"""Path and digest of the manifest of checkpoints that ``prune`` has read in this process, and that were whole."""
+
 Contents = dict[tuple[Version, str], list[tuple[Path, int, int]]]
 """Of each draft, by version and incident: each path with its size in bytes and its time of change in ns."""
 
@@ -174,8 +177,8 @@ def tidy(save_dir: Path, keep: int, newest: str, *, verified: bool) -> list[str]
 
     At a restart (``verified``) warn if there is no room for another checkpoint then.
 
-    If a checkpoint has to be removed, this takes as long as reading those to keep that no launch has restored, so no
-    rank should wait for it. It may be interrupted anywhere and called again.
+    If a checkpoint has to be removed, this takes as long as reading those to keep that no launch has restored and this
+    process has not yet read, so no rank should wait for it. It may be interrupted anywhere and called again.
 
     Args:
         save_dir: the directory that holds the job's checkpoints.
@@ -195,14 +198,9 @@ def tidy(save_dir: Path, keep: int, newest: str, *, verified: bool) -> list[str]
     if left:
         _log.info("removed directories that interrupted saves or removals had left: %d", len(left))
     if verified:
-        _warn_of_no_room(save_dir / newest)
+        with contextlib.suppress(OSError, CheckpointError):  # the next checkpoint is about as large as this one
+            Room.of(save_dir).check(Manifest.load(save_dir / newest).size)
     return removed
-
-
-def _warn_of_no_room(checkpoint: Path) -> None:
-    """Warn if the disk has no room for the next checkpoint, which is about as large as this one."""
-    with contextlib.suppress(OSError, CheckpointError):
-        Room.of(checkpoint.parent).check(Manifest.load(checkpoint).size)
 
 
 def drafts_left(save_dir: Path) -> Contents:
@@ -265,8 +263,8 @@ def prune(
 ) -> list[str]:
     """Remove drafts and checkpoints that are too old, and return the names removed.
 
-    Before a checkpoint is removed, those to keep are read with all digests. One that is damaged does not count, and the
-    next one is read. That takes longer than a restore, so no rank should wait for this function.
+    Before a checkpoint is removed, those to keep are read with all digests, once in a process. One that is damaged does
+    not count, and the next one is read. That takes longer than a restore, so no rank should wait for this function.
 
     Too old are whole checkpoints beyond the ``keep`` newest, superseded ones older than all that stay, and drafts older
     than the newest whole checkpoint and than those in ``protect`` (a draft of that version or newer may still be
@@ -280,7 +278,7 @@ def prune(
         keep: number of whole checkpoints to keep, at least 1.
         protect: names in ``save_dir`` that stay.
         disk: makes the disk calls.
-        verified: names of checkpoints whose digests have been verified; they are not read again.
+        verified: names of checkpoints whose digests have been verified; they are not read.
 
     Raises:
         CheckpointError: ``save_dir`` cannot be listed.
@@ -378,11 +376,13 @@ def _aged(entries: list[CatalogEntry], whole: list[CatalogEntry], keep: int) -> 
 
 
 def _is_sound(entry: CatalogEntry) -> bool:
-    try:
-        sound(entry, fresh=True)  # the page cache does not show what happened on the way to the disk
-    except (CheckpointError, NotTriedError) as problem:
-        _log.error("an older checkpoint is kept, because a newer one is damaged: %s", problem)
-        return False
+    if (key := (entry.path, entry.manifest_digest)) not in _read:
+        try:
+            sound(entry, fresh=True)  # the page cache does not show what happened on the way to the disk
+        except (CheckpointError, NotTriedError) as problem:
+            _log.error("an older checkpoint is kept, because a newer one is damaged: %s", problem)
+            return False
+        _read.add(key)
     return True
 
 

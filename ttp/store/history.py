@@ -294,7 +294,7 @@ def sound_versions(save_dir: Path) -> set[Version]:
     known: set[Version] = set()
     for launch in _readable(save_dir):
         if launch.restored_unix_s:
-            known = {v for v in known if v < launch.restored} | {Version(launch.restored)}
+            known = {v for v in known if v < launch.restored} | {Version(max(launch.restored, 0))}
     return known
 
 
