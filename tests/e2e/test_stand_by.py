@@ -136,6 +136,7 @@ def test_the_ranks_of_a_host_that_is_drained_move(make_two: MakeJob, unbroken: U
     (job.directory / "drained").touch()
     assert [process.wait(WAIT_S) for process in job.processes] == [0, 0, 75], job.story()
     assert "this host is drained" in job.story() and "takes its place" in job.story()
+    assert "leaving with 75: the job is saved; unless other hosts go on with it" in job.story()
     assert len(job.starts()) == 2 and job.starts()[1:] == job.committed(), job.story()
     assert job.results() == unbroken(job)
 

@@ -91,7 +91,8 @@ def run(argv: list[str]) -> int:
             forget_run_dir(config, job)
         if code == EXIT_SAVED:
             code = launch.saved_exit_code or config.saved_exit_code
-            logger.warning("leaving with %d: the job is saved. To go on, start it again with the same command", code)
+            what_next = "unless other hosts go on with it, start it again with the same command"
+            logger.warning("leaving with %d: the job is saved; %s", code, what_next)
         if code == EXIT_NOT_SAVED:
             logger.error("leaving with %d: steps are lost, as said above. Remove the cause, then start again", code)
         return code
