@@ -146,6 +146,7 @@ def test_times_of_another_host_are_those_of_this_one_here_and_its_own_there(
     held.mark_dirty()
     held.sync()
     assert backend.state.last_heartbeats == {"a": now, "b": theirs} and backend.state.deadline == theirs
+    assert type(backend.state.last_heartbeats["b"]) is type(backend.state.deadline) is datetime, "hosts may lack ttp"
     assert judged[1]["b"] - judged[0]["b"] < timedelta(milliseconds=1), "it has sent nothing new"
     held.state.last_heartbeats.pop("b")
     held.state.deadline = None
