@@ -273,7 +273,9 @@ def test_other_weights_that_stay_leave_the_version_before(
         assert not it.said().has_preimage
     else:
         it.source.on_device = False
-        said = it.processor._inbox.get(timeout=PATIENCE_S).quiet
+        event = it.processor._inbox.get(timeout=PATIENCE_S)
+        assert isinstance(event, Inspection)
+        said = event.quiet
         assert (said.version, said.phase) == (3, m.Phase.UPDATING), "it tells which version is lost"
     first: Quiet = it.said()
     assert (first.version, first.phase, first.has_preimage) == (2, m.Phase.TORN, True)
