@@ -32,8 +32,7 @@ SKIPPED_MAX = 50
 """Most reasons that are listed: a save_dir may hold many thousand directories that are no checkpoints."""
 
 _read: set[tuple[Path, int]] = set()
-"""Manifests, with their times of change in ns, of checkpoints that ``prune`` has read in this process and found whole.
-Another checkpoint of the same name is another one."""
+"""Checkpoints that ``prune`` has read in this process and found whole, with the times of change of manifests in ns."""
 
 Contents = dict[tuple[Version, str], list[tuple[Path, int, int]]]
 """Of each draft, by version and incident: each path with its size in bytes and its time of change in ns."""
@@ -377,8 +376,7 @@ def _aged(entries: list[CatalogEntry], whole: list[CatalogEntry], keep: int) -> 
 
 
 def _is_sound(entry: CatalogEntry) -> bool:
-    manifest = entry.path / MANIFEST
-    if (key := (manifest, manifest.stat().st_ctime_ns)) not in _read:
+    if (key := (entry.path, (entry.path / MANIFEST).stat().st_ctime_ns)) not in _read:
         try:
             sound(entry, fresh=True)  # the page cache does not show what happened on the way to the disk
         except (CheckpointError, NotTriedError) as problem:
