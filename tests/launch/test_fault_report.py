@@ -121,7 +121,7 @@ def test_an_incident_says_why_a_launcher_stops_its_ranks(
     leader.leads = True
     host = Host(Config(port=int(place.rpartition(":")[2])), tmp_path / "run")
     host.before_workers("127.0.0.1", first_node=False)
-    host.say_why({1: None}, "a host joins")  # type: ignore[dict-item] # which process that is does not matter
+    host.say_why([1], "a host joins")
     assert [(list(r.ranks), r.reason, r.kind) for r in leader.heard] == [
         ([1], "a host joins", wire.FAULT_KIND_PREEMPTED)
     ]

@@ -170,11 +170,11 @@ class Host:
         self._watch.watch(workers, self._reporter)
         self._sentinels.watch(pids, self._on_death)
 
-    def say_why(self, workers: Workers, why: str) -> None:
-        """Tell the controller why these workers are about to be stopped; it would only learn that SIGTERM was sent."""
+    def say_why(self, ranks: Collection[int], why: str) -> None:
+        """Tell the controller why these ranks are about to be stopped; it would only learn that SIGTERM was sent."""
         from ttp.wire.v1 import controller_pb2 as wire
 
-        told = wire.ReportFaultRequest(ranks=list(workers), reason=why, kind=wire.FAULT_KIND_PREEMPTED)
+        told = wire.ReportFaultRequest(ranks=list(ranks), reason=why, kind=wire.FAULT_KIND_PREEMPTED)
         token, ends = self.config.token, time.monotonic() + SAY_WHY_S
         asked = ask_everybody(
             self._places(), lambda host, port: ask(host, port, token, "ReportFault", told, SAY_WHY_S), lambda: ends
