@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 MIB = 1 << 20
-HALF_EMPTY = SimpleNamespace(f_bavail=1 << 19, f_frsize=MIB, f_blocks=1 << 20)
+HALF_EMPTY = SimpleNamespace(f_bavail=1 << 19, f_frsize=MIB, f_blocks=1 << 20, f_files=0)
 
 
 @pytest.fixture(autouse=True)

@@ -95,11 +95,12 @@ def test_without_shared_memory_the_run_directory_serves(tmp_path: Path, make: Ma
     assert make(shared_memory=blocked).path == tmp_path / "run" / "pages"
 
 
+@pytest.mark.parametrize(("blocks", "files"), [(10, 1000), (10_000, 3)])
 def test_shared_memory_that_is_full_is_used_by_no_rank_or_by_all(
-    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
+    blocks: int, files: int, tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     early = make()
-    full = SimpleNamespace(f_bavail=10, f_frsize=4096, f_blocks=1000)
+    full = SimpleNamespace(f_bavail=blocks, f_frsize=4096, f_blocks=1000, f_favail=files, f_files=1000)
     monkeypatch.setattr(os, "statvfs", lambda _: full)
     late = make()
     assert late.path == early.path

@@ -26,6 +26,8 @@ LOOPBACK = ("127.", "localhost", "::1", "[::1]")
 LOCK_FILE = ".lock"
 ROOM_BYTES = 4 << 20
 """With less free memory a host's pages may not fit; then they are kept in the run directory, on a disk."""
+ROOM_FILES = 256
+"""The same for the number of files: with fewer, each rank of a large host may not get its page and its sentinel."""
 _ATTEMPTS = 5
 _LOCK_S = 2.0
 """Seconds to wait for a process that is removing the directory. After that, another place for pages is used."""
@@ -135,7 +137,8 @@ def _has_room(path: Path) -> bool:
     """Return whether a host's pages fit into a directory, or another rank of the host has found so and made it."""
     try:
         stat = os.statvfs(path.parent)
-        return path.exists() or stat.f_blocks == 0 or stat.f_bavail * stat.f_frsize >= ROOM_BYTES  # 0: no limit
+        bytes_fit = stat.f_blocks == 0 or stat.f_bavail * stat.f_frsize >= ROOM_BYTES  # 0: no limit
+        return path.exists() or (bytes_fit and (stat.f_files == 0 or stat.f_favail >= ROOM_FILES))
     except OSError:
         return False
 
