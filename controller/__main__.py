@@ -103,8 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, OSError) as problem:
         _say(f"{problem}")
         return EXIT_BAD_CONFIG
-    files_max = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with contextlib.suppress(OSError, ValueError):  # a sandbox may forbid it
+    with contextlib.suppress(OSError, ValueError):  # a sandbox may forbid either, as systemd's filter @resources does
+        files_max = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (files_max, files_max))  # each stream of a rank takes a descriptor
     gc.freeze()
     gc.set_threshold(*COLLECT_AFTER)
