@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ttp.controller.journal import Happening, line_of
+from ttp.launch.memory_file import memory_file
 from ttp.launch.own_module import own_module
 from ttp.store.history import BEGINS, HISTORY_KINDS
 from ttp.store.history import line_of as history_line
@@ -71,7 +71,7 @@ class SpanSender:
     def _send(self, arguments: tuple[str, ...], story: Callable[[], str]) -> None:
         command = [*own_module("ttp.cli.spans"), *arguments]
         try:
-            with os.fdopen(os.memfd_create("ttp-spans"), "w+b") as lines:
+            with memory_file() as lines:
                 lines.write(story().encode())
                 lines.seek(0)
                 done = subprocess.run(

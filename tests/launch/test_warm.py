@@ -260,12 +260,16 @@ def test_a_scheduler_with_another_environment_does_not_make_the_ranks_cold(tmp_p
         starter.close()
 
 
-@pytest.mark.parametrize("inherited", [0, 1024])
-def test_of_the_moment_of_the_fork(inherited: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("inherited", "lacks"), [(0, ()), (1024, ()), (0, ("memfd_create", "pidfd_open"))])
+def test_of_the_moment_of_the_fork(
+    inherited: int, lacks: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A program with a relative path gets no input, and the launcher's cores at the time of the fork.
 
-    Numbers of descriptors from 1024 on are no hindrance.
+    Numbers of descriptors from 1024 on are no hindrance, nor is a Python that was built for an old glibc.
     """
+    for name in lacks:
+        monkeypatch.delattr(os, name)
     monkeypatch.chdir(tmp_path)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

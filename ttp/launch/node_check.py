@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ttp.core.layout import WORLD_SIZE_MAX
+from ttp.launch.memory_file import memory_file
 from ttp.processor.aside import aside
 
 OUTPUT_MAX = 300
@@ -100,7 +101,7 @@ def run_check(command: Sequence[str], timeout_s: float) -> Finding | str:
     Returns:
         The finding, or the reason (a text) why the check gave none.
     """
-    with os.fdopen(os.memfd_create("ttp-check"), "w+b") as output:  # a pipe would stay open as long as its children run
+    with memory_file() as output:  # a pipe would stay open as long as its children run
         try:
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ttp.config import Config
+from ttp.launch.memory_file import memory_file
 from ttp.launch.proc_files import identity, stat_of
 from ttp.launch.warm import memory
 from ttp.launch.warm.rules import PER_WORKER, Program, no_room, program, why_not
@@ -343,10 +344,10 @@ def read_status(run_dir: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and isinstance(found.get("state"), str) else None
 
 
-def _in_memory(text: str) -> IO[str]:
+def _in_memory(text: str) -> IO[bytes]:
     """Return a file in memory with this text, because an environment may be too large for one message of a socket."""
-    file = os.fdopen(os.memfd_create("ttp-worker"), "w")
-    file.write(text)
+    file = memory_file()
+    file.write(text.encode())
     file.flush()
     return file
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Sequence
 
+from ttp.launch.deaths import POLL_S
 from ttp.launch.warm.waiting import readable
 
 LOST = 1
@@ -28,7 +29,9 @@ class ForkedWorker:
         self.pid, self.args = pid, list(args)
         self.returncode: int | None = None
         self._lock = threading.Lock()
-        self._pidfd = os.pidfd_open(pid)
+        self._pidfd: int | None = None
+        with contextlib.suppress(AttributeError, OSError):  # the kernel, a sandbox or this Python has none
+            self._pidfd = os.pidfd_open(pid)
 
     def poll(self) -> int | None:
         """Return the exit code, negative for a signal; None while it runs."""
@@ -41,7 +44,8 @@ class ForkedWorker:
                     code = LOST
                 if code is not None:
                     self.returncode = code
-                    os.close(self._pidfd)
+                    if self._pidfd is not None:
+                        os.close(self._pidfd)
             return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -55,7 +59,11 @@ class ForkedWorker:
             left_s = None if deadline_s is None else deadline_s - time.monotonic()
             if left_s is not None and left_s <= 0:
                 raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
-            readable(self._pidfd, min(left_s, 1.0) if left_s is not None else 1.0)
+            pause_s = min(left_s, 1.0) if left_s is not None else 1.0
+            if self._pidfd is None:
+                time.sleep(min(pause_s, POLL_S))
+            else:
+                readable(self._pidfd, pause_s)
         return code
 
     def send_signal(self, number: int) -> None:
