@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import pickle
+import threading
 import time
 from datetime import datetime, timedelta, timezone
 from multiprocessing.connection import Connection
@@ -18,8 +19,9 @@ from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousS
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from tests.forking import fork
+from tests.processor.fake_source import no_thread
 from tests.waiting import until
-from ttp.launch import rendezvous
+from ttp.launch import rendezvous, ring
 from ttp.launch.rendezvous import FreshStoreRendezvous, OwnTime, keep_own_time, missing_nodes
 
 TCPStore: Any = torch.distributed.TCPStore  # type: ignore[attr-defined,unused-ignore] # not in its stubs
@@ -60,6 +62,16 @@ def test_nodes_that_have_come_are_not_missing() -> None:
     assert "node 0, 1, 2 (" in missing_nodes(store, 3, 3)
     for each in all_of_them:
         each._late.cancel()
+
+
+def test_a_launcher_without_room_for_a_thread_waits_for_its_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looks after its ranks once in a second: an error would end a healthy job."""
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    assert rendezvous.asked_aside(lambda: 3).result(0) == 3
+    assert list(ring.ask_everybody(["a:1", "b:2"], lambda host, port: (host, port), lambda: 0.0)) == [
+        ("a:1", ("a", 1)), ("b:2", ("b", 2))
+    ]  # fmt: skip
+    rendezvous.tell_later(lambda: "").cancel()
 
 
 def test_a_store_that_is_gone_is_nothing_to_tell() -> None:

@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import torch.distributed
 from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousStoreInfo
 
+from ttp.processor.aside import aside
+
 logger = logging.getLogger("ttp.launch")
 
 SAY_S = 10.0
@@ -38,7 +40,8 @@ def tell_later(what: Callable[[], str]) -> threading.Timer:
 
     late = threading.Timer(SAY_S, say)
     late.daemon = True
-    late.start()
+    with contextlib.suppress(RuntimeError):  # no room for another thread: a launcher that says nothing does as well
+        late.start()
     return late
 
 
@@ -73,7 +76,10 @@ def asked_aside(question: Callable[[], Answer]) -> Future[Answer]:
         except Exception as problem:
             answer.set_exception(problem)
 
-    threading.Thread(target=ask, daemon=True).start()
+    try:
+        aside("ttp-asks", ask)
+    except RuntimeError:  # no room for another thread: the launcher waits, rather than that the job ends
+        ask()
     return answer
 
 

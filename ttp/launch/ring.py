@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -153,8 +154,11 @@ def ask_everybody(
     asked = tuple(dict.fromkeys(around))
     answers: Inbox[tuple[str, Any]] = Inbox()
     for place in asked:
-        name = f"ttp-ask-{place}"
-        threading.Thread(target=lambda p=place: answers.put((p, _ask(p, ask))), name=name, daemon=True).start()
+        one = partial(lambda p: answers.put((p, _ask(p, ask))), place)
+        try:
+            threading.Thread(target=one, name=f"ttp-ask-{place}", daemon=True).start()
+        except RuntimeError:  # no room for another thread
+            one()
     for _ in asked:
         try:
             place, answer = answers.get(timeout=ends() - time.monotonic())

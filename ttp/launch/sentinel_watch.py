@@ -62,7 +62,8 @@ class SentinelWatch:
         self._starts = {pid: start_of(pid) for pid in workers.values()}
         for rank, pid in workers.items():
             run = functools.partial(self._run, rank, pid, self._starts[pid], on_death, self._over, self.living)
-            aside(f"ttp-sentinel-{rank}", run)
+            with contextlib.suppress(RuntimeError):  # no room for another thread: there are other witnesses
+                aside(f"ttp-sentinel-{rank}", run)
 
     def shows_death(self, rank: int, pid: int) -> bool:
         """Return whether a worker that has ended did not leave in good order, as far as its sentinel shows that."""

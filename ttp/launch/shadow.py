@@ -26,6 +26,7 @@ from ttp.core.layout import Rank, Version
 from ttp.errors import CheckpointError
 from ttp.launch.own_module import own_module
 from ttp.polling import poll
+from ttp.processor.aside import aside
 from ttp.store import catalog, names
 from ttp.store.commit import NewCheckpoint
 from ttp.store.disk import Disk
@@ -266,8 +267,8 @@ class Shadows:
             self._looked_s = time.monotonic()
             lost = [held for held in self._unfinished() if not held.is_served()]
             if lost:
-                self._starts = threading.Thread(target=_restart, args=(lost,), name="ttp-shadows", daemon=True)
-                self._starts.start()
+                with contextlib.suppress(RuntimeError):  # no room for another thread: the next look comes soon
+                    self._starts = aside("ttp-shadows", functools.partial(_restart, lost))
 
     def wait(self, patience_s: float) -> bool:
         """Wait until all checkpoints in memory are durable, then remove them. Call it before the launcher ends.

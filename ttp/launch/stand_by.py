@@ -8,8 +8,8 @@ takes it, and from then on is like the others. The others wait ``TTP_RESCHEDULE_
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -28,6 +28,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousE
 from ttp.errors import ConfigError
 from ttp.launch.refusal import heard
 from ttp.launch.rendezvous import SILENT, WrappedRendezvous, asked_aside, told_if_late
+from ttp.processor.aside import aside
 
 logger = logging.getLogger("ttp.launch")
 
@@ -199,9 +200,9 @@ class Rescheduling(WrappedRendezvous):
 
     def rest(self) -> None:
         """Send no more keep-alives. An answer that comes while Python ends aborts the process, in torch's C++ code."""
-        stopping = threading.Thread(target=self._inner._stop_heartbeats, daemon=True)
-        stopping.start()
-        stopping.join(LEAVE_S)  # the rendezvous may not answer any more
+        with contextlib.suppress(RuntimeError):  # no room for another thread
+            stopping = aside("ttp-rests", self._inner._stop_heartbeats)
+            stopping.join(LEAVE_S)  # the rendezvous may not answer any more
 
     def shutdown(self) -> bool:
         """See torch's ``RendezvousHandler.shutdown``. A host without a place does not close the rendezvous."""
