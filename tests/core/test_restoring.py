@@ -276,18 +276,29 @@ def test_a_damaged_one_does_not_hide_another_that_a_host_does_not_list_yet() -> 
         (shared(0, 12, 10, disk="one"), shared(1, 10, disk="two"), 1),
         (view(0, (12, "d12"), (10, "d10")), view(1, (10, "d10")), 1),
         (shared(0, 12, 10, skipped=[fallback_note("/mine", [Candidate(Version(12), "", "")])]), shared(1, 10), 1),
-        (shared(0, 12, 10), shared(1, 10), 0),
     ],
-    ids=["damaged", "of others", "own disks", "unknown disks", "own fallback", "first start"],
+    ids=["damaged", "of others", "own disks", "unknown disks", "own fallback"],
 )
 def test_it_does_not_wait_for_what_another_look_cannot_show(one: RestoreView, two: RestoreView, launch: int) -> None:
     decision = under_a_new_controller(one, two, launch=launch)
     assert (decision.version, decision.unread, decision.error) == (10, False, "")
 
 
-def test_a_first_start_does_not_wait_for_storage() -> None:
-    """No rank can have lost sight of what was there a moment ago: a wrong mount is told at once."""
+@pytest.mark.parametrize("older", [(), (5,)])
+def test_a_first_start_looks_once_more(older: tuple[int, ...]) -> None:
+    """A launch that has not ended may commit after one rank has listed the directory and before another does."""
     talk = Talk(grid(1, 2))
+    talk.report(0, shared(0, 7, *older))
+    assert talk.report(1, shared(1, *older)) == "[waits] RestoreDecision:0,1"
+    talk.report(0, shared(0, 7, *older))
+    assert talk.report(1, shared(1, 7, *older)) == "[restore] RestoreDecision:0,1"
+    assert talk.orders(RestoreDecision)[0].version == 7
+
+
+def test_a_first_start_does_not_wait_for_storage() -> None:
+    """No rank can have lost sight of what was there a moment ago: a wrong mount is told after the second look."""
+    talk = Talk(grid(1, 2))
+    assert both_find(talk, [(7, "a")]) == "[waits] RestoreDecision:0,1"
     assert both_find(talk, [(7, "a")]) == "[restore] RestoreDecision:0,1"
     decision = talk.orders(RestoreDecision)[0]
     assert "rank 1 found nothing whole" in decision.error and not decision.unread

@@ -73,7 +73,7 @@ class Restoring:
         chosen, error = (Candidate(Version(0), "", ""), verdict) if isinstance(verdict, str) else (verdict, "")
         version, damage = (Version(0), "") if chosen.name else none_whole(views)
         away = (error if not damage else "") or self._not_everywhere(chosen)
-        if away and self._looks < len(LOOK_AGAIN_S) and self._is_restart:
+        if away and self._looks < (len(LOOK_AGAIN_S) if self._is_restart else 1):
             self._look_again(away)
             return
         new = not (chosen.name or damage or error)  # what ranks call foreign is no checkpoint to them
@@ -113,7 +113,10 @@ class Restoring:
         return f"step {version} was committed as {path}, and {seen}. Is save_dir mounted?"
 
     def _look_again(self, error: str) -> None:
-        """Have all ranks look again after a pause: the storage of a host may be away for a moment."""
+        """Have all ranks look again after a pause: the storage of a host may be away for a moment.
+
+        On a first start they do it once: a launch that has not ended yet may have committed between two ranks' looks.
+        """
         self._looks += 1
         self._outbox.record("waits", reason=error)
         self.decision = RestoreDecision(m.SEVERAL, self._job.term, Version(0), "", "", error, unread=True)
