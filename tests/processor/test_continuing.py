@@ -41,7 +41,7 @@ def groups() -> Any:
 
 @pytest.fixture
 def survivor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, groups: Any) -> Iterator[Continuing]:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "TTP_CONTINUITY": "keep"}.items():
         monkeypatch.setenv(name, value)
 
     def end(_code: int, text: str, *_: object) -> None:
@@ -77,7 +77,6 @@ def test_why_a_process_cannot_go_on_is_said_once_when_it_joins(
     survivor: Continuing, groups: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Otherwise a user would learn only after a death that all ranks are restarted."""
-    assert survivor.why_not(LAYOUT, TORCH) == "wrap_optimizer() was called outside of train()"
     survivor.enter()
     assert survivor.why_not(LAYOUT, TORCH) == "" and continuing.able(LAYOUT, TORCH) is survivor
     other: Any = SimpleNamespace(framework="mindspore", on_device=False)
@@ -92,6 +91,20 @@ def test_why_a_process_cannot_go_on_is_said_once_when_it_joins(
     ]
     survivor._refused, groups.why_not = "", Mock(side_effect=AttributeError("torch has changed"))
     assert continuing.able(LAYOUT, TORCH) is None and "torch has changed" in caplog.text
+    survivor._groups = None
+    assert survivor.why_not(LAYOUT, TORCH) == "torch was imported after @ttp_to_persist was applied"
+
+
+@pytest.mark.parametrize(("mode", "decorated"), [("keep", True), ("keep", False), ("warm", False)])
+def test_that_no_rank_can_go_on_outside_of_train_is_said(
+    survivor: Continuing, mode: str, decorated: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TTP_CONTINUITY", mode)
+    if not decorated:
+        monkeypatch.setattr(continuing, "_continuing", None)
+    assert continuing.able(LAYOUT, TORCH, in_train=decorated and mode != "keep") is None
+    said = "of another: wrap_optimizer() was called outside of train(), the function with @ttp_to_persist"
+    assert (said in caplog.text) is (mode == "keep")
 
 
 def test_a_rank_goes_on_only_under_the_launcher_that_has_started_it(

@@ -55,6 +55,8 @@ _NO_LAUNCHER = (
     "no launcher that starts dead ranks alone has started it: use ttp run --continuity keep, or torchrun with ttp, for "
     "every host; a shell script that it starts has to `exec` the program"
 )
+_TOO_LATE = "torch was imported after @ttp_to_persist was applied"
+_OUTSIDE = "wrap_optimizer() was called outside of train(), the function with @ttp_to_persist"
 _NEVER_RUN = "its state is on a CUDA device, where this never ran with NCCL: TTP_KEEP_CUDA=1 allows it for tests only"
 
 
@@ -189,14 +191,12 @@ class Continuing:
     def why_not(self, layout: Layout, source: StateSource) -> str:
         """Return why this process cannot go on after a failure of another; empty: it can."""
         if self._groups is None or source.framework != "torch":
-            return "only torch programs can go on so far"
+            return _TOO_LATE if source.framework == "torch" else "only torch programs can go on so far"
         if source.on_device and not self._on_cuda:
             return _NEVER_RUN
         self._launcher = os.getppid()
         if not self._files.is_served_by(self._launcher):
             return _NO_LAUNCHER
-        if self._thread is None:
-            return "wrap_optimizer() was called outside of train()"
         return self._refused or self._groups.why_not()
 
     def why_no_longer(self) -> str:
@@ -351,15 +351,15 @@ def current() -> Continuing | None:
     return _continuing
 
 
-def able(layout: Layout, source: StateSource) -> Continuing | None:
+def able(layout: Layout, source: StateSource, *, in_train: bool = True) -> Continuing | None:
     """Return the ``Continuing`` of this process; None: it cannot go on after another rank died, and the log says why.
 
-    Nothing is logged if the job's settings do not let survivors go on.
+    Nothing is logged if the job's settings do not let survivors go on. ``in_train``: train() has called wrap_optimizer.
     """
-    if _continuing is None:
+    if os.environ.get("TTP_CONTINUITY") != KEEP or (_continuing is None and in_train):
         return None
     try:
-        reason = _continuing.why_not(layout, source)
+        reason = _continuing.why_not(layout, source) if _continuing is not None and in_train else _OUTSIDE
     except Exception as problem:  # private parts of torch may have changed
         reason = repr(problem)
     if reason:
