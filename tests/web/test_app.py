@@ -19,6 +19,8 @@ pytest.importorskip("starlette", reason="pip install 'ttp-ft[web]'")
 from tests.cli.conftest import Ttp, ttp
 from tests.cli.test_incidents import SAVED, write
 from tests.web.test_view import status
+from ttp.cli.connection import Where
+from ttp.cli.status import describe
 from ttp.errors import ConfigError
 from ttp.launch.token_file import write_token
 from ttp.web.app import HEADERS, make_app
@@ -27,6 +29,7 @@ from ttp.web.looks import Incidents, Looks
 __all__ = ["ttp"]
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m"
+HERE = Where("here", 1, "")
 BEARER = {"authorization": "Bearer secret"}
 
 
@@ -78,7 +81,7 @@ async def watching(ask: Callable[[], Any], incidents: Incidents) -> AsyncIterato
 
 
 def trains() -> Any:
-    return status("training", "llll"), "here:1", None
+    return status("training", "llll"), HERE
 
 
 def nobody() -> Any:
@@ -92,7 +95,7 @@ def ask(tmp_path: Path, *paths: str, headers: dict[str, str] | None = None, meth
     now = status("training", "llll", framework=HOSTILE, save_dir=str(tmp_path))
 
     async def run() -> list[Answer]:
-        async with watching(lambda: (now, "here:1", None), Incidents(tmp_path)) as (_, app):
+        async with watching(lambda: (now, HERE), Incidents(tmp_path)) as (_, app):
             return [await get(app, path, headers, method) for path in paths]
 
     return asyncio.run(run())
@@ -149,7 +152,9 @@ def test_what_is_told(tmp_path: Path) -> None:
     shown, listed, one, trace, none, outside = ask(
         tmp_path, "/api/v1/status", *PATHS[4:7], "/api/v1/incidents/two", "/api/v1/incidents/..%2fone", headers=BEARER
     )
-    assert json.loads(shown.text)["counts"] == {"live": 4} and json.loads(listed.text)[0]["id"] == "one"
+    seen = json.loads(shown.text)
+    assert seen["status"] == describe(status("training", "llll", framework=HOSTILE, save_dir=str(tmp_path)), HERE)
+    assert seen["counts"] == {"live": 4} and json.loads(listed.text)[0]["id"] == "one"
     assert json.loads(one.text)["saved"].startswith("version 12") and json.loads(trace.text)["traceEvents"]
     assert (none.code, outside.code) == (404, 404)
 
@@ -161,7 +166,7 @@ def test_what_the_files_tell_meanwhile_is_no_answer_of_the_job(tmp_path: Path) -
     def asked() -> Any:
         if len(answers) == 1:
             may_answer.wait(20)
-        return answers.pop(0) if len(answers) > 1 else answers[0], "here:1", None
+        return answers.pop(0) if len(answers) > 1 else answers[0], HERE
 
     async def run() -> str:
         async with watching(asked, Incidents(tmp_path)) as (looks, app):
@@ -194,7 +199,8 @@ def test_a_controller_that_does_not_answer_is_said() -> None:
         async with watching(nobody, Incidents(None)) as (_, app):
             return await get(app, "/api/v1/status", BEARER)
 
-    assert json.loads(asyncio.run(run()).text)["error"] == "nobody is there"
+    seen = json.loads(asyncio.run(run()).text)
+    assert (seen["error"], seen["status"]) == ("nobody is there", None)
 
 
 class Hanging(Incidents):
@@ -246,7 +252,7 @@ def test_the_first_answer_has_the_incidents(path: str, tmp_path: Path, monkeypat
 
     def told() -> Any:
         assert looked.wait(30)
-        return status("training", "llll", save_dir=str(tmp_path)), "here:1", None
+        return status("training", "llll", save_dir=str(tmp_path)), HERE
 
     monkeypatch.setattr(Incidents, "look", noted)
 

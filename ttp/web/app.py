@@ -35,7 +35,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ttp.cli.output import shown, table, when_text
-from ttp.cli.status import picture
+from ttp.cli.status import describe, picture
 from ttp.cli.trace_events import trace_text
 from ttp.errors import TtpError
 from ttp.web.looks import Looks
@@ -190,9 +190,11 @@ class _Pages:
         return self._looks.incidents.listed
 
     async def status(self, request: Request) -> Response:
-        """Send a new view as JSON."""
+        """Send a new view as JSON; ``status`` in it is what ``ttp status --json`` prints, null without an answer."""
         await self._looks.fresh(FIRST_S)
-        return Response(self._looks.text, media_type="application/json")
+        seen, answer = json.loads(self._looks.text), self._looks.answer
+        seen["status"] = None if answer is None else await asyncio.to_thread(describe, *answer)
+        return Response(json.dumps(seen), media_type="application/json")
 
     async def incidents(self, request: Request) -> Response:
         """Send the list of incidents as JSON, newest first."""

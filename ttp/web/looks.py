@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ttp.cli.connection import Client, find
+from ttp.cli.connection import Client, Where, find
 from ttp.cli.incident_reader import IncidentLog, id_of, incident_files, read_incident
 from ttp.cli.incidents import describe
 from ttp.errors import TtpError
@@ -49,8 +49,8 @@ FILES_WAIT_S = 1.0
 LISTED_MAX = 100
 """Largest number of incidents in the list; the newest are listed."""
 
-Answer = tuple[pb.GetStatusResponse, str, Path | None]
-"""A status, the address of the controller that sent it, and the job's run directory on this host, if there is one."""
+Answer = tuple[pb.GetStatusResponse, Where]
+"""A status, and the place of the controller that sent it."""
 
 
 class Asker:
@@ -79,7 +79,7 @@ class Asker:
             client.close()
             self._client = None
             raise
-        return now, str(client.where), client.where.run_dir
+        return now, client.where
 
 
 class Incidents:
@@ -196,6 +196,8 @@ class Looks:
         self.text = "{}"
         """The latest view as JSON; see ``ttp.web.view``."""
         self.status: pb.GetStatusResponse | None = None
+        self.answer: Answer | None = None
+        """The latest answer; None: the job did not answer when it was asked last."""
         self._ask = ask
         self._news = asyncio.Condition()
         self._wanted = asyncio.Event()
@@ -270,17 +272,18 @@ class Looks:
         if self._ask is None:
             return
         try:
-            now, controller, run_dir = await asyncio.to_thread(self._ask)
+            self.answer = now, where = await asyncio.to_thread(self._ask)
         except TtpError as problem:
+            self.answer = None
             if str(problem) != self._said:
                 log.warning("%s", problem)
             self._said = str(problem)
             self._view |= {"error": str(problem), "ended": await self._recorded_end()}
         else:
             self.status, self._said = now, ""
-            self.incidents.belong_to(now.save_dir, run_dir)
+            self.incidents.belong_to(now.save_dir, where.run_dir)
             pace = self._progress.at(now, time.monotonic())
-            self._view = {**view(now, self.incidents.newest, pace), "controller": controller}
+            self._view = {**view(now, self.incidents.newest, pace), "controller": str(where)}
 
     async def _recorded_end(self) -> str:
         """Return ``Incidents.ended``; empty if that takes longer than ``FILES_WAIT_S``, as the storage may hang."""
