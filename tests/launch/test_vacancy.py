@@ -30,7 +30,7 @@ from ttp.config import Config
 from ttp.errors import ConfigError
 from ttp.launch import moved_ranks, rendezvous, stand_by
 from ttp.launch.agent import TtpAgent
-from ttp.launch.run import _parse
+from ttp.launch.run import _of_meeting, _parse
 from ttp.launch.stand_by import LATE_S, VACANT_S, Rescheduling, StandBy, vacancies
 
 
@@ -185,6 +185,23 @@ def test_a_host_that_waits_says_for_how_long_and_who_is_here(
     meeting.next_rendezvous()
     assert "all 4 places are taken (10.0.0." in caplog.text and "and this host stands by" in caplog.text
     meeting.shutdown()  # ``inner`` has no such method: a host without a place does not close it for the others
+
+
+@pytest.mark.parametrize("end", [RendezvousGracefulExitError("closed"), RendezvousConnectionError("broken pipe")])
+def test_a_host_that_has_lost_its_place_does_not_take_the_end_of_the_job_for_success(end: Exception) -> None:
+    """Whether it still sees that the rendezvous is closed is chance. Without a place from the first, it stood by."""
+    inner = Mock(_this_node="a", next_rendezvous=Mock(side_effect=[Mock(), end, end]))
+    inner.num_nodes_waiting.return_value = 0
+    inner.settings.timeout.join.total_seconds.return_value = 600.0
+    inner._state_holder.state = SimpleNamespace(redundancy_list={"a"}, participants={})
+    meeting = Rescheduling(inner, 0)
+    meeting.next_rendezvous()
+    with pytest.raises(RendezvousConnectionError) as raised:
+        meeting.next_rendezvous()
+    assert _of_meeting(raised.value) == f"ttp run: {SPARE}"
+    meeting._seated = False
+    with pytest.raises(type(end)):
+        meeting.next_rendezvous()
 
 
 @pytest.mark.parametrize("answers", [True, False])

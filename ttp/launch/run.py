@@ -229,7 +229,11 @@ def _show(what: object) -> None:
 
 def _of_meeting(problem: Exception) -> str:
     """Return the message for hosts that cannot meet: torch raises the same for a lost host and a wrong address."""
+    from ttp.launch.stand_by import SPARE
+
     reason = (str(problem.__cause__ or problem) or type(problem).__name__).partition("\nException raised from")[0]
+    if reason == SPARE:
+        return f"ttp run: {SPARE}"
     return (
         f"ttp run: the hosts of the job cannot meet: {reason}\nProbably the launcher on another host has left, such as "
         "after SIGTERM: its log says why; or that host is lost. Start the job again on all hosts; what was saved stays"

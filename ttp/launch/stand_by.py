@@ -50,7 +50,7 @@ TURN_KEY = "ttp/turn"
 """Prefix of the key, one per round, that counts the hosts that want an empty place of that round."""
 
 
-SPARE = "another host has this one's place, and the rendezvous has gone: `ttp verdict` says what became of the job"
+SPARE = "another host has this one's place, and the job has left: `ttp verdict` says what became of it"
 
 LAUNCHER_GONE = (
     "the launcher of %s has left the job, or was silent for too long. If it was killed (`ttp status` there says so), "
@@ -169,6 +169,10 @@ class Rescheduling(WrappedRendezvous):
                 within,
             )
             raise HostMissingError from problem
+        except RendezvousGracefulExitError:  # closed: torch would call that trained to the end, which is not known
+            if self._seated:
+                raise RendezvousConnectionError(SPARE) from None
+            raise
         except RendezvousConnectionError:
             if self._is_spare():
                 raise RendezvousConnectionError(SPARE) from None
