@@ -120,6 +120,23 @@ def test_who_was_part_of_the_job_and_is_refused_leaves() -> None:
     assert rank.machine.gone
 
 
+def test_a_controller_that_was_replaced_and_does_not_know_it_is_not_followed() -> None:
+    rank = Rank1()
+    assert rank.comes_back(term=3).startswith("Joined")
+    assert rank.comes_back(term=2) == ""
+    assert rank.machine.term == 3
+    assert rank.freeze(term=3) == "", "on this stream nobody has welcomed the rank"
+    assert rank.comes_back(term=3).startswith("Joined") and FROZEN in rank.freeze(term=3)
+
+
+def test_the_ring_is_written_down_when_it_changes() -> None:
+    """Each time is a file of the host's disk, and the controller repeats the list to each rank that comes back."""
+    rank = Rank1()
+    for order in (m.Standbys(ME, 1, ("h1:1",)), m.Standbys(ME, 1, ("h1:1", "h2:1")), m.Standbys(ME, 2, ("h1:1",))):
+        assert (rank.order(order), rank.order(order)) == ("NoteRing", "")
+    assert "NoteRing" not in rank.comes_back(term=2)
+
+
 def test_a_standby_whose_place_another_job_has_taken_is_passed_over() -> None:
     rank = Rank1(failover_s=0.0)
     rank.order(m.Standbys(ME, 1, ("10.0.0.1:9", "10.0.0.2:9")))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -168,6 +169,16 @@ def test_frames_of_a_host_leave_in_its_slot_of_the_wall_clock() -> None:
         assert due is not None and abs(due - (second - 0.25)) < 1e-6
         frame = relay.take(due)
         assert frame is not None and frame.beat
+
+
+@pytest.mark.parametrize(("joined", "first"), [(0.95, 2.0), (0.85, 1.0)])
+def test_two_beats_are_not_close_together(joined: float, first: float) -> None:
+    """A clock that runs a little slow would send two frames in each period."""
+    relay = Relay(BEAT_S)
+    relay.reported(LineId(0), hello(0, LAYOUT), joined)
+    relay.reported(LineId(0), beat(0, 1), joined)
+    relay.take(joined)
+    assert relay.deadline() == pytest.approx(first)
 
 
 def test_a_new_activity_is_said_at_once() -> None:

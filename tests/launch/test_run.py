@@ -29,6 +29,7 @@ from ttp.errors import ConfigError
 from ttp.launch.preparation import settled
 from ttp.launch.presence import listens, probe
 from ttp.launch.run import _parse, _TorchLaunch, run
+from ttp.launch.stand_by import HostMissingError
 
 
 @pytest.fixture(autouse=True)
@@ -287,22 +288,26 @@ def test_a_restart_that_cannot_begin_leaves_the_job_saved(monkeypatch: pytest.Mo
     assert launch.run(Config()) == 75
 
 
+SIGTERM = SignalException("Process 1 got signal: 15", signal.SIGTERM)
+
+
+@pytest.mark.parametrize(("problem", "fails"), [(SIGTERM, 143), (HostMissingError(), 1), (RendezvousError("gone"), 1)])
 @pytest.mark.parametrize(
-    ("code", "saved_before", "leaves"), [(1, True, 75), (1, False, 143), (75, False, 75), (70, True, 70)]
+    ("code", "saved_before", "leaves"), [(1, True, 75), (1, False, 0), (75, False, 75), (70, True, 70)]
 )
-def test_sigterm_before_the_ranks_have_joined(
-    monkeypatch: pytest.MonkeyPatch, code: int, saved_before: bool, leaves: int
+def test_a_start_that_ends_before_the_ranks_have_joined(
+    monkeypatch: pytest.MonkeyPatch, problem: Exception, fails: int, code: int, saved_before: bool, leaves: int
 ) -> None:
-    """143 at the first start, and 75 at a restart of a saved job: the moment does not matter."""
+    """A failure at the first start, and 75 at a restart of a saved job: the moment does not matter."""
     launch = _TorchLaunch(["x.py"])
 
     def torchrun(_: object) -> None:
         launch._remember(SimpleNamespace(job_code=code, saved_before=saved_before))
-        raise SignalException("Process 1 got signal: 15", signal.SIGTERM)
+        raise problem
 
     monkeypatch.setattr("torch.distributed.run.run", torchrun)
     monkeypatch.setattr(launch, "_our_agent", lambda _: nullcontext())
-    assert launch.run(Config()) == leaves
+    assert launch.run(Config()) == (leaves or fails)
 
 
 def test_a_host_that_does_not_know_its_own_name_is_told_what_to_do(
@@ -343,7 +348,7 @@ def test_the_last_line_of_the_log_says_what_to_do(
 @pytest.mark.parametrize(
     "problem",
     [
-        SignalException("Process 1 got signal: 15", signal.SIGTERM),
+        SIGTERM,
         ChildFailedError("train.py", {0: ProcessFailure(0, 1, 75, "none")}),
         RendezvousError("the other host has left"),
         RuntimeError("of torch"),

@@ -31,7 +31,7 @@ from ttp.errors import ConfigError
 from ttp.launch import moved_ranks, rendezvous, stand_by
 from ttp.launch.agent import TtpAgent
 from ttp.launch.run import _of_meeting, _parse
-from ttp.launch.stand_by import LATE_S, VACANT_S, Rescheduling, StandBy, vacancies
+from ttp.launch.stand_by import LATE_S, SPARE, VACANT_S, Rescheduling, StandBy, vacancies
 
 
 @dataclass(frozen=True)
@@ -346,6 +346,19 @@ def test_the_job_trains_on_without_the_rendezvous(backend: str, asked: int, capl
     inner.settings.timeout.join.total_seconds.return_value = 600.0
     with pytest.raises(RendezvousConnectionError, match="the launcher that kept the rendezvous has gone"):
         meeting.next_rendezvous()
+
+
+@pytest.mark.parametrize(("backend", "again"), [("c10d", 1), ("etcd-v2", 0)])
+def test_a_host_that_is_lost_with_the_rendezvous_while_ranks_start_ends_the_job(
+    backend: str, again: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The ranks would wait for its ranks until torch's time-out, half an hour. etcd may be away for a moment."""
+    inner = Mock()
+    inner.get_backend.return_value = backend
+    inner.num_nodes_waiting.side_effect = RendezvousConnectionError("broken pipe")
+    meeting = Rescheduling(inner, 0, lambda: True)
+    assert [meeting.num_nodes_waiting() for _ in range(2)] == [again, 0]
+    assert ("still starting, are ended" in caplog.text) is bool(again)
 
 
 KEEPS = "is_host=1"

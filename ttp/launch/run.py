@@ -267,17 +267,13 @@ class _TorchLaunch(Launch):
             logger.error("the job is not started again here: %s", problem)
         except SignalException as problem:
             _show(problem)
-            code = self._code(EXIT_FAILED)
-            if code == EXIT_FAILED and self._agent is not None and self._agent.saved_before:
-                logger.warning("no rank had joined the job again: nothing is lost since it was saved")
-                return EXIT_SAVED
-            return 128 + problem.sigval if code == EXIT_FAILED else code
+            return self._unless_saved(128 + problem.sigval)
         except ChildFailedError as problem:
             _show(problem)
-        except HostMissingError:
-            pass  # the log has said it
         except (RendezvousError, DistError) as problem:
-            _show(_of_meeting(problem))
+            if not isinstance(problem, HostMissingError):  # else the log has said it
+                _show(_of_meeting(problem))
+            return self._unless_saved(EXIT_FAILED)
         except Exception as problem:
             if self._agent is None and isinstance(problem, socket.gaierror):
                 endpoint = self._arguments.rdzv_endpoint
@@ -288,6 +284,14 @@ class _TorchLaunch(Launch):
         else:
             return self._code(EXIT_TRAINED)
         return self._code(EXIT_FAILED)
+
+    def _unless_saved(self, code: int) -> int:
+        """Return the job's exit code; if it is 1, ``code``, or 75 when the job was being started again after a save."""
+        found = self._code(EXIT_FAILED)
+        if found != EXIT_FAILED or self._agent is None or not self._agent.saved_before:
+            return code if found == EXIT_FAILED else found
+        logger.warning("no rank had joined the job again: nothing is lost since it was saved")
+        return EXIT_SAVED
 
     def _code(self, without_agent: int) -> int:
         return without_agent if self._agent is None else int(self._agent.job_code)

@@ -85,7 +85,8 @@ class Rescheduling(WrappedRendezvous):
     def num_nodes_waiting(self) -> int:
         """Return how many hosts want to join, or 1 if one is lost while ranks start: if it is not 0, all start again.
 
-        It is 0 if the rendezvous has gone: the workers need it only to start again.
+        It is 0 if the rendezvous has gone: the workers need it only to start again. While they start it is 1, once: its
+        host may be lost with ranks of the job, for which they would wait until torch's time-out.
 
         This host's workers are looked after meanwhile (``asked_aside``). A store of torch that has gone does not come
         back, and its C++ code writes a stack trace for each attempt, so it is not asked again.
@@ -98,13 +99,16 @@ class Rescheduling(WrappedRendezvous):
         self._asked = None
         try:
             return asked.result() or self._lost_at_the_start()
-        except RendezvousConnectionError as problem:
-            if not self._gone:
-                logger.warning("the rendezvous has gone: the job trains on, but cannot be started again. %s", problem)
-                self._gone = True
-                if self._inner.get_backend() == "c10d":
-                    self.rest()
-            return 0
+        except RendezvousConnectionError:
+            if self._gone:
+                return 0
+            c10d = self._inner.get_backend() == "c10d"
+            self._gone, starting = True, c10d and self._forms()
+            what = "the ranks, which are still starting, are ended" if starting else "the job trains on"
+            logger.warning("the rendezvous has gone: %s, and cannot be started again", what)
+            if c10d:
+                self.rest()
+            return int(starting)
 
     def _lost_at_the_start(self) -> int:
         """Return 1 if a host is lost since all met, and ranks of this host may be waiting for its ranks; else 0.
