@@ -6,6 +6,7 @@ import pytest
 
 from tests.core.talk import LOST, Talk
 from ttp.core import messages as m
+from ttp.core.controller.events import LauncherSaid
 from ttp.core.layout import Rank, Version
 from ttp.testing.scenario import grid
 
@@ -116,6 +117,7 @@ def test_what_one_rank_knows_to_be_wrong_all_leave_with() -> None:
     """Also after another fault, and whether anything was saved or not."""
     talk = Talk()
     assert talk.fault(1, wrong=True) == "[wrong] [opened] Freeze:0,1,2 [evidence]"
+    assert talk.event(LauncherSaid("h0", starts=False, code=64)) == "", "it is written down once"
     talk.frozen_all(7, 0, 1, 2)
     assert talk.write() == "[committed] [released] Release(64):0,1,2"
     (text,) = {order.text for order in talk.orders(m.Release)}

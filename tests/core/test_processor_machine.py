@@ -155,6 +155,7 @@ def test_busy_means_try_again() -> None:
     rank = Rank1(joined=False)
     rank.event(ev.StreamUp())
     assert rank.order(m.Refused(ME, m.RefusalCode.BUSY, "why")) == "Rejected"
+    assert Rank1().order(m.Refused(ME, m.RefusalCode.BUSY, "why")) == "", "it has joined before, and need not be told"
     assert not rank.machine.gone
     rank.event(ev.StreamDown("ended"))
     assert rank.after(1) == "Connect"

@@ -33,7 +33,10 @@ def test_a_lost_controller_is_followed_by_the_next_of_the_ring_and_the_home_is_l
     made = route("a:1", "b:1")
     assert not made.went_round
     assert [go(made, 1) for _ in range(4)] == [("a:1", True), ("b:1", True), (HOME, True), ("a:1", True)]
-    assert made.went_round
+    assert made.went_round and made.rounds == 1
+    for _ in range(20):
+        go(made, 1)
+    assert made.rounds == 4, "the time for an attempt doubles with each"
 
 
 def test_from_a_standby_the_ring_goes_on_behind_it() -> None:
@@ -74,6 +77,7 @@ def test_a_standby_of_ones_own_needs_no_announcement() -> None:
     assert go(made, 9) == (HOME, False)
     made.knows("me:1")
     made.knows("me:1")
+    assert made.standbys == ("me:1",)
     assert [go(made, 9) for _ in range(2)] == [("me:1", True), (HOME, True)]
     made.standbys = ("a:1",)
     assert made.standbys == ("a:1",)

@@ -32,8 +32,7 @@ class JobEnd:
 
     def heard(self, now: float) -> None:
         """Note that ranks are gone; from the last one on, the time without any rank counts (``abandoned_s``)."""
-        if not self._job.live:
-            self._quiet_since = now
+        self._quiet_since = now
 
     def told(self, event: LauncherSaid | HostsDrained | RankWasWrong | Remembered) -> None:
         """Take a fact about the exit code of the job, from a launcher, an operator, a rank or the history."""

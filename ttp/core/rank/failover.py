@@ -68,7 +68,7 @@ class Route:
             for_s: seconds since the last stream ended.
         """
         ring = self._ring()
-        if len(ring) < 2 or (for_s < self._failover_s and not self._moved and not self.takeover):
+        if len(ring) < 2 or (for_s < self._failover_s and not self._moved):
             self.address, self.takeover = self.current, False
             return
         at = ring.index(self.current)
