@@ -56,6 +56,20 @@ def test_what_is_wrong_comes_first(order: str) -> None:
     assert verdict.now.code is None, "that was the last launch"
 
 
+def test_the_start_of_ranks_forgets_also_what_was_wrong_without_an_end() -> None:
+    verdict = launched()
+    verdict.is_wrong("rank 3 exited with code 64")
+    verdict.starts()
+    assert verdict.now.code is None
+
+
+def test_the_history_that_is_read_late_takes_nothing_back() -> None:
+    verdict = launched(2)
+    verdict.drained = frozenset({"a"})
+    verdict.remember(1, progress=False, drained=frozenset({"b"}))
+    assert (verdict.fruitless, verdict.drained) == (2, {"a", "b"})
+
+
 def test_the_third_launch_in_a_row_without_a_new_version_is_the_last() -> None:
     verdict = JobVerdict()
     codes = []

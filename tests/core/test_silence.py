@@ -347,6 +347,25 @@ def test_a_controller_that_was_stopped_reads_what_has_come_before_it_ends_a_doub
     assert "[thawed]" in talk.beat(2) if comes else "[released]" in talk.after(LOOK_S)
 
 
+def test_a_controller_that_was_stopped_does_not_shorten_a_doubt() -> None:
+    talk = saved_in_doubt()
+    talk.now += QUIET_S + LATE_S + 0.1
+    talk.after(0)
+    talk.passes(2 * LOOK_S)
+    assert talk.machine.job.silent == {2, 3} and talk.machine.stage == "saved"
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_an_answer_about_a_host_that_was_heard_or_lost_meanwhile_is_out_of_date(lost: bool) -> None:
+    talk = Hosts()
+    talk.now += QUIET_S
+    talk.after(0)
+    assert looks(talk.said) == ["h1", "h2"]
+    for rank in (2, 3):
+        talk.lost(rank) if lost else talk.beat(rank)
+    assert talk.event(LookedAt("h1", 99.0)) == "" and not talk.machine.job.silent
+
+
 def test_a_doubt_has_an_end() -> None:
     talk = saved_in_doubt()
     talk.passes(PATIENCE.doubt_max_s)
