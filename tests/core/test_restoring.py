@@ -316,6 +316,7 @@ def test_what_was_committed_may_not_vanish() -> None:
 
 def test_it_is_not_forgotten_by_an_incarnation_that_saves_nothing() -> None:
     talk = restarted()
+    looks_in_vain(talk)
     talk.accuse(0, m.FaultKind.EXITED)
     talk.frozen(1, 0)
     talk.lost(1)
