@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.ports import free_port
 from tests.processor.fake_source import no_thread
 from ttp.config import Config, RankEnv
 from ttp.core import messages as m
@@ -21,6 +22,7 @@ from ttp.processor.joining import Joining
 from ttp.processor.link import connecting, second
 from ttp.processor.link.connecting import ControllerLink
 from ttp.processor.link.second import SecondStream
+from ttp.processor.link.stream import Stream
 
 
 class FakeStream:
@@ -108,6 +110,22 @@ def test_a_problem_that_lasts_is_logged_once(
             made[-1].calls["on_down"]("UNAVAILABLE: bad certificate")
         assert caplog.text.count("bad certificate") == times
         made[-1].calls["on_up"]()
+
+
+@pytest.mark.parametrize("within_s", [None, 60.0])
+def test_a_stream_that_nobody_accepts_was_never_up(within_s: float | None) -> None:
+    """The log repeated the same problem with each attempt, as if there had been a stream in between."""
+    said, down = list[str](), threading.Event()
+
+    def ends(_: str) -> None:
+        said.append("down")
+        down.set()
+
+    calls: Any = {"on_up": lambda: said.append("up"), "on_order": said.append, "on_down": ends, "within_s": within_s}
+    stream = Stream("127.0.0.1", free_port(), "", **calls)
+    stream.start()
+    assert down.wait(60) and said == ["down"]
+    stream.abort()
 
 
 def test_a_second_stream_without_a_thread_is_said_to_be_down(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,11 +103,14 @@ class Stream:
         self._call.cancel()
         self._channel.close()
 
-    def _wait_accepted(self) -> None:
-        """Wait for the controller's metadata, which it sends when it accepts the stream."""
+    def _wait_accepted(self) -> bool:
+        """Wait for the controller's metadata, which it sends when it accepts the stream; False: the stream has ended.
+
+        For gRPC a stream that has failed has empty metadata.
+        """
         if self._within_s is None:
             self._call.initial_metadata()
-            return
+            return bool(self._call.is_active())
         timer = threading.Timer(self._within_s, self._call.cancel)
         timer.daemon = True
         timer.start()
@@ -115,13 +118,14 @@ class Stream:
             self._call.initial_metadata()
         finally:
             timer.cancel()
+        return bool(self._call.is_active())
 
     def _read(self) -> None:
         reason = "the controller ended the stream"
         try:
-            self._wait_accepted()
-            forks.close_in_children(self._port)
-            self._on_up()
+            if self._wait_accepted():
+                forks.close_in_children(self._port)
+                self._on_up()
             for message in self._call:
                 try:
                     self._on_order(order_from_wire(message))
