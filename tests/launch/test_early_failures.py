@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.conftest import OF_MINDSPORE, Start
-from ttp.launch.early_failures import EARLY_S, FORMS_S, WAITED_S, EarlyFailures
+from ttp.launch.early_failures import EARLY_S, FORMS_S, STARTS_S, WAITED_S, EarlyFailures
 from ttp.wire.v1 import controller_pb2 as pb
 
 NOBODY = pb.GetStatusResponse(stage="waiting")
@@ -96,6 +96,15 @@ def test_a_rank_that_leaves_a_restart_early_is_told_once_if_the_job_had_formed()
         told = [failures.keeps_waiting(now, left) for now, left in ((began, False), (began + 5, True), (late, False))]
         assert told == [False] * 3
         assert [failures.keeps_waiting(late, True), failures.keeps_waiting(late + 1, True)] == [True, False]
+
+
+def test_a_launch_is_late_once() -> None:
+    counts = EarlyFailures()
+    assert not counts.is_late(1000.0), "nothing was started"
+    for began in (0.0, 100.0):
+        counts.begins(began)
+        at = (began + STARTS_S - 1, began + STARTS_S, began + STARTS_S + 1)
+        assert [counts.is_late(now) for now in at] == [False, True, False]
 
 
 def test_who_has_joined_is_not_starting_any_more_though_its_files_are_removed() -> None:

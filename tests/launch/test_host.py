@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import socket
@@ -224,6 +225,22 @@ def test_leases_of_earlier_processes_are_swept(host: Host, workers: StartWorkers
         worker.wait()
     host.before_workers("127.0.0.1", first_node=False)
     assert os.listdir(tmp_path / "run" / "armed") == []  # noqa: PTH208
+
+
+@pytest.mark.parametrize(("ranks", "joined", "said"), [(4, False, 1), (4, True, 0), (2, False, 0)])
+def test_ranks_that_wait_for_a_lost_host_at_their_start_are_told_of(
+    host: Host, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ranks: int, joined: bool, said: int
+) -> None:
+    """With the static rendezvous nobody else notices it, and the log of this host said nothing at all."""
+    monkeypatch.setattr("ttp.launch.early_failures.STARTS_S", 0.0)
+    caplog.set_level(logging.INFO, "ttp.launch")
+    host.before_workers("127.0.0.1", first_node=False, world_size=ranks, here=2)
+    if joined:
+        host.leases.arm(os.getpid())
+    for _ in range(3):
+        host.look({})
+    assert caplog.text.count("or wait for ranks of another host") == said
+    host.leases.disarm(os.getpid())
 
 
 def test_a_second_job_on_the_port_of_a_running_one_leaves_its_run_directory_as_it_is(

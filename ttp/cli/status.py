@@ -50,7 +50,8 @@ LAUNCHER_WAITS = (
 )
 BETWEEN = (
     "between two launches: the launchers start the ranks again, end, or wait for those of other hosts, at most for "
-    "TTP_RESCHEDULE_S; after 10 s their log says which are here"
+    "TTP_RESCHEDULE_S (static rendezvous: torch's time-out); their log says after 10 s which are here, or after a "
+    "minute that the ranks wait"
 )
 
 Watch = Annotated[bool, typer.Option("--watch", help="Go on showing it until Ctrl-C. With --json: one line a time.")]

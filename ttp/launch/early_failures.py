@@ -22,6 +22,9 @@ FORMS_S = 300.0
 Not longer than torch's exit barrier: a host whose program has ended, without ttp, would be taken for lost after it.
 """
 
+STARTS_S = 60.0
+"""Seconds after the start of workers in which all ranks have joined the job as a rule."""
+
 WAITED_S = 10.0
 """Seconds for which a rank may have left a restart alone before others count as waiting for it."""
 
@@ -33,7 +36,7 @@ class EarlyFailures:
         self.in_a_row = 0
         """Launches that failed early, without another one in between."""
         self._began_s = 0.0
-        self._joined = False
+        self._joined, self._late = False, True
         self._formed = 0  # incarnation of the last launch that formed
         self._left_s: float | None = 0.0  # since when a rank has left this launch early; None: that was told
 
@@ -44,7 +47,7 @@ class EarlyFailures:
 
     def begins(self, now_s: float) -> None:
         """Note that the workers of a launch are being started."""
-        self._began_s, self._left_s, self._joined = now_s, 0.0, False
+        self._began_s, self._left_s, self._joined, self._late = now_s, 0.0, False, False
 
     def forms(self, now_s: float, joined: bool) -> bool:
         """Return whether the workers are still starting.
@@ -56,6 +59,11 @@ class EarlyFailures:
         """
         self._joined = self._joined or joined
         return not self._joined and now_s - self._began_s < FORMS_S
+
+    def is_late(self, now_s: float) -> bool:
+        """Return, once in each launch, whether its workers were started ``STARTS_S`` ago."""
+        before, self._late = self._late, self._late or now_s - self._began_s >= STARTS_S
+        return self._late and not before
 
     def keeps_waiting(self, now_s: float, left: bool) -> bool:
         """Return, once in each restart of a job that had formed, whether a rank that has left keeps others waiting.

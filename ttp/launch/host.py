@@ -14,7 +14,7 @@ from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED, EXIT_TRAINED
 from ttp.launch.again import Again
 from ttp.launch.controller_keeper import ControllerKeeper
 from ttp.launch.dead_pages import DeadPages
-from ttp.launch.early_failures import EarlyFailures
+from ttp.launch.early_failures import STARTS_S, EarlyFailures
 from ttp.launch.fault_report import FaultReporter
 from ttp.launch.job_verdict import ask_verdict, say_start, settled_code
 from ttp.launch.leases import Leases
@@ -44,6 +44,11 @@ _WAITED_FOR = (
     "rank of a restart come as far as ttp.restore()"
 )
 
+_STARTS_LONG = (
+    "no rank of this host has joined the job in the %.0f s since the start: they still load, or wait for ranks of "
+    "another host. If that is lost, end the job on all hosts with SIGTERM and start it again; what was saved stays"
+)
+
 ALL_AT_ONCE = (
     "if memory runs out in %s, the kernel kills everything there (memory.oom.group), launcher and ranks, as if this "
     "host were lost: ranks of other hosts save, none here. Kubelets with singleProcessOOMKill leave the others alive"
@@ -68,7 +73,7 @@ class Host:
         self._run_dir = run_dir
         self.leases = Leases(run_dir)
         self._keeper = ControllerKeeper(config, run_dir)
-        self._keeps = False
+        self._keeps = self._several = False
         self._sentinels = SentinelWatch(run_dir)
         self._watch = WorkerWatch(self._sentinels.shows_death)
         self._reporter: FaultReporter | None = None
@@ -124,6 +129,7 @@ class Host:
         self.leases.sweep()
         self.again.clear()
         self._early.begins(time.monotonic())
+        self._several = world_size > here
         first_start, self._address = not self._address, address
         self._keep_relay(world_size, here)
         try:
@@ -193,7 +199,7 @@ class Host:
     def look(self, workers: Workers) -> None:
         """Keep the files of the job. Give workers that crashed after their program, in a library, the exit code 0.
 
-        Tell once in a restart of ranks that keep the others waiting.
+        Tell once in a launch that its ranks may be waiting for those of another host, or for some that have left.
         """
         self.leases.keep()
         self.saved_before = self.saved_before and not self.leases.used()
@@ -201,6 +207,8 @@ class Host:
         left = 0 < len(ended) < len(workers) and not self.leases.used()
         if self._early.keeps_waiting(time.monotonic(), left):
             logger.warning(_WAITED_FOR, ", ".join(ended))
+        if self._several and self._early.is_late(time.monotonic()) and self.forms():
+            logger.info(_STARTS_LONG, STARTS_S)
         for rank, worker in workers.items():
             if (code := worker.poll() or 0) < 0 and self.leases.has_ended(worker.pid):
                 text = "rank %d had trained to its end when signal %d killed it: that counts as trained"
