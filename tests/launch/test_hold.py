@@ -123,6 +123,11 @@ STORIES: dict[str, list[Look]] = {
         (99.9, {1}, {3: -9}, {1: 1e6}, WAIT),
         (100.0, {1}, {3: -9}, {1: 1e6}, LATE),
     ],
+    "only another one was saving": [
+        (0.0, {1, 2}, {3: -9}, {1: 1e6}, WAIT),
+        (98.0, {2}, {1: 1, 3: -9}, {}, WAIT),
+        (100.0, {2}, {1: 1, 3: -9}, {}, STOP),
+    ],
     "its lease ends just before": [  # "no rank saves, or has begun to" was not true
         (0.0, {1}, {3: -9}, {1: 99.5}, WAIT),
         (100.0, {1}, {3: -9}, {1: 99.5}, LATE),

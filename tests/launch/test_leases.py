@@ -9,12 +9,13 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from tests.store.storage import fill, small_disk
 from ttp.errors import ConfigError
-from ttp.launch.leases import Leases, worker_of, write_whole
+from ttp.launch.leases import FRESH_S, Leases, worker_of, write_whole
 from ttp.launch.proc_files import start_of
 from ttp.launch.run_dir import prepare_run_dir
 from ttp.launch.token_file import forget_token, read_token, write_token
@@ -113,6 +114,25 @@ def test_sweep_removes_the_dead_only(leases: Leases) -> None:
     leases.sweep()
     assert leases.armed() == {os.getpid()}
     assert leases.deadlines() == {os.getpid(): 5.0}
+
+
+def test_files_of_another_users_process_stay(leases: Leases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    leases.arm(10)
+    monkeypatch.setattr(os, "kill", Mock(side_effect=PermissionError))
+    leases.sweep()
+    assert (tmp_path / "run" / "armed" / "10").exists()
+
+
+def test_files_are_touched_once_an_hour(leases: Leases, monkeypatch: pytest.MonkeyPatch) -> None:
+    leases.arm(10)
+    monkeypatch.setattr(os, "utime", touch := Mock())
+    leases.keep()
+    assert not touch.called
+    leases._touched_s -= FRESH_S
+    leases.keep()
+    touched = touch.call_count
+    leases.keep()
+    assert touch.call_count == touched > 0
 
 
 @pytest.mark.parametrize("text", ["", "soon", "nan", "inf", "1.5.3", "\x00"])
