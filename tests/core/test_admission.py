@@ -87,6 +87,17 @@ def test_survivors_that_come_to_a_new_process_on_a_new_controller_are_saved(numb
     assert "[plan] Save:1" in talk.frozen(1, 7) + talk.frozen(2, 7)
 
 
+def test_a_survivor_of_a_launch_that_was_given_up_does_not_wait_while_the_next_one_forms() -> None:
+    talk = Talk()
+    for rank in range(3):
+        talk.lost(rank)
+    talk.after(100)
+    talk.streams[0] += 100
+    assert "[incarnation]" in talk.hello(0, launch=1, nonce="new")
+    talk.streams[1] += 100
+    assert talk.hello(1, incarnation=1, version=7, resume=True, term_seen=1) == "Refused(fenced):1 [refused]"
+
+
 def test_what_an_earlier_start_holds_is_saved_before_the_new_one_begins() -> None:
     """One of its processes reaches the new controller first: it may be a survivor."""
     talk = Talk(joined=0)
