@@ -224,6 +224,19 @@ def test_a_launcher_that_ends_by_a_signal_keeps_no_place_alive(answers: bool, mo
     assert asked.is_set()
 
 
+def test_a_launcher_says_that_it_waits_for_others_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that was killed does not come: torch waits for five minutes, and says nothing."""
+    caplog.set_level(logging.INFO, "ttp.launch")
+    monkeypatch.setattr(rendezvous, "SAY_S", 0.0)
+    monkeypatch.setattr(LocalElasticAgent, "_exit_barrier", lambda _: until(lambda: caplog.messages))
+    agent: Any = object.__new__(TtpAgent)
+    agent._worker_group, agent._exit_barrier_timeout = SimpleNamespace(spec=Mock()), 300
+    agent._exit_barrier()
+    assert "the ranks of this host have ended; the wait ends after 300 s" in caplog.text
+
+
 TEN_S = "keep_alive_interval=1,keep_alive_max_attempt=10"
 
 

@@ -177,7 +177,9 @@ class TtpAgent(LocalElasticAgent):
             self._fail_open(lambda: pass_barrier(self._store, self._worker_group.group_world_size or 1))
             return
         wait: Any = super()._exit_barrier
-        wait()
+        within = f"the ranks of this host have ended; the wait ends after {self._exit_barrier_timeout:g} s at most"
+        with told_if_late(lambda: within):
+            wait()
 
     def _restart_workers(self, worker_group: Any) -> None:
         """Ask ranks to save if no worker has failed: torch then restarts them because a host wants to join."""
