@@ -298,6 +298,11 @@ def test_the_verdict_of_several_controllers(
         assert job_verdict.ask_verdict(around, "", "", 0).code == code
 
 
+@pytest.mark.parametrize(("own", "job", "code"), [(1, 0, 1), (1, 75, 75), (0, 70, 70), (64, 75, 64), (75, None, 75)])
+def test_a_program_that_fails_after_it_has_trained_to_the_end_has_failed(own: int, job: int | None, code: int) -> None:
+    assert job_verdict.settled_code(own, GetVerdictResponse(code=job)) == code
+
+
 @pytest.mark.parametrize(
     ("term", "code", "leaves"), [(1, 0, 0), (1, 75, 75), (1, 1, 70), (2, 0, 70), (2, 75, 70), (3, 0, 70)]
 )
