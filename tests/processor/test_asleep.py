@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,3 +54,22 @@ def test_only_a_thread_that_sleeps_in_torch_is_found(
     finally:
         end.set()
         thread.join()
+
+
+def test_a_thread_that_sleeps_again_and_again_makes_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, left = iter(["1", "2", "", "2", "3", "3"]), list[str]()
+    for name, value in {"LOOK_S": 0.0, "_POLL_S": 0.0, "aside": lambda _, job: job()}.items():
+        monkeypatch.setattr(asleep, name, value)
+    monkeypatch.setattr(asleep, "_sleep", lambda *_: next(counts))
+    asleep.watch((1, 1), lambda: not left, lambda: left.append(next(counts, "none")))
+    assert left == ["none"], "only the last two are equal"
+
+
+@pytest.mark.parametrize(
+    ("module", "waits"),
+    [("torch.distributed.distributed_c10d", True), ("torch.utils.data.dataloader", False), ("x", False)],
+)
+def test_a_thread_that_waits_for_data_does_not_wait_for_a_rank(module: str, waits: bool) -> None:
+    code = SimpleNamespace(co_filename="", co_name="get")
+    frame: Any = SimpleNamespace(f_globals={"__name__": module}, f_code=code, f_lineno=1)
+    assert asleep._in_torch(frame) is waits

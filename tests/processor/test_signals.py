@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -350,3 +351,18 @@ def test_without_room_for_another_thread_the_next_signal_is_reported_too(monkeyp
             until(lambda: len(said) == 2)
     finally:
         preemption.uninstall()
+
+
+@pytest.mark.parametrize("handles", [True, False])
+def test_a_handler_that_was_installed_later_decides_what_becomes_of_the_process(
+    handles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has had the signal, and may write a checkpoint of its own. No controller can order a save."""
+    ended = Mock()
+    monkeypatch.setattr(signals, "set_default", lambda _: None)
+    monkeypatch.setattr(os, "kill", ended)
+    preemption = Preemption(lambda _: None)
+    preemption._installed, preemption._previous = True, signal.SIG_DFL
+    monkeypatch.setattr(preemption, "_handles", lambda: handles)
+    preemption._end_if(lambda _: True)
+    assert ended.called is handles
