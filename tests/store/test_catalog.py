@@ -335,6 +335,14 @@ def test_the_superseded_age_like_the_others(world: World) -> None:
     assert prune(world.save_dir, 3) == ["tft_saved_checkpoints-step_2", ".superseded-step_2-0"]
 
 
+def test_a_superseded_one_older_than_all_others_goes_though_more_are_to_be_kept(world: World) -> None:
+    world.make(2, "first")
+    world.make(2, "second")
+    (world.save_dir / "tft_saved_checkpoints-step_2").rename(world.save_dir.with_name("elsewhere"))
+    world.make(4)
+    assert prune(world.save_dir, 9) == [".superseded-step_2-0"]
+
+
 def test_links_of_the_user_are_not_followed(world: World, four: dict[int, Path]) -> None:
     elsewhere = four[2].rename(world.save_dir.with_name("elsewhere"))
     four[2].symlink_to(elsewhere)
