@@ -16,7 +16,7 @@ from tests.waiting import until
 from ttp.launch import other_jobs
 from ttp.launch.run_dir import note_port
 from ttp.launch.token_file import write_token
-from ttp.store.history import FILE, WORD, Launch, fruitless, leave_word, line_of, read_launches, read_word
+from ttp.store.history import FILE, WORD, leave_word, line_of, read_launches, read_word
 
 Facts = dict[str, Any]
 
@@ -398,18 +398,3 @@ def test_the_launchers_code_is_the_last_word_where_no_rank_had_joined(
     assert ttp(*ask, "--since", 99)[0] == 75, "this launch has left a word"
     nowhere = ttp("verdict", place / "none", "--launcher-code", left)
     assert nowhere[:2] == ((75, "saved\n") if left == 143 else (64, "")), "in its first start there is no directory yet"
-
-
-@pytest.mark.parametrize(
-    ("launches", "count"),
-    [
-        ([], 0),
-        ([{"code": 75}, {"code": None}, {"code": 70}], 3),
-        ([{"code": 75}, {"code": 75, "progress": True}, {"code": 75}], 1),
-        ([{"code": 75}, {"code": 64}, {"code": 75}], 1),
-        ([{"code": 75}, {"code": 75, "preempted": True}, {"code": 75}], 2),
-    ],
-    ids=["none", "all", "progress", "wrong", "preempted"],
-)
-def test_how_many_launches_in_a_row_have_saved_nothing_new(launches: list[dict[str, Any]], count: int) -> None:
-    assert fruitless([Launch("job", number, float(number), **facts) for number, facts in enumerate(launches)]) == count

@@ -19,7 +19,7 @@ from ttp.cli.incident_reader import read_incident
 from ttp.controller import journal as module
 from ttp.controller.journal import Happening, Journal
 from ttp.launch.run_dir import allow_journal
-from ttp.store.history import read_launches
+from ttp.store.history import Launch, fruitless, read_launches
 
 NAME = Path("incidents", "one.jsonl")
 
@@ -304,3 +304,18 @@ def test_the_incident_is_written_before_the_history_of_launches(
     both_queued.set()
     teller.finish()
     assert written == ["one.jsonl", "launches.log"]
+
+
+@pytest.mark.parametrize(
+    ("launches", "count"),
+    [
+        ([], 0),
+        ([{"code": 75}, {"code": None}, {"code": 70}], 3),
+        ([{"code": 75}, {"code": 75, "progress": True}, {"code": 75}], 1),
+        ([{"code": 75}, {"code": 64}, {"code": 75}], 1),
+        ([{"code": 75}, {"code": 75, "preempted": True}, {"code": 75}], 2),
+    ],
+    ids=["none", "all", "progress", "wrong", "preempted"],
+)
+def test_how_many_launches_in_a_row_have_saved_nothing_new(launches: list[dict[str, Any]], count: int) -> None:
+    assert fruitless([Launch("job", number, float(number), **facts) for number, facts in enumerate(launches)]) == count
