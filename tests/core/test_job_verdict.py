@@ -67,7 +67,7 @@ def test_the_history_that_is_read_late_takes_nothing_back() -> None:
     verdict = launched(2)
     verdict.drained = frozenset({"a"})
     verdict.remember(1, progress=False, drained=frozenset({"b"}))
-    assert (verdict.fruitless, verdict.drained) == (2, {"a", "b"})
+    assert (verdict.fruitless, verdict.drained) == (2, frozenset({"a", "b"}))
 
 
 def test_the_third_launch_in_a_row_without_a_new_version_is_the_last() -> None:
