@@ -63,6 +63,9 @@ def test_the_job_trains_on_without_the_rendezvous(backend: str, asked: int, capl
     inner.settings.timeout.join.total_seconds.return_value = 600.0
     with pytest.raises(RendezvousConnectionError, match="the launcher that kept the rendezvous has gone"):
         meeting.next_rendezvous()
+    meeting._seated = True
+    meeting.shutdown()
+    assert inner.next_rendezvous.called is inner.shutdown.called is (backend != "c10d")
 
 
 @pytest.mark.parametrize(("backend", "again"), [("c10d", 1), ("etcd-v2", 0)])

@@ -50,6 +50,7 @@ TURN_KEY = "ttp/turn"
 """Prefix of the key, one per round, that counts the hosts that want an empty place of that round."""
 
 
+GONE = "the launcher that kept the rendezvous has gone"
 SPARE = "another host has this one's place, and the job has left: `ttp verdict` says what became of it"
 
 LAUNCHER_GONE = (
@@ -91,7 +92,7 @@ class Rescheduling(WrappedRendezvous):
         This host's workers are looked after meanwhile (``asked_aside``). A store of torch that has gone does not come
         back, and its C++ code writes a stack trace for each attempt, so it is not asked again.
         """
-        if self._gone and self._inner.get_backend() == "c10d":
+        if self._gone and self._is_c10d:
             return 0
         self._asked = asked = self._asked or asked_aside(self._inner.num_nodes_waiting)
         if not wait([asked], ANSWER_S).done:
@@ -102,13 +103,16 @@ class Rescheduling(WrappedRendezvous):
         except RendezvousConnectionError:
             if self._gone:
                 return 0
-            c10d = self._inner.get_backend() == "c10d"
-            self._gone, starting = True, c10d and self._forms()
+            self._gone, starting = True, self._is_c10d and self._forms()
             what = "the ranks, which are still starting, are ended" if starting else "the job trains on"
             logger.warning("the rendezvous has gone: %s, and cannot be started again", what)
-            if c10d:
+            if self._is_c10d:
                 self.rest()
             return int(starting)
+
+    @property
+    def _is_c10d(self) -> bool:
+        return bool(self._inner.get_backend() == "c10d")
 
     def _lost_at_the_start(self) -> int:
         """Return 1 if a host is lost since all met, and ranks of this host may be waiting for its ranks; else 0.
@@ -149,6 +153,8 @@ class Rescheduling(WrappedRendezvous):
             ConfigError: another host refused its settings and closed the rendezvous (``ttp.launch.refusal``).
             RendezvousConnectionError: the rendezvous does not answer.
         """
+        if self._gone and self._is_c10d:
+            raise RendezvousConnectionError(GONE)
         if self._seated and not self._gone:  # torch would not return before the kernel gives up
             self._asked = self._asked or asked_aside(self._inner.num_nodes_waiting)
         if self._asked is not None and not wait([self._asked], GONE_S).done:
@@ -181,7 +187,7 @@ class Rescheduling(WrappedRendezvous):
             if self._is_spare():
                 raise RendezvousConnectionError(SPARE) from None
             if self._gone:  # torch says "broken pipe"
-                raise RendezvousConnectionError("the launcher that kept the rendezvous has gone") from None
+                raise RendezvousConnectionError(GONE) from None
             raise
         self._seated, self._met, self._there = True, info, set()
         return info
@@ -214,7 +220,7 @@ class Rescheduling(WrappedRendezvous):
 
     def shutdown(self) -> bool:
         """See torch's ``RendezvousHandler.shutdown``. A host without a place does not close the rendezvous."""
-        silent = self._asked is not None and not self._asked.done()
+        silent = (self._asked is not None and not self._asked.done()) or (self._gone and self._is_c10d)
         placed = self._seated and not (self._left or self._is_spare())
         return bool(self._inner.shutdown()) if placed and not silent else True
 
