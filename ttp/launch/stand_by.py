@@ -105,7 +105,7 @@ class Rescheduling(WrappedRendezvous):
                 return 0
             self._gone, starting = True, self._is_c10d and self._forms()
             what = "the ranks, which are still starting, are ended" if starting else "the job trains on"
-            logger.warning("the rendezvous has gone: %s, and cannot be started again", what)
+            logger.warning("the rendezvous has gone: %s, but cannot be started again", what)
             if self._is_c10d:
                 self.rest()
             return int(starting)
