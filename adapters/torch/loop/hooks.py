@@ -142,6 +142,8 @@ class Attachment(Bracket):
             if not self._forwards.outside:
                 self._entered = self._ended
             self._pass()
+            if self._untouched is not None and not (self._stepping.depth and self._opened):
+                self._untouched.forward()
             if module.training:
                 self._calls.before_forward()
         else:

@@ -9,8 +9,10 @@ initialise themselves; and in all iterations if an optimizer has a ``first_step(
 version counter alone shows nothing: layers write values to their weights that they have already (they clamp them, or
 move them to other memory).
 
-Between backward passes samples are compared: the next forward pass may have shortened a row of an embedding. Before the
-step nothing may have changed, so each weight on the host is compared as a whole.
+Between backward passes samples are compared where the next forward pass begins, as that may change weights itself: it
+shortens rows of an embedding (``max_norm``), or normalises weights (EDM2). A loop that skips a step, and then clips or
+normalises the weights as after each step, changes them between two backward passes too, but seldom. So a few iterations
+have to show such a change. Before the step nothing may have changed, so each weight on the host is compared as a whole.
 
 In the same iterations it is noted which parameters are frozen and trained again within an iteration (a GAN's networks).
 """
@@ -27,6 +29,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ttp.adapters.torch.sharding.dtensor_chunks import is_distributed
+from ttp.adapters.torch.sharding.exchange import tells
 from ttp.adapters.torch.sharding.names import parameters_of
 from ttp.adapters.torch.tensor_memory import is_plain, sample_of
 from ttp.errors import UsageError
@@ -34,10 +37,18 @@ from ttp.errors import UsageError
 log = logging.getLogger("ttp.adapters.torch")
 
 _STEPS_WATCHED = range(1, 6)
+_SEEN_MAX = 3
+"""Number of iterations with a change between their backward passes after which the loop is refused."""
 _FREEZING_WATCHED = 50
 """Number of first steps in which parameters that were frozen once may be trained again: a generator's turn is rare."""
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BETWEEN = "the weights were changed between two backward passes of one iteration, "
+_SKIPPED = (
+    "the weights were changed between two backward passes, and no step was made there. If the loop has skipped it (a "
+    "gradient that is not finite), and changes weights in such an iteration too, a run that resumes in it may change "
+    "them once more. A loop that does so in every iteration is refused soon"
+)
 _NO_VERSION = (
     "outside of optimizer.step(): a checkpoint made in between would hold weights of no version. With SAM and similar "
     "optimizers, call optimizer.step(closure), which does both halves inside of one step, instead of first_step() and "
@@ -77,6 +88,7 @@ class Untouched:
         self._always = any(hasattr(each, "first_step") and hasattr(each, "second_step") for each in optimizers)
         self._steps = 0
         self._mark: list[_Look] | None = None
+        self._seen = set[int]()  # the iterations with a change between backward passes
         self._trained = [p.requires_grad for p in self._every]
         self._changes: Counter[int] = Counter()
         self.toggled: set[int] = set()
@@ -94,17 +106,35 @@ class Untouched:
         turns = self._steps <= _FREEZING_WATCHED and 1 in self._changes.values()
         return self._always or turns or self._steps <= _STEPS_WATCHED[-1]
 
+    def forward(self) -> None:
+        """Check the weights at the beginning of a forward pass outside of any step. What it changes itself is its own.
+
+        Raises:
+            UsageError: as ``backward`` does.
+        """
+        if self._mark is not None:
+            self._compare()
+            self._mark = None
+
     def backward(self) -> None:
         """Check the weights at the beginning of a backward pass outside of any step.
 
         Raises:
-            UsageError: the weights have changed since the last backward pass, with no step in between.
+            UsageError: in several iterations they have changed since the last backward pass, with no step in between.
+                The first time is enough for an optimizer that has both halves of a step.
         """
         self._look_at_freezing()
-        if self._steps not in _STEPS_WATCHED and not self._always:
+        if self._steps in _STEPS_WATCHED or self._always:
+            self._compare()
+
+    def _compare(self) -> None:
+        if not self._changed(whole=False):
             return
-        if self._changed(whole=False):
-            raise UsageError(f"the weights were changed between two backward passes of one iteration, {_NO_VERSION}")
+        self._seen.add(self._steps)
+        if self._always or len(self._seen) >= _SEEN_MAX:
+            raise UsageError(_BETWEEN + _NO_VERSION)
+        if len(self._seen) == 1 and tells():
+            log.warning(_SKIPPED)
 
     def before_step(self) -> None:
         """Check the weights when a step begins, or has evaluated its closure.

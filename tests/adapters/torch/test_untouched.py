@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from tests.adapters.torch.checkpoints import Net
+from tests.adapters.torch.stub_processor import Loop as Job
 from ttp.adapters.torch.loop.untouched import Untouched
 from ttp.errors import UsageError
 
@@ -36,3 +39,56 @@ def test_weights_that_are_doubled_are_seen(weight: Any, watch: Untouched) -> Non
     weight.data.mul_(2)
     with pytest.raises(UsageError, match="between the backward pass and the step"):
         watch.before_step()
+
+
+def test_a_loop_that_seldom_changes_them_between_backward_passes_goes_on(
+    weight: Any, watch: Untouched, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one does that skips a step, but normalises the weights all the same. In each iteration it would be SAM."""
+    for _ in range(2):
+        weight.data.add_(1)
+        watch.backward()
+        watch.stepped()
+        watch.backward()
+    (said,) = caplog.messages
+    assert "If the loop has skipped it" in said
+    weight.data.add_(1)
+    with pytest.raises(UsageError, match="between two backward passes"):
+        watch.forward()
+
+
+def clamped(weight: Any) -> None:
+    weight.clamp_(-9, 9)
+
+
+def shortened(weight: Any) -> None:
+    """Change it in each forward pass, as an embedding with ``max_norm`` does, and layers of EDM2."""
+    if weight.requires_grad:
+        weight.mul_(0.9)
+
+
+def moved(weight: Any) -> None:
+    """Move it to other memory, as ``flatten_parameters()`` of an LSTM does on a CUDA device."""
+    weight.set_(weight.clone())
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+@pytest.mark.parametrize("write", [clamped, moved, shortened])
+def test_accumulated_gradients_and_layers_that_write_to_their_weights_are_no_change_by_the_loop(
+    start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, write: Any, on_host: bool
+) -> None:
+    model = Net()
+    job = start(model, torch.optim.Adam(model.parameters()))
+    monkeypatch.setattr(job.adapter._attachment._untouched, "_on_host", lambda _: on_host)
+
+    def written(layer: nn.Module, _args: Any) -> None:
+        with torch.no_grad():
+            for weight in layer.parameters():
+                write(weight)
+
+    job.model.register_forward_pre_hook(written)
+    for _ in range(3):
+        for _ in range(2):
+            job.model(torch.randn(6, 4)).square().mean().backward()
+        job.optimizer.step()
+    assert job.gate.version == 3

