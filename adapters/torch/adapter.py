@@ -203,7 +203,7 @@ class TorchAdapter(Restoring):
         turns, takers = self._make_turns(sharding, post_step)
         self._follow(processor, turns)
         calls = self._make_around(processor, turns, takers, buckets).calls()
-        self._attachment = Attachment(
+        attachment = self._attachment = Attachment(
             takers,
             self._model,
             processor,
@@ -217,10 +217,11 @@ class TorchAdapter(Restoring):
             forwards=self._forwards,
             calls=with_marks(calls, source, gate) if source.on_device else calls,
         )
-        self._hooks.callback(self._attachment)
+        self._hooks.callback(attachment)
+        self._trial.regrouped = lambda: attachment.hook_gradients(self._model, buckets.ddps)
         if self._names.extra_states:
             self._hooks.callback(self._forwards.register(self._forward_begins))
-        source.connect(processor, self._attachment, sharding)
+        source.connect(processor, attachment, sharding)
         scaler, layout = self._scaler, processor.layout
         self.repeating = Repeating(self._model, self._given, scaler, self.capture, self._extra, layout, ddps)
         self.capture.capture(gate.version, final=True)

@@ -25,6 +25,7 @@ rank's activity.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -73,7 +74,9 @@ class Attachment(Bracket):
         UsageError: parameters are updated in the backward pass.
     """
 
-    __slots__ = ("_backward_begins", "_entered", "_forwards", "_handles", "_remove", "_strangers", "_task")
+    __slots__ = (
+        "_backward_begins", "_entered", "_forwards", "_handles", "_remove", "_strangers", "_task",
+        "_triggers")  # fmt: skip
 
     def __init__(
         self,
@@ -106,12 +109,8 @@ class Attachment(Bracket):
         for optimizer in every:
             self._handles.append(optimizer.register_step_pre_hook(Hook(self._before_step, traced=False)))
             self._handles.append(optimizer.register_step_post_hook(Hook(self._after_step, traced=False)))
-        for parameter in gradient_triggers(model, ddps):
-            register: Any = parameter.register_post_accumulate_grad_hook
-            trained = parameter.requires_grad
-            parameter.requires_grad_(True)  # else torch registers no hook; the program may train it later
-            self._handles.append(register(Hook(self._on_gradient)))
-            parameter.requires_grad_(trained)
+        self._triggers: dict[int, weakref.ref[Tensor]] = {}  # the hooked parameters by identity
+        self.hook_gradients(model, ddps)
         for module in gathering(model):
             self._handles.append(module.register_forward_hook(Hook(self._on_output)))
         self._entered = -1  # number of versions that had ended when the loop last called the model
@@ -125,6 +124,23 @@ class Attachment(Bracket):
         self._handles.clear()
         self._remove()
         self._strangers.remove()
+
+    def hook_gradients(self, model: nn.Module, ddps: Sequence[Ddp]) -> None:
+        """Hook the gradients of a model, and those of parameters that have taken the place of others since.
+
+        Args:
+            model: the outermost module that the loop calls.
+            ddps: the DistributedDataParallel modules that reduce its gradients now.
+        """
+        for parameter in gradient_triggers(model, ddps):
+            if (known := self._triggers.get(id(parameter))) is not None and known() is parameter:
+                continue
+            self._triggers[id(parameter)] = weakref.ref(parameter)  # it may be replaced, and its memory given back
+            register: Any = parameter.register_post_accumulate_grad_hook
+            trained = parameter.requires_grad
+            parameter.requires_grad_(True)  # else torch registers no hook; the program may train it later
+            self._handles.append(register(Hook(self._on_gradient)))
+            parameter.requires_grad_(trained)
 
     # -------------------------------------------------------------------------------------------------------- hooks
     #

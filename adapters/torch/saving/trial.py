@@ -123,6 +123,8 @@ class Trial:
         """Called before the first update if it is the first of all."""
         self.saved: Callable[[], Collection[str]] = self._all
         """Returns the names of the parameters in this rank's shards."""
+        self.regrouped: Callable[[], object] = bool
+        """Called before an update whose optimizers have new param groups, or other parameters."""
         self.shards = 1
         """Number of shards that this rank holds; each of them is saved to a file of its own."""
         self.tell_size: Callable[[int], object] = bool
@@ -137,8 +139,7 @@ class Trial:
         self.due = True
         """True if ``update_finished`` has to be called, because the next finished update starts a check."""
         self._thread: threading.Thread | None = None
-        self._waits = True
-        self._checked = False
+        self._waits, self._checked = True, False
 
     def before_update(self) -> None:
         """Raise what the check has found, and look for a changed model and new param groups. Call before each update.
@@ -161,6 +162,7 @@ class Trial:
                 self._groups[number], self.due = found, True
                 self._refuse_unsaved()
                 self._tell_late()
+                self.regrouped()
         if self._thread is not None and (self._waits or not self._thread.is_alive()):
             self._finish(self._thread)
 
@@ -231,17 +233,15 @@ class Trial:
             raise UsageError(self._found)
 
     def _say(self, keys: Sequence[str]) -> None:
-        for key in keys:
-            if key not in self._said:
-                self._said.add(key)
-                _log.warning(_NOT_SAVED, key)
+        for key in dict.fromkeys(key for key in keys if key not in self._said):
+            self._said.add(key)
+            _log.warning(_NOT_SAVED, key)
 
     def _refuse_replaced(self) -> None:
         """Refuse parameters that were replaced after the objects were wrapped and before training."""
         now = ModelNames(self._model, None).parameters
         trained = self._names.updated_by(*self._optimizers)
-        replaced = [name for name, parameter in trained.items() if now.get(name, parameter) is not parameter]
-        if replaced:
+        if replaced := [name for name, parameter in trained.items() if now.get(name, parameter) is not parameter]:
             raise UsageError(
                 f"{len(replaced)} parameters of the model ({', '.join(replaced[:_LISTED_MAX])}) were replaced after "
                 "wrap_optimizer(), and the optimizer still updates the old ones. fully_shard() and "

@@ -288,13 +288,14 @@ class TestWhatChangesAfterWrapping:
         job.step()
         old = [*job.model.append(nn.Linear(2, 2)).parameters()]
         for size in (6, 7):
-            job.model[0].weight, job.model[0].bias = nn.Parameter(torch.ones(size, 3)), nn.Parameter(torch.ones(size))
-            job.model[1].weight = nn.Parameter(torch.ones(2, size))
+            job.model[0], job.model[1] = nn.Linear(3, size), nn.Linear(size, 2)
             job.optimizer.param_groups[0]["params"] = [*job.model.parameters()]
             job.optimizer.state.clear()
             job.step(2)
-        said = "0.weight, 0.bias, 1.weight, 2.weight, and 1 more were added to the model"
+        job.model(torch.ones(1, 3)).sum().backward()
+        said = "0.weight, 0.bias, 1.weight, 1.bias, and 2 more were added to the model"
         assert len(old) == 6 and caplog.text.count("WARNING") == caplog.text.count(said) == 1, caplog.text
+        assert job.processor.mark == 2  # the backward pass was seen: ttp has captured the state of this rank for it
 
     @pytest.mark.supports("param groups added later")
     @pytest.mark.parametrize("several", [False, True])
