@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves
 
 from ttp.adapters.torch.local_state.extra_state import ExtraState, path_of
+from ttp.adapters.torch.local_state.generators import NumpyGenerator
 from ttp.adapters.torch.local_state.head import Section
 from ttp.adapters.torch.loop.turns import Turns
 from ttp.adapters.torch.sharding.exchange import tells
@@ -86,6 +87,8 @@ class LateChanges:
             keys = _changed_keys(before, after)
             if not keys:  # large arrays are copies, equal to those before
                 return
+            if isinstance(self._extra.object(name), NumpyGenerator):
+                keys = {_LARGE}  # one stream, though it has a key of its own for the half of a draw that is left over
             if not (late and self.ended):
                 self._in_time.update((name, key) for key in keys)
                 return

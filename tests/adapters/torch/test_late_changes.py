@@ -256,6 +256,17 @@ class TestNotTold:
         runs(tmp_path, state, before=lambda number: generator.integers(9, size=2 - number % 2, dtype=np.int32))
         assert not told()
 
+    def test_a_half_of_a_draw_that_a_random_generator_keeps(self, tmp_path: Path, told: Callable[[], Told]) -> None:
+        """The generator draws in each iteration, but the first one leaves no half of a draw, and later ones do."""
+        rng = np.random.default_rng(1)
+
+        def before(number: int) -> None:
+            rng.integers(9, size=1 + (number > 0), dtype=np.int32)
+            rng.integers(9, size=1, dtype=np.int32)
+
+        runs(tmp_path, {"rng": rng}, before=before)
+        assert told() == []
+
     def test_steps_that_a_scaler_skips(self, tmp_path: Path, told: Callable[[], Told]) -> None:
         state, model = Box(losses=[]), net()
         optimizer, scaler = adamw(model), torch.amp.GradScaler("cpu", init_scale=2.0**120)
