@@ -31,6 +31,7 @@ _SCRATCH = frozenset({"old_p", "e_w"})
 _DEPTH_MAX = 5
 _USUAL = frozenset({type(None), bool, int, str, set, dict, OrderedDict})
 """Types of what every module has in attributes: thousands of modules must not take seconds."""
+_RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 _READ_MAX = 1 << 20
 """Largest tensor in an attribute whose values are compared, in bytes. Of others only the memory and the counter are."""
 
@@ -151,25 +152,26 @@ def _tell(warning: str, names: Collection[str]) -> None:
 
 
 def counts_of(model: nn.Module, extra: Collection[Any]) -> Numbers:
-    """Return what modules keep in attributes: whole numbers, random generators and, of losses, tensors.
+    """Return what modules keep in attributes: whole numbers, random generators and, of some, tensors.
 
     A loss or another measure for the log is seldom a whole number. Of ``model`` those beside buffers only, and the
     buffers' marks under ``""``. Not those of torch's own modules, and of those that save an extra state. What an object
     of ``extra`` holds is saved. Layers of a network keep tensors to be looked at (the map of an attention) or as a
-    cache, so tensors count only of modules without weights whose class or name says that they are a loss, and of those
-    of ``extra``.
+    cache, so tensors count only of modules without weights whose class or name says that they are a loss, of those of
+    ``extra``, and of modules right around a recurrent layer, which keep its state for the next batch.
     """
     averages = [each for each in extra if isinstance(each, nn.Module)]
     within = {*model.modules()}
     beside = {module for each in averages for module in each.modules()} - within
     named = ((f"{name} {type(module).__name__}".lower(), module) for name, module in model.named_modules())
     losses = [module for words, module in named if "loss" in words or "criterion" in words]
-    bare = {each for each in (*losses, *averages) if next(each.parameters(), None) is None}
+    looked_at = {each for each in (*losses, *averages) if next(each.parameters(), None) is None}
+    looked_at |= {each for each in within if any(isinstance(part, _RECURRENT) for part in each.children())}
     saved, found = _held_by(extra), Numbers()
     for module in _forgetful((*within, *beside), saved):
         values = {f"{type(module).__name__}.{name}": value for name, value in list(vars(module).items())}
         others = [each for each in values.items() if type(each[1]) not in _USUAL and id(each[1]) not in saved]
-        kept_as = ((name, _kept_as(value, module in bare)) for name, value in others)
+        kept_as = ((name, _kept_as(value, module in looked_at)) for name, value in others)
         found |= {(id(vars(module)), name): text for name, text in kept_as if text}
         kept = _kept_buffers(module)
         if kept or module in beside:
@@ -219,9 +221,12 @@ def _kept_buffers(module: nn.Module) -> list[Tensor | None]:
 def _kept_as(value: Any, tensors: bool) -> str:
     """Return what tells whether a random generator, or with ``tensors`` a tensor, has changed; its shape is before ":".
 
-    Empty: it is neither, cannot be read, or is a tensor that is no average of others: it is part of a backward pass, or
-    holds no fractions (a mask), or one element, as a loss for the log.
+    Empty: it is neither, nor a tuple of such, cannot be read, or is a tensor that is no average of others: it is part
+    of a backward pass, or holds no fractions (a mask), or one element, as a loss for the log.
     """
+    if type(value) is tuple:  # the two states of an LSTM
+        parts = [_kept_as(each, tensors) for each in value]
+        return "".join(parts) if all(parts) else ""
     with suppress(Exception):  # a proxy of an object that is gone, a tensor without memory, or of torch.func
         if (stream := _stream_of(value)) is not None:
             return xxhash.xxh3_64_hexdigest(stream)
@@ -242,8 +247,9 @@ def tell_counts(before: Numbers, after: Numbers) -> None:
     changed = {key for key, old, new in both if old != new and old.partition(":")[0] in (new.partition(":")[0], old)}
     _tell(
         "%s changes with the updates and is in no checkpoint, as it is no buffer: after a restore it begins anew, "
-        "and the resumed run may have other bits. Keep it in a buffer, or give an object that saves and loads it "
-        "as extra_state. If one does already, or the module never reads it, there is nothing to do",
+        "and the resumed run may have other bits. Keep it in a buffer (DistributedDataParallel sends those of rank 0 "
+        "to all ranks), or give an object that saves and loads it as extra_state. If one does already, or the module "
+        "never reads it, there is nothing to do",
         {name for owner, name in changed if name and ((owner, "") in changed or (owner, "") not in after)},
     )
 

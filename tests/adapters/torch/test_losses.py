@@ -146,7 +146,7 @@ def said(
     caplog: pytest.LogCaptureFixture,
     kind: type[nn.Module],
     kept: str = "",
-    layer: type[nn.Module] = nn.Identity,
+    layer: Callable[[], nn.Module] = nn.Identity,
 ) -> list[str]:
     """Train a model with a loss, and return of what is said that it is in no checkpoint.
 
@@ -155,7 +155,7 @@ def said(
         caplog: what is logged.
         kind: the class of the loss.
         kept: an attribute of the loss that an object of ``extra_state`` keeps.
-        layer: the class of the last layer of the model.
+        layer: makes the last layer of the model.
     """
     model, loss = nn.Sequential(net(), layer()), kind()
     both = nn.ModuleDict({"model": model, "loss": loss})
@@ -235,6 +235,28 @@ def test_what_modules_keep_for_a_look_or_cannot_be_read_is_no_news(
     layer: type[nn.Module], loss: type[Queue], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert said(tmp_path, caplog, loss, layer=layer) == []
+
+
+class Stateful(nn.Module):
+    """A recurrent layer that goes on where the last batch has ended, as Keras' with ``stateful=True``."""
+
+    def __init__(self, kind: Callable[[int, int], nn.Module]) -> None:
+        super().__init__()
+        self.inner = kind(3, 3)
+        self.hidden: Any = None
+
+    def forward(self, x: Tensor) -> Any:
+        out, hidden = self.inner(x, self.hidden)
+        self.hidden = tuple(each.detach() for each in hidden) if isinstance(hidden, tuple) else hidden.detach()
+        return out
+
+
+@pytest.mark.supports("state of the loop (counters, losses)")
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
+def test_a_hidden_state_that_a_module_keeps_for_the_next_batch_is_told_once(
+    kind: Callable[[int, int], nn.Module], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert said(tmp_path, caplog, Lookup, layer=lambda: Stateful(kind)) == ["Stateful.hidden"]
 
 
 class Codebook(nn.Module):
