@@ -13,12 +13,19 @@ import torch
 from torch.optim import Optimizer
 
 from ttp.adapters.torch.device.accelerator import Fence
-from ttp.adapters.torch.loop.closures import Closure, closure_of, evaluates_first, with_closure
+from ttp.adapters.torch.loop.closures import (
+    NOT_EVALUATED,
+    WHOLE_STEP,
+    Closure,
+    closure_of,
+    evaluates_first,
+    with_closure,
+)
 from ttp.adapters.torch.loop.communication import warn_of_unheard
 from ttp.adapters.torch.loop.misuse import graph_task, pass_on_failure, refuse_capture, refuse_in_step
 from ttp.adapters.torch.loop.no_sync import NoSync
 from ttp.adapters.torch.loop.post_step_state import PostStepState
-from ttp.adapters.torch.loop.stepping import Stepping, creates_state
+from ttp.adapters.torch.loop.stepping import Stepping, changes_nothing, creates_state
 from ttp.adapters.torch.loop.turns import Turns
 from ttp.adapters.torch.loop.untouched import Untouched
 from ttp.errors import UsageError
@@ -29,23 +36,11 @@ log = logging.getLogger("ttp.adapters.torch")
 EVALUATING = "a forward pass without gradients"
 """The reported activity of a rank from such a forward pass until the next point of a training step."""
 
-_WHOLE_STEP = (
-    "{0}.step(closure) may write before its closure has run, or runs it more than once, as far as its code shows. So "
-    "the whole step counts as the update, with its forward and backward passes. What the step changes is copied before "
-    "it: if a rank is lost in the step, the version before it is saved. To avoid the copy, call the closure yourself "
-    "where the optimizer allows it: loss = closure(); optimizer.step()"
-)
-
 _STEP_LEFT = (
     "optimizer.step() was left by an exception that the program has caught, in the update after version %d. The "
     "weights may contain a part of that update, so this rank cannot be saved until it has made another whole step. If "
     "other ranks did not raise the same exception, their weights differ from those of this rank from now on; replicas "
     "are compared when a checkpoint is made"
-)
-
-_NOT_EVALUATED = (
-    "{0}.step(closure) has not called its closure, so ttp noticed this update only when it was over: give no closure "
-    "to an optimizer that does not call it"
 )
 
 HAD_AN_ERROR = "ttp had an error while it followed an update; training goes on"
@@ -209,7 +204,11 @@ class Bracket:
                 self._stepping.entered()
                 return None
         closure = None
-        if (kwargs or len(args) > 1) and (closure := closure_of(args, kwargs)) is None and creates_state():
+        if kwargs or len(args) > 1:
+            aside = (closure := closure_of(args, kwargs)) is None and creates_state()
+        else:
+            aside = not (self._heard or self._mark or self._evaluating) and changes_nothing(optimizer)
+        if aside:
             self._stepping.entered(aside=True)
             return None
         if self._turns.simple:
@@ -230,7 +229,7 @@ class Bracket:
         kind: Any = type(optimizer)
         evaluate = self._evaluate
         if not evaluates_first(kind):
-            self._say_once(_WHOLE_STEP.format(kind.__name__))
+            self._say_once(WHOLE_STEP.format(kind.__name__))
             if self._open(redoable=False, within=True):
                 evaluate = self._evaluate_between
         self._stepping.entered()
@@ -327,7 +326,7 @@ class Bracket:
             return
         if not self._opened:
             self._untouched = None  # the step has written already, which is no change by the loop
-            self._say_once(_NOT_EVALUATED.format(type(optimizer).__name__))
+            self._say_once(NOT_EVALUATED.format(type(optimizer).__name__))
             self._open(redoable=False)
         if depth:
             return

@@ -14,6 +14,18 @@ from typing import Any
 
 import torch
 
+WHOLE_STEP = (
+    "{0}.step(closure) may write before its closure has run, or runs it more than once, as far as its code shows. So "
+    "the whole step counts as the update, with its forward and backward passes. What the step changes is copied before "
+    "it: if a rank is lost in the step, the version before it is saved. To avoid the copy, call the closure yourself "
+    "where the optimizer allows it: loss = closure(); optimizer.step()"
+)
+
+NOT_EVALUATED = (
+    "{0}.step(closure) has not called its closure, so ttp noticed this update only when it was over: give no closure "
+    "to an optimizer that does not call it"
+)
+
 Closure = Callable[..., Any]
 
 _GRADIENTS_ON = frozenset({"enable_grad", "set_grad_enabled"})

@@ -9,6 +9,8 @@ from types import CodeType, FrameType
 
 from torch.optim import Optimizer
 
+from ttp.adapters.torch.sharding.names import parameters_of
+
 _WRAPPER = Optimizer.profile_hook_step(lambda _self: None).__code__
 """The code object of torch's wrapper, which calls the hooks and ``step()``: the same for all classes of optimizers. Its
 local variable ``self`` is the optimizer."""
@@ -34,10 +36,10 @@ class Stepping:
         self.depth = 0
         """Number of calls that have begun and not returned, as counted by the hooks."""
         self.aside = False
-        """Whether the call that runs, or ran last, only creates the state of its optimizer."""
+        """Whether the call that runs, or ran last, is no update: see ``creates_state`` and ``changes_nothing``."""
 
     def entered(self, *, aside: bool = False) -> None:
-        """Note that ``step()`` begins; ``aside``: only to create the state of its optimizer."""
+        """Note that ``step()`` begins; ``aside``: it is no update."""
         if not self.depth:
             self.aside = aside
             self._thread = threading.get_ident()
@@ -88,6 +90,15 @@ def creates_state() -> bool:
     library = sys.modules.get("torch.distributed.checkpoint.state_dict")
     code = getattr(getattr(library, "_init_optim_state", None), "__code__", None)
     return code is not None and _is_near(sys._getframe(), code)
+
+
+def changes_nothing(optimizer: Optimizer) -> bool:
+    """Return whether a step changes nothing: one of torch's own classes leaves parameters without a gradient alone.
+
+    Loops make such a step before training, so that the first step of a scheduler does not warn.
+    """
+    own = type(optimizer).__module__.startswith("torch.optim.")
+    return own and all(parameter.grad is None for parameter in parameters_of(optimizer))
 
 
 def _is_near(frame: FrameType | None, code: CodeType = _WRAPPER) -> bool:

@@ -56,6 +56,16 @@ class TestBracket:
         assert job.taken() == UPDATE
         assert job.gate.version == 1
 
+    def test_a_step_without_gradients_before_the_loop_is_no_version(self) -> None:
+        """As loops make one, so that the first step of a scheduler does not warn."""
+        job = Job(scheduler=exponential)
+        job.optimizer.zero_grad()
+        job.optimizer.step()
+        assert job.taken() == []
+        for version in (1, 2):
+            job.step()
+            assert job.gate.version == version
+
     @pytest.mark.parametrize("kind", [SGD, torch.optim.Adam])
     def test_a_step_that_get_state_dict_makes_is_no_version(self, kind: Any) -> None:
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -80,8 +90,8 @@ class TestBracket:
         job = Job()
         note = job.log.append
         job.detach._calls = Calls(lambda: note("barrier"), lambda version, _: note(("copy of", version)))
-        job.optimizer.step()
-        assert job.taken() == [(1, "again"), "barrier", "begin", ("copy of", 0), (1, "final"), "end"]
+        job.step()
+        assert job.taken() == [(1, "early"), (1, "again"), "barrier", "begin", ("copy of", 0), (1, "final"), "end"]
 
     def test_a_barrier_that_fails_leaves_the_bracket_as_it_was(self) -> None:
         job = Job()
@@ -89,6 +99,7 @@ class TestBracket:
         def fail() -> None:
             raise RuntimeError("gloo: connection closed by peer")
 
+        job.backward()
         before = job.detach._calls
         job.detach._calls = before._replace(before_gate=fail)
         with pytest.raises(RuntimeError, match="connection closed"):
@@ -118,7 +129,7 @@ class TestBracket:
         for name in ("at_gate", "update_finished"):
             monkeypatch.setattr(job.tail, name, fail)
         for _ in range(3):
-            job.optimizer.step()
+            job.step()
         assert job.gate.version == 3
         assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
