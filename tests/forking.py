@@ -48,6 +48,7 @@ PRELOAD = [
     "torch.distributed.optim",
     "torch._dynamo",
     "torch.utils.serialization.config",
+    "torch.distributed.launcher.api",
     "ttp.api",
     "ttp.chaos.job",
     "ttp.cli.main",
@@ -55,16 +56,21 @@ PRELOAD = [
     "ttp.controller.service",
     "ttp.controller.spans",
     "ttp.launch.agent",
+    "ttp.launch.install",
     "ttp.launch.warm.template",
     "ttp.mindio.protocol.handler_recovery",
     "ttp.processor.processor",
     "ttp.restoring",
     "ttp.store.choice",
+    "ttp.store.writable",
+    "ttp.testing.kit",
     "ttp.adapters.torch.adapter",
+    "ttp.adapters.torch.regroup",
     "ttp.adapters.torch.sharding.shard_discovery",
     "ttp.adapters.torch.sharding.zero_sharding",
     "ttp.adapters.torch.sharding.replicated_optimizer",
     "sklearn.datasets",  # of the first example
+    "tests.forking",  # imports pytest, which would take each process longer than all the rest of its start
     "tests.frozen",  # the last
 ]
 """Modules that most forked processes need, those too that are imported only when they are needed: 20 ms in each."""
@@ -73,7 +79,7 @@ WITH_MINDSPORE = [
     "mindspore",
     *(name for name in PRELOAD if name.partition(".")[0] in ("encodings", "grpc", "sklearn")),
     *(name for name in PRELOAD if name.startswith(("ttp.cli", "ttp.controller", "ttp.processor"))),
-    PRELOAD[-1],
+    *PRELOAD[-2:],
 ]
 """What launchers of MindSpore's jobs are forked from, whose users may not have torch."""
 
