@@ -8,11 +8,24 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from ttp.testing.digests import digest
 from ttp.testing.kit import Job, Kill, Report, Row, _Lives, start_python, stop_controllers
 
 KILLED = Kill("backward", rank=1)
+
+
+def test_the_digest_of_a_state_has_all_its_bits() -> None:
+    """As text an array is rounded, and a long one lacks its middle."""
+    values, last = np.zeros(2000), np.ones(3)
+    other, near = values.copy(), last.copy()
+    other[1000], near[0] = 1.0, np.nextafter(1.0, 2.0)
+    lists = ([1, 2], (1, 3), [[1], 2])
+    states = [values, other, last, near, values.astype(np.float32), np.zeros((2, 1000)), near[0], *lists]
+    assert len({digest({"state": each}) for each in states}) == len(states)
+    assert digest([1, 2]) == digest((1, 2)) and digest(values) == digest(values.copy())
 
 
 @pytest.mark.parametrize(
