@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.optim.optimizer import _global_optimizer_pre_hooks as step_hooks
 
 from tests.adapters.torch.fake_runtime import FakeRuntime
 from tests.adapters.torch.stub_processor import starting
@@ -19,6 +20,15 @@ _dist: Any = dist
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a save wait shortly for a loop that may be about to step its schedule: none goes on meanwhile."""
     monkeypatch.setattr(paged_source, "POST_STEP_S", 0.02)
+
+
+@pytest.fixture(autouse=True)
+def steps_are_those_of_the_test() -> Iterator[None]:
+    """Jobs of earlier tests, which live until they are collected as garbage, would look at each optimizer."""
+    before = set(step_hooks)
+    yield
+    for number in step_hooks.keys() - before:
+        del step_hooks[number]
 
 
 @pytest.fixture
