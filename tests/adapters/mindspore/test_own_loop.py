@@ -259,24 +259,24 @@ def test_of_large_weights_that_stay_unchanged_a_sample_is_read(monkeypatch: pyte
     assert not unchanged_after(slice(None), 6)
 
 
-@pytest.mark.parametrize("dies", ["in", "after"])
 def test_a_rank_that_dies_in_its_step_gets_what_the_rest_of_the_step_made_of_replicas(
-    dies: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And keeps what the rest of the step does not change, such as BatchNorm's averages."""
     reference = Loop(tmp_path / "unbroken", jit=False, rank=1, ranks=2)
     unbroken = reference.train(0)
-    dead = Loop(tmp_path, jit=False, rank=1, ranks=2, dies=dies)
-    with pytest.raises(DiedError):
-        dead.train(0)
-    alive = Loop(tmp_path, jit=False, rank=0, ranks=2)
-    assert alive.train(0) != unbroken
-    checkpoint = alive.saved.result(0)
-    again = Loop(tmp_path / "again", jit=False, rank=1, ranks=2)
-    assert again.go_on(checkpoint) == unbroken
-    assert again.drawn == reference.drawn[SAVED:]
-    (note,) = (record.getMessage() for record in caplog.records if "before the end of its step" in record.getMessage())
-    assert note.endswith(": sum"), note
+    for dies in ("in", "after"):
+        caplog.clear()
+        dead = Loop(tmp_path / dies, jit=False, rank=1, ranks=2, dies=dies)
+        with pytest.raises(DiedError):
+            dead.train(0)
+        alive = Loop(tmp_path / dies, jit=False, rank=0, ranks=2)
+        assert alive.train(0) != unbroken
+        again = Loop(tmp_path / dies / "again", jit=False, rank=1, ranks=2)
+        assert again.go_on(alive.saved.result(0)) == unbroken
+        assert again.drawn == reference.drawn[SAVED:]
+        (note,) = (each.getMessage() for each in caplog.records if "before the end of its step" in each.getMessage())
+        assert note.endswith(": sum"), note
 
 
 def in_two_pieces(adapter: Any, processor: Any, version: int, how: How, *, pages: tuple[Rank, ...]) -> Path:
