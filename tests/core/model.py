@@ -19,12 +19,14 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 from tests.core.machines import GONE, Machines
 from tests.core.model_invariants import Invariants
 from tests.core.model_state import (
     BASE,
     END,
+    LOOK_S,
     PATIENCE,
     RANK_TIMEOUTS,
     RIVAL,
@@ -39,6 +41,7 @@ from tests.core.model_state import (
 )
 from tests.core.talk import apart
 from ttp.core import messages as m
+from ttp.core.controller import planning
 from ttp.core.controller.events import ConnectionId, Received, Record, Send, StreamEnded, Tick
 from ttp.core.controller.machine import ControllerMachine
 from ttp.core.decide import How
@@ -108,6 +111,7 @@ class Model(Invariants):
         cuts = [[split(s, n) for n in range(1, max(stripes, 1) + 1)] for s in layout.groups]
         self._cuts = [[name for names in chosen for name in names] for chosen in itertools.product(*cuts)]
 
+    @mock.patch.object(planning, "AGAIN_S", LOOK_S)
     def explore(self, states_max: int) -> int:
         """Check every state and return the number of states.
 
@@ -154,7 +158,7 @@ class Model(Invariants):
             durable=frozenset(),
             committed=(),
             **self._left,
-            opened=self.world,
+            opened=(0,) * self.world,
             now=0.0,
         )
 
@@ -207,7 +211,7 @@ class Model(Invariants):
         if state.takeovers:
             yield "the controller dies", self._take_over(state)
             if state.controllers[1]:
-                yield "the rival dies", self._rival_dies(state)
+                yield "the rival dies", self._forgotten(state._replace(controllers=(state.controllers[0], GONE)), 1)
         if quiet:
             yield from self._time(state, path)
 
@@ -255,16 +259,12 @@ class Model(Invariants):
         place = 0 if self.machines.ask(state.ranks[r], address_of) == HOME else 1
         if not state.controllers[place]:
             return self._processor(state, r, ev.StreamDown("nobody answers"))
-        opened = state.opened + 1
-        state = state._replace(opened=opened, streams=put(state.streams, r, 2 * opened + place))
-        return self._processor(state, r, ev.StreamUp())
+        state, stream = state.new_stream(r, place)
+        return self._processor(state._replace(streams=put(state.streams, r, stream)), r, ev.StreamUp())
 
     def _take_over(self, state: State) -> State:
-        controllers = (self._fresh(state.opened, state.now, ""), state.controllers[1])
+        controllers = (self._fresh(1 + state.takeovers, state.now, ""), state.controllers[1])
         return self._forgotten(state._replace(controllers=controllers), 0)
-
-    def _rival_dies(self, state: State) -> State:
-        return self._forgotten(state._replace(controllers=(state.controllers[0], GONE)), 1)
 
     def _forgotten(self, state: State, place: int) -> State:
         """Drop all messages to a controller that died, and break its streams."""

@@ -84,9 +84,8 @@ class AsideModel(Model):
     def _aside_up(self, state: State, r: int) -> State:
         if not state.controllers[PLACE]:
             return self._processor(state._replace(asides=put(state.asides, r, 0)), r, ev.AsideDown("nobody answers"))
-        opened = state.opened + 1
-        state = state._replace(opened=opened, asides=put(state.asides, r, 2 * opened + PLACE))
-        return self._processor(state, r, ev.AsideUp())
+        state, stream = state.new_stream(r, PLACE)
+        return self._processor(state._replace(asides=put(state.asides, r, stream)), r, ev.AsideUp())
 
     def _aside_lost(self, state: State, r: int) -> State:
         return self._processor(_cut(state, r, keep=False), r, ev.AsideDown("broken"))

@@ -243,7 +243,9 @@ class KeepModel(Model):
         before = state.processes[r].until
         state = super()._processor(state, r, event)
         goes_on = before is None and state.processes[r].until is not None
-        return state._replace(ranks=put(state.ranks, r, GONE)) if goes_on else state
+        if not goes_on:
+            return state
+        return state.without_gate(r)._replace(ranks=put(state.ranks, r, GONE))
 
     def _perform(self, state: State, r: int, action: act.Action, inbox: deque[ev.Event]) -> State:
         match action:

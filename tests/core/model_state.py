@@ -35,6 +35,11 @@ RANK_TIMEOUTS = RankTimeouts(
     retry_max_s=0,
     failover_s=0,
 )
+LOOK_S = 0.5
+"""Seconds between two looks of a controller that waits two seconds for a newer version.
+
+In a job it looks more often, and loses no time. Here nothing happens in between: time passes when nothing else can.
+"""
 BASE = Version(1)
 END = "end"
 RIVAL = "rival"
@@ -93,7 +98,7 @@ class _Fields(NamedTuple):
     breaks: int
     takeovers: int
     repeats: int
-    opened: int  # streams so far
+    opened: tuple[int, ...]  # streams so far, of each rank
     now: float
     processes: tuple[Process, ...] = ()  # these four: see ``model_keep``
     launchers: tuple[str, ...] = ()  # of each host: what it has done for the next launch
@@ -150,12 +155,38 @@ class State(_Fields):
         )
 
     def gone(self, r: int, code: int | None, *, keep: bool) -> State:
-        """Return the state after a rank ends with ``code``; None: it was killed."""
-        return self.cut(r, keep=keep)._replace(
-            ranks=put(self.ranks, r, GONE),
-            exits=put(self.exits, r, -9 if code is None else code),
-            jobs=put(self.jobs, r, ()),
+        """Return the state after a rank ends with ``code``; None: it was killed.
+
+        What is not read of a rank that has ended is forgotten, because states that differ only in that go on alike.
+        """
+        state = (
+            self.cut(r, keep=keep)
+            .without_gate(r)
+            ._replace(
+                ranks=put(self.ranks, r, GONE),
+                exits=put(self.exits, r, -9 if code is None else code),
+                jobs=put(self.jobs, r, ()),
+            )
         )
+        if state.silent:
+            state = state._replace(silent=put(state.silent, r, False))
+        return state.of(r, until=None) if state.processes else state
+
+    def without_gate(self, r: int) -> State:
+        """Return the state after a rank leaves its loop. Only what it has made in a later launch is read still."""
+        gate = self.gates[r]
+        again = bool(self.processes and self.processes[r].launch)
+        gone = Gate(gate.version, gate.base, gate.updating) if again else Gate()
+        return self._replace(gates=put(self.gates, r, gone))
+
+    def new_stream(self, r: int, place: int) -> tuple[State, int]:
+        """Return the state with a further stream of a rank, and its number.
+
+        The number does not tell which of two ranks was earlier, because controllers compare only streams of one rank.
+        """
+        count = self.opened[r] + 1
+        number = 2 * (1 + r + count * len(self.ranks)) + place
+        return self._replace(opened=put(self.opened, r, count)), number
 
 
 @dataclass(frozen=True)
