@@ -67,6 +67,10 @@ class Disk:
         self._files: dict[int, _File] = {}
         self._directories: dict[int, dict[str, int]] = {_ROOT: {}}
         self._changes: list[_Change] = []
+        self.take(journal)
+
+    def take(self, journal: Sequence[Line]) -> None:
+        """Do what the next lines of the journal say."""
         for line in journal:
             self._take(*line)
 
@@ -194,8 +198,10 @@ def outcomes(
     """
     losses = [(loss, 0) for loss in Loss if loss is not Loss.SOME] + [(Loss.SOME, seed) for seed in range(seeds)]
     known: set[tuple[bool, int]] = set()
-    for cut in cuts:
-        disk, success = Disk(recorded[:cut]), succeeded(cut)
+    disk, taken = Disk(()), 0
+    for cut in sorted(cuts):
+        disk.take(recorded[taken:cut])
+        taken, success = cut, succeeded(cut)
         for loss, seed in losses:
             tree = disk.after(loss, seed)
             if (key := (success, fingerprint(tree))) not in known:

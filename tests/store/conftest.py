@@ -136,11 +136,7 @@ class World:
         found = look_back(self.save_dir)
         assert found.candidates, f"{where}: nothing is whole"
         entries = scan(self.save_dir)
-        made = {
-            e.path: [(e.version, i) for i in ("first", "another") if self.holds(e.path, e.version or 0, i)]
-            for e in entries
-            if e.whole
-        }
+        made = {e.path: self.makers(e.path, e.version or 0, "first", "another") for e in entries if e.whole}
         assert all(made.values()), (where, made)
         allowed = [(12, "first"), *([] if committed else [was])]
         assert made[found.where[found.candidates[0]]][0] in allowed, (where, made)
@@ -149,9 +145,16 @@ class World:
 
     def holds(self, path: Path, version: int, incident: str, generation: int = 1) -> bool:
         """Return whether ``path`` is exactly the checkpoint that this incident makes."""
-        expected = self.contents(version, incident, generation) | {".metadata": b"all tensors"}
-        found = {f.relative_to(path).as_posix(): f.read_bytes() for f in path.rglob("*") if f.is_file()}
-        return found.pop("manifest.json", None) is not None and found == expected and not verify_checkpoint(path)
+        return bool(self.makers(path, version, incident, generation=generation))
+
+    def makers(self, path: Path, version: int, *incidents: str, generation: int = 1) -> list[tuple[int, str]]:
+        """Return the version with each of these incidents that makes exactly the checkpoint ``path``."""
+        files = (Path(place) / name for place, _, inside in os.walk(path) for name in inside)
+        found = {file.relative_to(path).as_posix(): file.read_bytes() for file in files if file.is_file()}
+        if found.pop("manifest.json", None) is None:
+            return []
+        expected = ((i, self.contents(version, i, generation) | {".metadata": b"all tensors"}) for i in incidents)
+        return [(version, i) for i, files in expected if found == files and not verify_checkpoint(path)]
 
 
 @pytest.fixture

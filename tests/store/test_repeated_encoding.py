@@ -14,7 +14,7 @@ from ttp.store.encoding import EncodingError, decode, encode
 from ttp.store.repeated_encoding import RepeatedEncoder
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(values(), min_size=1, max_size=4))
 def test_it_says_what_encode_says(states: list[Any]) -> None:
     encoder = RepeatedEncoder("state")
@@ -23,7 +23,7 @@ def test_it_says_what_encode_says(states: list[Any]) -> None:
         assert encoder.apart == []
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 3), min_size=14, max_size=20), min_size=2, max_size=6))
 def test_long_lists_that_change_in_place(states: list[list[int]]) -> None:
     encoder, live = RepeatedEncoder("state"), list[int]()
