@@ -33,7 +33,7 @@ ALONE = grid(4, 1)
 
 
 @given(st.integers(1, 5), st.lists(st.sets(st.integers(0, 4), min_size=1), min_size=1, max_size=6))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_every_shard_is_kept_by_one_of_its_group(world: int, drawn: list[set[int]]) -> None:
     groups = {
         Shard(f"s{i}"): tuple(Rank(r % world) for r in sorted({x % world for x in g})) for i, g in enumerate(drawn)

@@ -244,7 +244,7 @@ def jobs(draw: st.DrawFn, *, copies: bool = False) -> tuple[Layout, list[Answer]
 
 
 @given(jobs(copies=True), st.randoms(use_true_random=False))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_decides_what_statement_1_allows(job: tuple[Layout, list[Answer]], random: Random) -> None:
     replicas, said = job
     verdict, wanted = decide(replicas, said), best(replicas, said)

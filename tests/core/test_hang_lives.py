@@ -117,7 +117,7 @@ def a_life(random: Random) -> Iterator[tuple[HangWatch, Oracle, set[Rank], float
 
 
 @given(seed=st.integers(0, 2**32))
-@settings(max_examples=50)
+@settings(max_examples=30)
 def test_as_the_oracle_says(seed: int) -> None:
     random = Random(seed)
     for watch, oracle, live, now in a_life(random):

@@ -93,7 +93,7 @@ def soak(seeds: range) -> Counter[str]:
     return seen
 
 
-@seeds(40, 6000)
+@seeds(20, 6000)
 def test_flaps_and_processes_that_stop_cost_no_job(seeds: range) -> None:
     seen = soak(seeds)
     print(dict(seen))

@@ -35,7 +35,7 @@ def run(*faults: Fault, seed: int = 1, shards: int = 1, replicas: int = 3) -> tu
 
 def test_many_seeds() -> None:
     points: Counter[str] = Counter()
-    for seed in range(100):
+    for seed in range(50):
         simulation = Simulation(WISH.scenario(seed))
         points += simulation.run().points
     assert min(points[point] for point in TRANSFER_POINTS) > 60
@@ -73,15 +73,11 @@ def test_one_that_is_slow_is_waited_for() -> None:
     assert result.exits[1:] == [[0, 0, 0]] and result.virtual_s > 8
 
 
-def broken() -> set[str]:
-    found = (play(WISH, seed).problem for seed in range(40))
-    return {problem.split(": ")[1] for problem in found if problem}
-
-
 @pytest.mark.parametrize("name", ["why_not_kept", "why_not_adopted"])
 def test_a_state_of_which_nobody_asks_is_seen(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(sim_transfers, name, lambda *_: "")
-    assert broken() == {"I9"}
+    found = (play(WISH, seed).problem for seed in range(60))
+    assert next(filter(None, found), "").split(": ")[1:2] == ["I9"]
 
 
 def test_who_is_killed_on_its_way_must_have_nothing_to_lose(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,18 +21,15 @@ from ttp.testing.scenario import POINTS, random_scenario
 from ttp.testing.simulation import Result, Simulation
 from ttp.testing.toy import InvariantBroken
 
-BLOCK = 250
-
 
 def run_seed(seed: int, shards: int | None = None, replicas: int | None = None) -> Result:
     """Simulate the random scenario of ``seed``; unlike ``play``, this raises."""
     return Simulation(random_scenario(seed, shards, replicas)).run()
 
 
-@pytest.mark.parametrize("block", range(2))
-def test_random_jobs_reach_every_point(block: int) -> None:
+def test_random_jobs_reach_every_point() -> None:
     points: Counter[str] = Counter()
-    for seed in range(block * BLOCK, (block + 1) * BLOCK):
+    for seed in range(250):
         points += run_seed(seed).points
     assert not [p for p in POINTS if not points[p]]
 
@@ -95,14 +92,14 @@ BURST = "controller_restart@0.2,flap:*@0.3+0,kill:1%@0.36"
 
 
 def test_a_large_world_survives_a_burst() -> None:
-    result = play(Wish(shards=20, replicas=50, hosts=125, steps=5, faults=BURST), seed=1)
+    result = play(Wish(shards=8, replicas=50, hosts=50, steps=4, faults=BURST), seed=1)
     assert result.problem == ""
     first, *later = map(Counter, result.exits)
-    assert first.pop(None) == 10
-    assert first.pop(75) > 950  # who connects too late is fenced
+    assert first.pop(None) == 4
+    assert first.pop(75) > 380  # who connects too late is fenced
     assert set(first) <= {70}
-    assert later == [{0: 1000}]
-    assert result.events < 200 * 1000
+    assert later == [{0: 400}]
+    assert result.events < 200 * 400
 
 
 @pytest.mark.slow

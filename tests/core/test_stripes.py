@@ -210,7 +210,7 @@ def jobs(draw: st.DrawFn) -> tuple[Layout, list[Answer], dict[Shard, Version]]:
 
 
 @given(jobs())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_parts_cover_every_shard_exactly_once(job: tuple[Layout, list[Answer], dict[Shard, Version]]) -> None:
     layout, said, written = job
     verdict = decide(layout, said, written)
