@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 Body = Callable[[Any], None]
 
 
-def fuzz(inputs: st.SearchStrategy[Any], examples: int, campaign: int = 50) -> Callable[[Body], Any]:
+def fuzz(inputs: st.SearchStrategy[Any], examples: int, campaign: int = 100) -> Callable[[Body], Any]:
     """Make a test that calls its body with ``examples`` of ``inputs``; ``campaign`` times as many with ``-m slow``."""
 
     def make(body: Body) -> Any:

@@ -43,7 +43,7 @@ def use(config: Config) -> None:
     assert config.resolved_run_dir()
 
 
-@fuzz(SETTINGS, examples=300)
+@fuzz(SETTINGS, examples=150)
 def test_settings(environ: dict[str, str]) -> None:
     try:
         config = Config.from_env(environ)
@@ -70,7 +70,7 @@ def test_a_token_that_cannot_travel_is_not_shown() -> None:
         assert "cret" not in str(caught.value)
 
 
-@fuzz(st.dictionaries(st.sampled_from(LAUNCHER), VALUES, max_size=3), examples=200)
+@fuzz(st.dictionaries(st.sampled_from(LAUNCHER), VALUES, max_size=3), examples=100)
 def test_what_launchers_say(changes: dict[str, str]) -> None:
     try:
         env = RankEnv.from_env(RANK | changes)

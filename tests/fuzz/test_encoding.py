@@ -54,14 +54,14 @@ def ask(data: bytes) -> Any:
         return None
 
 
-@fuzz(st.tuples(VALUES, st.data()), examples=250)
+@fuzz(st.tuples(VALUES, st.data()), examples=125)
 def test_changed_bytes_behind_the_checksum(drawn: Any) -> None:
     value, data = drawn
     good = encode(value)
     repr(ask(forged(data.draw(changed_bytes(good[12:])))))
 
 
-@fuzz(st.binary(max_size=80), examples=150)
+@fuzz(st.binary(max_size=80), examples=75)
 def test_bytes_that_are_no_state(data: bytes) -> None:
     assert ask(data) is None
     repr(ask(forged(data)))
@@ -86,7 +86,7 @@ def test_a_state_of_many_small_things_is_a_multiple_of_its_bytes() -> None:
 # --------------------------------------------------------------------------------------------------------------- pages
 
 
-@fuzz(st.binary(max_size=300), examples=50)
+@fuzz(st.binary(max_size=300), examples=50, campaign=50)
 def test_a_page_of_noise(data: bytes) -> None:
     assert isinstance(read(data), str) and isinstance(read(MAGIC + data), str)
 

@@ -40,19 +40,19 @@ def test_the_good_one_lacks_its_pieces_only() -> None:
     assert look_at(sealed(GOOD)).startswith("piece a/b is missing; piece __0_0.distcp is missing")
 
 
-@fuzz(changed_bytes(sealed(GOOD)) | st.binary(max_size=50), examples=100)
+@fuzz(changed_bytes(sealed(GOOD)) | st.binary(max_size=50), examples=50)
 def test_changed_bytes(data: bytes) -> None:
     look_at(data)
 
 
-@fuzz(changed_json(GOOD), examples=200)
+@fuzz(changed_json(GOOD), examples=100)
 def test_nonsense_that_is_sealed(document: Any) -> None:
     if isinstance(document, dict) and document.get("pieces") == []:
         return  # whole, as it has no pieces
     look_at(sealed(document))
 
 
-@fuzz(changed_json(GOOD), examples=12)
+@fuzz(changed_json(GOOD), examples=12, campaign=50)
 def test_nonsense_on_the_command_line(document: Any) -> None:
     checkpoint = place(f"shown/{NAME}")
     (checkpoint / MANIFEST).write_bytes(sealed(document))

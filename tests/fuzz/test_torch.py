@@ -146,7 +146,7 @@ JSON = st.recursive(
 )
 
 
-@fuzz(JSON, examples=100)
+@fuzz(JSON, examples=50)
 def test_any_json_as_a_table(table: Any) -> None:
     pieces = [Piece("f", 1, "d", kind, "", Rank(0), json.dumps(table)) for kind in ("shard", LOCAL_KIND)]
     for ask in (lambda: items_of(pieces), lambda: left_out_of(pieces)):
@@ -217,7 +217,7 @@ def test_rank_local_state_of_changed_bytes(data: Any) -> None:
     put_back(data.draw(changed_bytes(image())))
 
 
-@fuzz(st.binary(max_size=60), examples=40)
+@fuzz(st.binary(max_size=60), examples=40, campaign=50)
 def test_noise_is_no_rank_local_state(data: bytes) -> None:
     assert not put_back(data)
     assert not put_back(image()[:12] + data)

@@ -111,7 +111,7 @@ def healthy() -> ControllerMachine:
 # ------------------------------------------------------------------------------------------------------ the controller
 
 
-@fuzz(damaged(REPORTS) | st.binary(max_size=100), examples=150)
+@fuzz(damaged(REPORTS) | st.binary(max_size=100), examples=75)
 def test_bytes_become_a_report_or_an_error_in_words(data: bytes) -> None:
     report = parsed(data)
     if report is not None:
@@ -128,7 +128,7 @@ EVENTS = st.one_of(
 )
 
 
-@fuzz(st.lists(EVENTS, max_size=25), examples=120)
+@fuzz(st.lists(EVENTS, max_size=25), examples=60)
 def test_no_sequence_of_reports_stops_the_controller(script: list[Any]) -> None:
     subject, now = healthy(), 0.0
     for step in script:
@@ -169,7 +169,7 @@ def knows_a_secret(report: m.Report) -> bool:
     return isinstance(report, m.Hello) and report.nonce in ("n0", "n1", "n2")
 
 
-@fuzz(st.lists(st.tuples(st.sampled_from(STRANGERS), SPOKEN), max_size=20), examples=120)
+@fuzz(st.lists(st.tuples(st.sampled_from(STRANGERS), SPOKEN), max_size=20), examples=60)
 def test_what_is_said_on_other_streams_does_not_touch_a_healthy_job(script: list[Any]) -> None:
     subject = healthy()
     for connection, message in script:
@@ -350,7 +350,7 @@ PROCESSOR_EVENTS = st.one_of(
 )
 
 
-@fuzz(st.lists(PROCESSOR_EVENTS, max_size=25), examples=120)
+@fuzz(st.lists(PROCESSOR_EVENTS, max_size=25), examples=60)
 def test_no_sequence_of_orders_stops_a_processor(script: list[Any]) -> None:
     subject, now = ProcessorMachine(hello(0, LAYOUT), RankTimeouts(), 0.0, in_parts(LAYOUT)), 0.0
     subject.state.program = RankRounds()
