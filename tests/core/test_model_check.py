@@ -104,7 +104,6 @@ def test_two_shards_of_two_replicas(hanging: set[int]) -> None:
 @pytest.mark.parametrize(
     ("hanging", "more", "hows"),
     [
-        ({0, 1, 2}, {"gradients": True}, {"redo"}),
         pytest.param({0, 2}, {"gradients": True}, {"redo"}, marks=pytest.mark.slow),
         ({0, 1}, {"preimages": True}, {"undo"}),
         ({0}, {"preimages": True}, {"undo"}),
@@ -129,9 +128,13 @@ def test_updates_that_are_made_or_unmade_on_request(hanging: set[int], more: dic
     ids=str,
 )
 def test_an_update_that_cannot_be_made_after_all(hanging: set[int], saved: bool) -> None:
-    """Another rank makes it, or the version before is saved, which the rank still holds, if its other shard is left."""
+    """Another rank makes it, or the version before is saved, which the rank still holds, if its other shard is left.
+
+    Nobody has to leave, so these worlds contain those in which every update that is ordered is made.
+    """
     model = explore(2, 2, 1, hanging, 80_000, eager=True, gradients=True, leaves=1)
     assert model.not_redone and always_saved(model) == saved
+    assert model.hows == {"redo"} or len(hanging) < 3
 
 
 # ---------------------------------------------------------------------------------------------------------------- slow
