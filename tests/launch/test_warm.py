@@ -200,9 +200,17 @@ def test_modules_that_cannot_be_shared(doubt: str, restarted: Callable[..., Job]
     assert told is not None and reason in restarts_line(told).plain
 
 
-def test_a_thread_that_ends_before_a_fork_is_no_doubt(restarted: Callable[..., Job]) -> None:
+NO_DOUBTS = {
+    "ends before a fork": "thread.start()\nos.register_at_fork(before=lambda: (over.set(), thread.join()))\n",
+    "jemalloc's": "thread.start()\nwith open(f'/proc/self/task/{thread.native_id}/comm', 'w') as name:\n"
+    "    name.write('jemalloc_bg_thd')\n",
+}
+
+
+@pytest.mark.parametrize("thread", NO_DOUBTS)
+def test_a_thread_that_a_fork_can_do_without_is_no_doubt(thread: str, restarted: Callable[..., Job]) -> None:
     odd = "import os, threading\nover = threading.Event()\nthread = threading.Thread(target=over.wait, daemon=True)\n"
-    job = restarted(odd=f"{odd}thread.start()\nos.register_at_fork(before=lambda: (over.set(), thread.join()))\n")
+    job = restarted(odd=odd + NO_DOUBTS[thread])
     assert said(job, 0, 1)["warm"] and said(job, 1, 1)["warm"], job.log
     assert job.finish() == 0, job.log
 
