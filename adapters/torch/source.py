@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("ttp.adapters.torch")
 
 _POST_STEP_OPEN = (
-    "version %s is saved while the training thread seems to hang between optimizer.step() and the next forward pass: "
+    "version %s is saved while the training thread stands between optimizer.step() and the next forward pass: "
     "an average of the weights, or a schedule that is not stepped after each update, may lack that update. Let the "
     "program update averages and schedules directly after optimizer.step(), before anything that waits for other ranks"
 )

@@ -97,7 +97,7 @@ def test_who_hangs_in_front_of_them_is_told(tmp_path: Path, caplog: pytest.LogCa
     job.step(job.model.follow)
     job.step()
     job.save(2)
-    assert "version 2 is saved while the training thread seems to hang between optimizer.step()" in caplog.text
+    assert "version 2 is saved while the training thread stands between optimizer.step()" in caplog.text
 
 
 @supports("parameters that no optimizer has")
