@@ -44,7 +44,7 @@ PR_SET_MM, PR_SET_MM_ARG_END = 35, 9
 DEVICES = ("/dev/nvidia-uvm", "/dev/davinci", "/dev/kfd")
 """Prefixes of files that are opened when a device is initialised."""
 IDLE_THREADS = ("jemalloc_bg_thd\n",)
-"""Names of threads that a forked process can do without: that of jemalloc, which pyarrow brings, handles forks itself."""
+"""Names of threads that a forked process can do without. pyarrow brings jemalloc, which handles forks itself."""
 FIRST_IS_OURS = not getattr(sys.flags, "safe_path", False)
 """Whether the first entry of ``sys.path`` is the folder of the program."""
 
