@@ -72,7 +72,7 @@ FRAMEWORKS = [
     "lightning==2.6.6",
     "pytorch-ignite==0.5.5",
     "torchdata==0.11.0",
-    "transformers==5.23.0; python_version >= '3.11'",
+    "transformers==5.24.0; python_version >= '3.11'",
     "transformers==4.57.1; python_version < '3.11'",
 ]
 """The newest versions that were tested."""

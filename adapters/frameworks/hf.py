@@ -33,7 +33,7 @@ from ttp.adapters.versions import names_of, require
 from ttp.errors import RestoreError, UsageError
 from ttp.store.encoding import decode, encode
 
-TESTED = ("4.57", "5.23")
+TESTED = ("4.57", "5.24")
 """Oldest and newest version of transformers with which ttp was tested."""
 
 require("transformers", "hf", TESTED)
@@ -49,7 +49,7 @@ _OWN = {"log_history", "stateful_callbacks", "is_local_process_zero", "is_world_
 """Fields of ``TrainerState`` that a mark does not hold: they are kept elsewhere, or differ between processes."""
 
 _COUNTS = ("_globalstep_last_logged", "_total_loss_scalar", "_initial_global_step")
-"""Private attributes that the Trainer uses for its log, besides its state; seen in 4.57 to 5.23 (the last in 5.x only).
+"""Private attributes that the Trainer uses for its log, besides its state; seen in 4.57 to 5.24 (the last in 5.x only).
 """
 
 
@@ -329,7 +329,7 @@ class TtpCallback(TrainerCallback):
             return int(trainer.state.max_steps)
 
     def _log_save_evaluate(self, mark: dict[str, Any]) -> None:
-        """Log, save and evaluate with the Trainer's private method, as seen in 4.57 to 5.23."""
+        """Log, save and evaluate with the Trainer's private method, as seen in 4.57 to 5.24."""
         trainer = self._trainer
         follow = trainer._maybe_log_save_evaluate
         rate = {"learning_rate": mark["rate"]} if "learning_rate" in inspect.signature(follow).parameters else {}
