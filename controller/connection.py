@@ -61,23 +61,34 @@ class Connection(Peer):
         peer: address of the other end, as gRPC writes it.
     """
 
+    __slots__ = ("_cancel", "_orders", "_reader")
+
     def __init__(self, id: ConnectionId, cancel: Callable[[], object], peer: str = "") -> None:
         super().__init__(id, peer)
         self._cancel = cancel
-        self._queue: asyncio.Queue[m.Order | None] = asyncio.Queue()
+        self._orders: list[m.Order | None] = []  # an ``asyncio.Queue`` would take 3 KiB for each of ten thousand ranks
+        self._reader: asyncio.Future[None] | None = None
 
     def _accept(self, order: m.Order) -> bool:
-        if self._queue.qsize() >= ORDERS_MAX:
+        if len(self._orders) >= ORDERS_MAX:
             self._cancel()
             return False
-        self._queue.put_nowait(order)
+        self._put(order)
         return True
 
     def end(self) -> None:
         """See ``Peer``."""
         self.closing = True
-        self._queue.put_nowait(None)
+        self._put(None)
+
+    def _put(self, order: m.Order | None) -> None:
+        self._orders.append(order)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     async def next(self) -> m.Order | None:
         """Wait for the next order; return None after the last one."""
-        return await self._queue.get()
+        while not self._orders:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        return self._orders.pop(0)

@@ -70,7 +70,8 @@ def frozen(rank: int, incident: str) -> m.Frozen:
 
 
 def heard(connection: Connection) -> list[m.Order]:
-    return [order for _ in range(connection._queue.qsize()) if (order := connection._queue.get_nowait()) is not None]
+    orders, connection._orders = connection._orders, []
+    return [order for order in orders if order is not None]
 
 
 @on_a_loop
