@@ -169,7 +169,7 @@ def test_a_run_dir_that_cannot_be_written_stops_nobody(tmp_path: Path, caplog: p
     (tmp_path / "run").write_text("a file where the directory should be")
     Leases(tmp_path / "run").arm(10)
     Leases(tmp_path / "run").grant(10, 1.0)
-    assert "may not wait for this rank" in caplog.text
+    assert "may not learn that this rank saves" in caplog.text
 
 
 def test_directories_are_private(leases: Leases, tmp_path: Path) -> None:

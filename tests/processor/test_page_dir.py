@@ -93,6 +93,8 @@ def test_without_shared_memory_the_run_directory_serves(tmp_path: Path, make: Ma
     blocked = tmp_path / "no-directory"
     blocked.write_text("")
     assert make(shared_memory=blocked).path == tmp_path / "run" / "pages"
+    with pytest.raises(OSError, match=rf"no place .*\({blocked}/.*: Not a directory; {blocked}/pages: Not a directory"):
+        PageDirectory(blocked, ENV, 1, blocked)
 
 
 @pytest.mark.parametrize(("blocks", "files"), [(10, 1000), (10_000, 3)])

@@ -154,7 +154,9 @@ def write_whole(path: Path, text: str) -> None:
             if not _overwritten(path, text.encode()):
                 raise
     except OSError as problem:
-        logger.warning("cannot write %s (%s): the launcher may not wait for this rank to save", path, problem)
+        logger.warning(
+            "cannot write %s (%s): the launcher may not learn that this rank saves, or has ended", path, problem
+        )
 
 
 def _overwritten(path: Path, data: bytes) -> bool:

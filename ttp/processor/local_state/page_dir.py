@@ -58,11 +58,13 @@ class PageDirectory:
         places = [shared_memory / f"{_prefix()}{key}", _fallback(run_dir)]
         if not _has_room(places[0]):
             places.reverse()
+        reasons = []
         for path in places:
-            if self._claim(path):
+            if not (reason := self._claim(path)):
                 self.path = path
                 return
-        raise OSError(f"neither {shared_memory} nor {run_dir} can hold rank-local pages")
+            reasons.append(f"{path}: {reason}")
+        raise OSError(f"no place for the pages with this rank's local state ({'; '.join(reasons)})")
 
     def renew(self) -> None:
         """Make the directory again if it was removed, as systemd's RemoveIPC does when the user logs out.
@@ -73,8 +75,8 @@ class PageDirectory:
         lost = self._lock
         if lost < 0 or _is_file(lost, self.path / LOCK_FILE):
             return
-        if not self._claim(self.path):
-            raise OSError(f"{self.path} was removed and cannot be made again")
+        if reason := self._claim(self.path):
+            raise OSError(f"{self.path} was removed and cannot be made again: {reason}")
         os.close(lost)
 
     def close(self) -> None:
@@ -84,26 +86,27 @@ class PageDirectory:
             self._lock = -1
             _remove_if_abandoned(self.path)
 
-    def _claim(self, path: Path) -> bool:
+    def _claim(self, path: Path) -> str:
+        """Make the directory, and lock it with the other ranks. Return why that is not possible; empty: it is done."""
         for _ in range(_ATTEMPTS):
             try:
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
                 if path.is_symlink() or path.lstat().st_uid != os.getuid():
-                    return False  # another user has prepared this name
+                    return "it belongs to another user"
                 lock = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             except FileNotFoundError:
                 continue  # removed by a process that found it abandoned
-            except OSError:
-                return False
+            except OSError as problem:
+                return problem.strerror or repr(problem)
             if not poll(partial(_shared, lock), _LOCK_S, 0.01):
                 os.close(lock)
-                return False
+                return "another process has locked it"
             if _is_file(lock, path / LOCK_FILE):
                 self._lock = lock
                 forks.close_fd_in_children(lock)
-                return True
+                return ""
             os.close(lock)
-        return False
+        return "other processes remove it again and again"
 
 
 def _shared(lock: int) -> bool:
