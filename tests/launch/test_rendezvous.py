@@ -11,6 +11,7 @@ from datetime import datetime, timedelta, timezone
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed
@@ -21,7 +22,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from tests.forking import fork
 from tests.processor.fake_source import no_thread
 from tests.waiting import until
-from ttp.launch import rendezvous, ring
+from ttp.launch import job_verdict, rendezvous, ring
 from ttp.launch.rendezvous import FreshStoreRendezvous, OwnTime, keep_own_time, missing_nodes
 
 TCPStore: Any = torch.distributed.TCPStore  # type: ignore[attr-defined,unused-ignore] # not in its stubs
@@ -72,6 +73,10 @@ def test_a_launcher_without_room_for_a_thread_waits_for_its_answers(monkeypatch:
         ("a:1", ("a", 1)), ("b:2", ("b", 2))
     ]  # fmt: skip
     rendezvous.tell_later(lambda: "").cancel()
+    said = Mock()
+    monkeypatch.setattr(job_verdict, "_ask", said)
+    job_verdict.say_start(["a:1"], "", "host")
+    said.assert_called_once()
 
 
 def test_a_store_that_is_gone_is_nothing_to_tell() -> None:

@@ -146,7 +146,7 @@ def test_a_second_stream_is_closed_even_if_no_thread_can_be_started(
     with monkeypatch.context() as patch:
         patch.setattr(second, "aside", lambda name, job: job())
         aside.perform(act.ConnectAside("127.0.0.1:1", 1.0))
-    monkeypatch.setattr(second, "aside", no_thread)
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
     aside.perform(act.CloseAside())
     assert [stream.open for stream in made] == [False]
 
@@ -171,7 +171,8 @@ class ClosesMeanwhile(int):
 def test_a_second_stream_that_is_closed_while_it_is_made_does_not_stay(
     made: list[FakeStream], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(second, "aside", lambda name, job: job())
+    for name in ("aside", "aside_or_here"):
+        monkeypatch.setattr(second, name, lambda name, job: job())
     aside, number = SecondStream("", lambda _: None, lambda: None), ClosesMeanwhile(1)
     monkeypatch.setattr(aside, "_numbers", iter((number, 2)))
     number.closer = threading.Thread(target=lambda: aside.perform(act.CloseAside()))

@@ -10,7 +10,7 @@ from typing import Any
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED, EXIT_TRAINED
 from ttp.launch import presence
 from ttp.launch.ring import Ring, ask_everybody
-from ttp.processor.aside import aside
+from ttp.processor.aside import aside_or_here
 
 logger = logging.getLogger("ttp.launch")
 
@@ -37,8 +37,8 @@ def ask_verdict(around: Iterable[str], token: str, host: str, code: int, *, star
 
 
 def say_start(around: Iterable[str], token: str, host: str) -> None:
-    """Tell the controllers, on a thread, that this launcher starts ranks now."""
-    aside("ttp-say-start", lambda: ask_verdict(around, token, host, EXIT_TRAINED, starts=True))
+    """Tell the controllers, on a thread if one can be started, that this launcher starts ranks now."""
+    aside_or_here("ttp-say-start", lambda: ask_verdict(around, token, host, EXIT_TRAINED, starts=True))
 
 
 def settled_code(own: int, answer: Any, known: Ring | None = None) -> int:

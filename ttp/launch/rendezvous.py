@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch.distributed
 from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousStoreInfo
 
-from ttp.processor.aside import aside
+from ttp.processor.aside import aside_or_here
 
 logger = logging.getLogger("ttp.launch")
 
@@ -76,10 +76,7 @@ def asked_aside(question: Callable[[], Answer]) -> Future[Answer]:
         except Exception as problem:
             answer.set_exception(problem)
 
-    try:
-        aside("ttp-asks", ask)
-    except RuntimeError:  # no room for another thread: the launcher waits, rather than that the job ends
-        ask()
+    aside_or_here("ttp-asks", ask)  # if it has to be here, the launcher waits, rather than that the job ends
     return answer
 
 

@@ -12,7 +12,6 @@ import contextlib
 import json
 import logging
 import queue
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -23,6 +22,7 @@ from typing import Any
 from ttp.inbox import Inbox
 from ttp.launch.presence import PROBE_S, ask_status
 from ttp.launch.run_dir import make_private
+from ttp.processor.aside import aside_or_here
 from ttp.store.durable import replace_file
 from ttp.wire.address import split
 
@@ -154,11 +154,7 @@ def ask_everybody(
     asked = tuple(dict.fromkeys(around))
     answers: Inbox[tuple[str, Any]] = Inbox()
     for place in asked:
-        one = partial(lambda p: answers.put((p, _ask(p, ask))), place)
-        try:
-            threading.Thread(target=one, name=f"ttp-ask-{place}", daemon=True).start()
-        except RuntimeError:  # no room for another thread
-            one()
+        aside_or_here(f"ttp-ask-{place}", partial(lambda p: answers.put((p, _ask(p, ask))), place))
     for _ in asked:
         try:
             place, answer = answers.get(timeout=ends() - time.monotonic())

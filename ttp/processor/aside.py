@@ -15,3 +15,11 @@ def aside(name: str, job: Callable[[], object]) -> threading.Thread:
     thread = threading.Thread(target=job, name=name, daemon=True)
     thread.start()
     return thread
+
+
+def aside_or_here(name: str, job: Callable[[], object]) -> None:
+    """Run a function as ``aside`` does; where no thread can be started, run it here, and return when it is over."""
+    try:
+        aside(name, job)
+    except RuntimeError:
+        job()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from ttp.core.rank import actions as act
 from ttp.core.rank import events as ev
-from ttp.processor.aside import aside
+from ttp.processor.aside import aside, aside_or_here
 from ttp.processor.link.stream import Stream
 from ttp.wire.address import split
 
@@ -52,10 +52,7 @@ class SecondStream:
             self._wanted = next(self._numbers)
             before, self._stream = self._stream, None
         if before is not None:
-            try:
-                aside("ttp-connect", before.abort)
-            except RuntimeError:  # no thread can be started
-                before.abort()
+            aside_or_here("ttp-connect", before.abort)
 
     def _open(self, action: act.ConnectAside, number: int) -> None:
         def put(event: ev.AsideEvent) -> None:
