@@ -298,8 +298,12 @@ def test_the_verdict_of_several_controllers(
         assert job_verdict.ask_verdict(around, "", "", 0).code == code
 
 
-@pytest.mark.parametrize(("own", "job", "code"), [(1, 0, 1), (1, 75, 75), (0, 70, 70), (64, 75, 64), (75, None, 75)])
-def test_a_program_that_fails_after_it_has_trained_to_the_end_has_failed(own: int, job: int | None, code: int) -> None:
+@pytest.mark.parametrize(
+    ("own", "job", "code"),
+    [(1, 0, 1), (75, 0, 0), (70, 0, 0), (1, 75, 75), (0, 70, 70), (64, 75, 64), (75, None, 75)],
+)
+def test_which_of_two_codes_a_launcher_leaves_with(own: int, job: int | None, code: int) -> None:
+    """A program that fails after it has trained to the end has failed. Others have replaced saved or fenced ranks."""
     assert job_verdict.settled_code(own, GetVerdictResponse(code=job)) == code
 
 

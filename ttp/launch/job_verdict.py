@@ -44,7 +44,8 @@ def say_start(around: Iterable[str], token: str, host: str) -> None:
 def settled_code(own: int, answer: Any, known: Ring | None = None) -> int:
     """Return the exit code of a launcher whose own ranks ended with ``own``, and log it if it differs.
 
-    If the verdict is 0 ("trained to the end"), ``own`` is returned: a program that fails after training has failed.
+    If the verdict is 0 ("trained to the end"), 1 stays: a program that fails after training has failed. But 70 and 75
+    become 0: ranks of other hosts have taken the places of this host's ranks, and have trained to the end.
 
     Args:
         own: exit code by the ranks of this host.
@@ -56,7 +57,8 @@ def settled_code(own: int, answer: Any, known: Ring | None = None) -> int:
         return own
     job = int(answer.code)
     replaced = known is not None and (answer.incarnation, answer.term) < (known.incarnation, known.term)
-    if job in (EXIT_TRAINED, own) or (replaced and own in (EXIT_TRAINED, EXIT_SAVED)):
+    failed = job == EXIT_TRAINED and own not in (EXIT_NOT_SAVED, EXIT_SAVED)
+    if job == own or failed or (replaced and own in (EXIT_TRAINED, EXIT_SAVED)):
         return own
     logger.warning(
         "the exit code is %d, the result of the whole job, instead of %d, the result of this host's ranks: %s",
