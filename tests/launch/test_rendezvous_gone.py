@@ -59,9 +59,11 @@ def test_the_job_trains_on_without_the_rendezvous(backend: str, asked: int, capl
     assert "the rendezvous has gone" in said.getMessage()
     assert inner.num_nodes_waiting.call_count == asked
     assert inner._stop_heartbeats.called == (backend == "c10d")
+    assert ("until it is back" in said.getMessage()) is (backend != "c10d")
     inner.next_rendezvous.side_effect = RendezvousConnectionError("broken pipe")
     inner.settings.timeout.join.total_seconds.return_value = 600.0
-    with pytest.raises(RendezvousConnectionError, match="the launcher that kept the rendezvous has gone"):
+    reason = "the launcher that kept the rendezvous has gone" if backend == "c10d" else "broken pipe"
+    with pytest.raises(RendezvousConnectionError, match=reason):
         meeting.next_rendezvous()
     meeting._seated = True
     meeting.shutdown()
@@ -79,6 +81,15 @@ def test_a_host_that_is_lost_with_the_rendezvous_while_ranks_start_ends_the_job(
     meeting = Rescheduling(inner, 0, lambda: True)
     assert [meeting.num_nodes_waiting() for _ in range(2)] == [again, 0]
     assert ("still starting, are ended" in caplog.text) is bool(again)
+
+
+def test_each_time_that_etcd_is_away_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    away = RendezvousConnectionError("refused")
+    inner = Mock(num_nodes_waiting=Mock(side_effect=[away, away, 2, away]))
+    inner.get_backend.return_value = "etcd-v2"
+    meeting = Rescheduling(inner, 0)
+    assert [meeting.num_nodes_waiting() for _ in range(4)] == [0, 0, 2, 0]
+    assert caplog.text.count("the rendezvous has gone") == 2
 
 
 @pytest.mark.parametrize("end", [RendezvousGracefulExitError("closed"), RendezvousConnectionError("broken pipe")])

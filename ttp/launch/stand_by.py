@@ -51,7 +51,7 @@ TURN_KEY = "ttp/turn"
 
 
 GONE = "the launcher that kept the rendezvous has gone"
-SPARE = "another host has this one's place, and the job has left: `ttp verdict` says what became of it"
+SPARE = "another host has this one's place, and the job has ended or is out of reach: `ttp verdict` says which"
 
 LAUNCHER_GONE = (
     "the launcher of %s has left the job, or was silent for too long. If it was killed (`ttp status` there says so), "
@@ -86,8 +86,9 @@ class Rescheduling(WrappedRendezvous):
     def num_nodes_waiting(self) -> int:
         """Return how many hosts want to join, or 1 if one is lost while ranks start: if it is not 0, all start again.
 
-        It is 0 if the rendezvous has gone: the workers need it only to start again. While they start it is 1, once: its
-        host may be lost with ranks of the job, for which they would wait until torch's time-out.
+        It is 0 if the rendezvous has gone: the workers need it only to start again. If torch's store goes while they
+        start, it is 1, once: its host may be lost with ranks of the job, for which they would wait until torch's
+        time-out.
 
         This host's workers are looked after meanwhile (``asked_aside``). A store of torch that has gone does not come
         back, and its C++ code writes a stack trace for each attempt, so it is not asked again.
@@ -99,16 +100,19 @@ class Rescheduling(WrappedRendezvous):
             return 0
         self._asked = None
         try:
-            return asked.result() or self._lost_at_the_start()
+            waiting = asked.result()
         except RendezvousConnectionError:
             if self._gone:
                 return 0
             self._gone, starting = True, self._is_c10d and self._forms()
-            what = "the ranks, which are still starting, are ended" if starting else "the job trains on"
-            logger.warning("the rendezvous has gone: %s, but cannot be started again", what)
+            ends = "the ranks of this host, which are still starting, are ended, and the job with them"
+            what = ends if starting else "the job trains on, but cannot be started again"
+            logger.warning("the rendezvous has gone: %s%s", what, "" if self._is_c10d else " until it is back")
             if self._is_c10d:
                 self.rest()
             return int(starting)
+        self._gone = False
+        return waiting or self._lost_at_the_start()
 
     @property
     def _is_c10d(self) -> bool:
@@ -151,7 +155,7 @@ class Rescheduling(WrappedRendezvous):
         Raises:
             HostMissingError: a host is missing.
             ConfigError: another host refused its settings and closed the rendezvous (``ttp.launch.refusal``).
-            RendezvousConnectionError: the rendezvous does not answer.
+            RendezvousConnectionError: the rendezvous does not answer, or has gone.
         """
         if self._gone and self._is_c10d:
             raise RendezvousConnectionError(GONE)
@@ -186,8 +190,6 @@ class Rescheduling(WrappedRendezvous):
         except RendezvousConnectionError:
             if self._is_spare():
                 raise RendezvousConnectionError(SPARE) from None
-            if self._gone:  # torch says "broken pipe"
-                raise RendezvousConnectionError(GONE) from None
             raise
         self._seated, self._met, self._there = True, info, set()
         return info
