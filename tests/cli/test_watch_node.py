@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -48,8 +49,10 @@ def test_a_check_may_leave_a_process_behind() -> None:
     assert run_check(shell("sleep 3 & echo well"), 2) == Finding(Health.HEALTHY, "well")
 
 
-def test_a_check_that_is_not_there() -> None:
+def test_a_check_that_cannot_be_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_check(["/no/check"], 1) == "the check /no/check cannot be run: No such file or directory"
+    monkeypatch.setattr("ttp.launch.node_check.memory_file", Mock(side_effect=OSError(2, "No usable directory")))
+    assert run_check(["true"], 1) == "the check true cannot be run: No usable directory"
 
 
 @pytest.mark.parametrize(

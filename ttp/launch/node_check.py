@@ -101,8 +101,9 @@ def run_check(command: Sequence[str], timeout_s: float) -> Finding | str:
     Returns:
         The finding, or the reason (a text) why the check gave none.
     """
-    with memory_file() as output:  # a pipe would stay open as long as its children run
+    with contextlib.ExitStack() as files:
         try:
+            output = files.enter_context(memory_file())  # a pipe would stay open as long as its children run
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
             )
