@@ -79,8 +79,6 @@ def test_why_a_process_cannot_go_on_is_said_once_when_it_joins(
     """Otherwise a user would learn only after a death that all ranks are restarted."""
     survivor.enter()
     assert survivor.why_not(LAYOUT, TORCH) == "" and continuing.able(LAYOUT, TORCH) is survivor
-    other: Any = SimpleNamespace(framework="mindspore", on_device=False)
-    assert survivor.why_not(LAYOUT, other) == "only torch programs can go on so far"
     device: Any = SimpleNamespace(framework="torch", on_device=True)
     assert "TTP_KEEP_CUDA=1" in survivor.why_not(LAYOUT, device)
     survivor.refuse("a stream of its own")
@@ -105,6 +103,11 @@ def test_that_no_rank_can_go_on_outside_of_train_is_said(
     assert continuing.able(LAYOUT, TORCH, in_train=decorated and mode != "keep") is None
     said = "of another: wrap_optimizer() was called outside of train(), the function with @ttp_to_persist"
     assert (said in caplog.text) is (mode == "keep")
+    caplog.clear()
+    other: Any = SimpleNamespace(framework="mindspore", on_device=False)
+    assert continuing.able(LAYOUT, other, in_train=False) is None
+    assert ("only torch programs can go on so far" in caplog.text) is (mode == "keep")
+    assert "outside of train()" not in caplog.text
 
 
 def test_a_rank_goes_on_only_under_the_launcher_that_has_started_it(

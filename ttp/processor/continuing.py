@@ -190,8 +190,8 @@ class Continuing:
 
     def why_not(self, layout: Layout, source: StateSource) -> str:
         """Return why this process cannot go on after a failure of another; empty: it can."""
-        if self._groups is None or source.framework != "torch":
-            return _TOO_LATE if source.framework == "torch" else "only torch programs can go on so far"
+        if self._groups is None:
+            return _TOO_LATE
         if source.on_device and not self._on_cuda:
             return _NEVER_RUN
         self._launcher = os.getppid()
@@ -359,7 +359,10 @@ def able(layout: Layout, source: StateSource, *, in_train: bool = True) -> Conti
     if os.environ.get("TTP_CONTINUITY") != KEEP or (_continuing is None and in_train):
         return None
     try:
-        reason = _continuing.why_not(layout, source) if _continuing is not None and in_train else _OUTSIDE
+        if source.framework != "torch":
+            reason = "only torch programs can go on so far"
+        else:
+            reason = _continuing.why_not(layout, source) if _continuing is not None and in_train else _OUTSIDE
     except Exception as problem:  # private parts of torch may have changed
         reason = repr(problem)
     if reason:
