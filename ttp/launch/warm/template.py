@@ -43,7 +43,7 @@ PR_SET_PDEATHSIG = 1
 PR_SET_MM, PR_SET_MM_ARG_END = 35, 9
 DEVICES = ("/dev/nvidia-uvm", "/dev/davinci", "/dev/kfd")
 """Prefixes of files that are opened when a device is initialised."""
-IDLE_THREADS = ("jemalloc_bg_thd\n",)
+IDLE_THREADS = (b"jemalloc_bg_thd\n",)
 """Names of threads that a forked process can do without. pyarrow brings jemalloc, which handles forks itself."""
 FIRST_IS_OURS = not getattr(sys.flags, "safe_path", False)
 """Whether the first entry of ``sys.path`` is the folder of the program."""
@@ -344,7 +344,7 @@ def _has_threads() -> bool:
     found = 0
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # it has ended meanwhile
-            found += (task / "comm").read_text() not in IDLE_THREADS
+            found += (task / "comm").read_bytes() not in IDLE_THREADS
     return found > 1
 
 

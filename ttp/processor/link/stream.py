@@ -110,14 +110,14 @@ class Stream:
         """
         if self._within_s is None:
             self._call.initial_metadata()
-            return bool(self._call.is_active())
-        timer = threading.Timer(self._within_s, self._call.cancel)
-        timer.daemon = True
-        timer.start()
-        try:
-            self._call.initial_metadata()
-        finally:
-            timer.cancel()
+        else:
+            timer = threading.Timer(self._within_s, self._call.cancel)
+            timer.daemon = True
+            timer.start()
+            try:
+                self._call.initial_metadata()
+            finally:
+                timer.cancel()
         return bool(self._call.is_active())
 
     def _read(self) -> None:
