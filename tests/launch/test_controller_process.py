@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from tests.ports import taken
+from tests.processor.fake_source import no_thread
 from tests.waiting import until
 from ttp.config import Config
 from ttp.errors import EXIT_PORT_TAKEN, ConfigError
@@ -288,6 +289,17 @@ def test_a_dead_or_stopped_controller_is_replaced(keeper: ControllerKeeper, conf
     for killed, how in enumerate((signal.SIGSTOP, signal.SIGKILL, signal.SIGKILL), start=1):
         os.kill(started(run_dir)[-1], how)
         until(lambda: len(started(run_dir)) == killed + 1)  # noqa: B023 - called here
+    keeper.stop()
+    assert not listens("127.0.0.1", config.port or 0, 1.0)
+
+
+def test_a_controller_that_no_thread_can_look_after_is_ended_with_the_job(
+    keeper: ControllerKeeper, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as crowded:
+        crowded.setattr(threading.Thread, "start", no_thread)
+        keeper.start("127.0.0.1")
+    assert listens("127.0.0.1", config.port or 0, 1.0)
     keeper.stop()
     assert not listens("127.0.0.1", config.port or 0, 1.0)
 

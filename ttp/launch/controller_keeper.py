@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import subprocess
 import threading
@@ -12,6 +13,7 @@ from ttp.errors import EXIT_PORT_TAKEN, TtpError
 from ttp.launch.controller_process import EndsStopped, end_controller, ensure_controller, log_tail, stop_controller
 from ttp.launch.presence import is_local, listens
 from ttp.launch.ring import job_is_busy, places
+from ttp.processor.aside import aside
 from ttp.wire.address import target
 
 logger = logging.getLogger("ttp.launch")
@@ -64,8 +66,8 @@ class ControllerKeeper:
                 self._child = self._ensure()
             self._job_over = False
         if self._thread is None:
-            self._thread = threading.Thread(target=self._keep, name="ttp-controller-keeper", daemon=True)
-            self._thread.start()
+            with contextlib.suppress(RuntimeError):  # no room for another thread: each start of workers tries again
+                self._thread = aside("ttp-controller-keeper", self._keep)
 
     def stop(self) -> None:
         """Stop keeping the controller. End it unless another agent or an operator started it before this object."""
