@@ -27,7 +27,7 @@ from ttp.launch import controller_keeper
 from ttp.launch import controller_process as subject
 from ttp.launch.controller_keeper import ControllerKeeper
 from ttp.launch.host import Host
-from ttp.launch.presence import Presence, is_local, listeners, listens, may_be_bound, port_owner, probe
+from ttp.launch.presence import Presence, listeners, listens, may_be_bound, port_owner, probe
 from ttp.launch.ring import Ring, job_is_busy, write_ring
 from ttp.wire.address import target
 
@@ -67,24 +67,6 @@ def stranger(unused_port: int) -> Iterator[int]:
         listening.bind(("127.0.0.1", unused_port))
         listening.listen()
         yield unused_port
-
-
-# ------------------------------------------------------------------------------------------------------------ presence
-
-
-def test_nobody(unused_port: int) -> None:
-    assert probe("127.0.0.1", unused_port, TOKEN) == "nobody"
-    assert port_owner(unused_port) is None
-    assert not listens("127.0.0.1", unused_port, 1.0)
-
-
-def test_addresses() -> None:
-    assert is_local("127.0.0.1")
-    assert is_local("localhost")
-    assert not is_local("192.0.2.1")  # reserved for documentation: on no machine
-    assert not is_local("no.such.host.invalid")
-    assert target("::1", 5) == "[::1]:5"
-    assert target("host", 5) == "host:5"
 
 
 def test_controller_is_known_by_its_token(run_dir: Path, unused_port: int) -> None:

@@ -49,13 +49,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ttp")
 
-LOOK_S = 0.002
-RETRY_S = 0.5
+LOOK_S, RETRY_S = 0.002, 0.5
 _NO_LAUNCHER = (
     "no launcher that starts dead ranks alone has started it: use ttp run --continuity keep, or torchrun with ttp, for "
     "every host; a shell script that it starts has to `exec` the program"
 )
-_TOO_LATE = "torch was imported after @ttp_to_persist was applied"
 _OUTSIDE = "wrap_optimizer() was called outside of train(), the function with @ttp_to_persist"
 _NEVER_RUN = "its state is on a CUDA device, where this never ran with NCCL: TTP_KEEP_CUDA=1 allows it for tests only"
 
@@ -191,7 +189,7 @@ class Continuing:
     def why_not(self, layout: Layout, source: StateSource) -> str:
         """Return why this process cannot go on after a failure of another; empty: it can."""
         if self._groups is None:
-            return _TOO_LATE
+            return "torch was imported after @ttp_to_persist was applied"
         if source.on_device and not self._on_cuda:
             return _NEVER_RUN
         self._launcher = os.getppid()
@@ -358,11 +356,10 @@ def able(layout: Layout, source: StateSource, *, in_train: bool = True) -> Conti
     """
     if os.environ.get("TTP_CONTINUITY") != KEEP or (_continuing is None and in_train):
         return None
+    reason = _OUTSIDE if source.framework == "torch" else "only torch programs can go on so far"
     try:
-        if source.framework != "torch":
-            reason = "only torch programs can go on so far"
-        else:
-            reason = _continuing.why_not(layout, source) if _continuing is not None and in_train else _OUTSIDE
+        if source.framework == "torch" and in_train and _continuing is not None:
+            reason = _continuing.why_not(layout, source)
     except Exception as problem:  # private parts of torch may have changed
         reason = repr(problem)
     if reason:
