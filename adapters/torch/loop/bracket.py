@@ -203,12 +203,9 @@ class Bracket:
             if self._stepping.depth:  # this call runs inside another step
                 self._stepping.entered()
                 return None
-        closure = None
-        if kwargs or len(args) > 1:
-            aside = (closure := closure_of(args, kwargs)) is None and creates_state()
-        else:
-            aside = not (self._heard or self._mark or self._evaluating) and changes_nothing(optimizer)
-        if aside:
+        closure = closure_of(args, kwargs) if (given := bool(kwargs) or len(args) > 1) else None
+        first = not (self._heard or self._mark)
+        if closure is None and ((given and creates_state()) or (first and changes_nothing(optimizer))):
             self._stepping.entered(aside=True)
             return None
         if self._turns.simple:

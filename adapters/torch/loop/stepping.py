@@ -95,10 +95,12 @@ def creates_state() -> bool:
 def changes_nothing(optimizer: Optimizer) -> bool:
     """Return whether a step changes nothing: one of torch's own classes leaves parameters without a gradient alone.
 
-    Loops make such a step before training, so that the first step of a scheduler does not warn.
+    Loops make such a step before training, so that the first step of a scheduler does not warn. Not if all parameters
+    are frozen: then each step of this rank is such a one, and belongs to the version that other ranks make.
     """
     own = type(optimizer).__module__.startswith("torch.optim.")
-    return own and all(parameter.grad is None for parameter in parameters_of(optimizer))
+    parameters = [*parameters_of(optimizer)] if own else []
+    return any(each.requires_grad for each in parameters) and all(each.grad is None for each in parameters)
 
 
 def _is_near(frame: FrameType | None, code: CodeType = _WRAPPER) -> bool:

@@ -56,15 +56,25 @@ class TestBracket:
         assert job.taken() == UPDATE
         assert job.gate.version == 1
 
-    def test_a_step_without_gradients_before_the_loop_is_no_version(self) -> None:
-        """As loops make one, so that the first step of a scheduler does not warn."""
+    @pytest.mark.parametrize("given", [(), (None,)])  # Accelerate's optimizers hand on that there is no closure
+    def test_a_step_without_gradients_before_the_loop_is_no_version(self, given: tuple[Any, ...]) -> None:
+        """As loops make one, so that the first step of a scheduler does not warn. Rank 0 may have evaluated before."""
         job = Job(scheduler=exponential)
+        with torch.no_grad():
+            job.model(torch.ones(4, 3))
         job.optimizer.zero_grad()
-        job.optimizer.step()
+        job.optimizer.step(*given)
         assert job.taken() == []
         for version in (1, 2):
             job.step()
             assert job.gate.version == version
+
+    def test_a_rank_whose_parameters_are_all_frozen_counts_its_steps(self) -> None:
+        """As the first stage of a network may be: its versions are those of the other ranks."""
+        job = Job()
+        job.model.requires_grad_(False)
+        job.optimizer.step()
+        assert job.taken() == UPDATE
 
     @pytest.mark.parametrize("kind", [SGD, torch.optim.Adam])
     def test_a_step_that_get_state_dict_makes_is_no_version(self, kind: Any) -> None:
