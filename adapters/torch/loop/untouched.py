@@ -130,10 +130,11 @@ class Untouched:
     def _compare(self) -> None:
         if not self._changed(whole=False):
             return
+        said = bool(self._seen)
         self._seen.add(self._steps)
         if self._always or len(self._seen) >= _SEEN_MAX:
             raise UsageError(_BETWEEN + _NO_VERSION)
-        if len(self._seen) == 1 and tells():
+        if not said and tells():
             log.warning(_SKIPPED)
 
     def before_step(self) -> None:

@@ -46,8 +46,9 @@ def test_a_loop_that_seldom_changes_them_between_backward_passes_goes_on(
 ) -> None:
     """As one does that skips a step, but normalises the weights all the same. In each iteration it would be SAM."""
     for _ in range(2):
-        weight.data.add_(1)
-        watch.backward()
+        for _ in range(2):
+            weight.data.add_(1)
+            watch.backward()
         watch.stepped()
         watch.backward()
     (said,) = caplog.messages
