@@ -133,10 +133,10 @@ def different_weights(
         env: the place of this rank.
         version: number of finished updates; only ranks that come here with the same one are compared.
     """
+    holds = sorted(map(names.of, state.parameters))  # this also finds names of new parameters
     alone = {*map(id, names.parameters.values())}.difference(reduced)  # not those that the loop has replaced meanwhile
     compared = {parameter: data for parameter, data in noted if id(parameter) in alone}
     connected = (data for parameter, data in (*noted, *state.weights.items()) if id(parameter) in reduced)
-    holds = sorted(map(names.of, state.parameters))
     mine, equal = (xxhash.xxh3_128_hexdigest(b"".join(each)) for each in (compared.values(), connected))
     own = (_tensors(state.equal.get(each, {})) for each in compared)
     own_state = xxhash.xxh3_128_hexdigest(b"".join(part for tensors in own for part in _some(tensors)))

@@ -165,8 +165,9 @@ def test_ranks_are_not_compared_if_the_keeper_of_the_store_has_died(
 def test_parameters_that_the_loop_has_replaced_are_not_compared(world_of_one: None) -> None:
     names = ModelNames(model := nn.Linear(2, 2), torch.optim.SGD(model.parameters()))
     env = RankEnv(0, 1, 0, "127.0.0.1", "none", 0)
-    noted = [(model.weight, b"of the weight"), (nn.Parameter(torch.ones(2)), b"of one that is gone")]
-    assert different_weights(noted, names, Held([], {}, [], {}), (), env, Version(5)) == ""
+    noted = [(model.weight, b"of the weight"), (model.bias, b"of one that is gone")]
+    model.bias = nn.Parameter(torch.ones(2))
+    assert different_weights(noted, names, Held([model.bias], {}, [], {}), (), env, Version(5)) == ""
 
 
 @pytest.mark.supports("parameters that DDP ignores")
