@@ -8,6 +8,7 @@ import sys
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -225,8 +226,8 @@ def _kept_as(value: Any, tensors: bool) -> str:
     of a backward pass, or holds no fractions (a mask), or one element, as a loss for the log.
     """
     if type(value) is tuple:  # the two states of an LSTM
-        parts = [_kept_as(each, tensors) for each in value]
-        return "".join(parts) if all(parts) else ""
+        parts = [*takewhile(bool, (_kept_as(each, tensors) for each in value))]  # it may hold a million words instead
+        return "".join(parts) if len(parts) == len(value) else ""
     with suppress(Exception):  # a proxy of an object that is gone, a tensor without memory, or of torch.func
         if (stream := _stream_of(value)) is not None:
             return xxhash.xxh3_64_hexdigest(stream)
