@@ -159,20 +159,20 @@ def counts_of(model: nn.Module, extra: Collection[Any]) -> Numbers:
     buffers' marks under ``""``. Not those of torch's own modules, and of those that save an extra state. What an object
     of ``extra`` holds is saved. Layers of a network keep tensors to be looked at (the map of an attention) or as a
     cache, so tensors count only of modules without weights whose class or name says that they are a loss, of those of
-    ``extra``, and of modules right around a recurrent layer, which keep its state for the next batch.
+    ``extra``, and of modules right around a recurrent layer those of the width of its state, which goes on.
     """
     averages = [each for each in extra if isinstance(each, nn.Module)]
     within = {*model.modules()}
     beside = {module for each in averages for module in each.modules()} - within
     named = ((f"{name} {type(module).__name__}".lower(), module) for name, module in model.named_modules())
     losses = [module for words, module in named if "loss" in words or "criterion" in words]
-    looked_at = {each for each in (*losses, *averages) if next(each.parameters(), None) is None}
-    looked_at |= {each for each in within if any(isinstance(part, _RECURRENT) for part in each.children())}
+    looked_at = {each: widths for each in within if (widths := _widths(each))}
+    looked_at |= {each: set() for each in (*losses, *averages) if next(each.parameters(), None) is None}
     saved, found = _held_by(extra), Numbers()
     for module in _forgetful((*within, *beside), saved):
         values = {f"{type(module).__name__}.{name}": value for name, value in list(vars(module).items())}
         others = [each for each in values.items() if type(each[1]) not in _USUAL and id(each[1]) not in saved]
-        kept_as = ((name, _kept_as(value, module in looked_at)) for name, value in others)
+        kept_as = ((name, _kept_as(value, looked_at.get(module))) for name, value in others)
         found |= {(id(vars(module)), name): text for name, text in kept_as if text}
         kept = _kept_buffers(module)
         if kept or module in beside:
@@ -219,20 +219,28 @@ def _kept_buffers(module: nn.Module) -> list[Tensor | None]:
     return [t for key, t in module._buffers.items() if key not in module._non_persistent_buffers_set]
 
 
-def _kept_as(value: Any, tensors: bool) -> str:
-    """Return what tells whether a random generator, or with ``tensors`` a tensor, has changed; its shape is before ":".
+def _widths(module: nn.Module) -> set[int]:
+    """Return the widths of the states of the recurrent layers right inside of a module."""
+    inside: list[Any] = [each for each in module.children() if isinstance(each, _RECURRENT)]
+    return {width for each in inside for width in (each.hidden_size, getattr(each, "proj_size", 0)) if width}
+
+
+def _kept_as(value: Any, widths: Collection[int] | None) -> str:
+    """Return what tells whether a random generator or a tensor has changed; the tensor's shape is before ":".
+
+    Of tensors those of the given widths only; None: none of them, and no width: all of them.
 
     Empty: it is neither, nor a tuple of such, cannot be read, or is a tensor that is no average of others: it is part
     of a backward pass, or holds no fractions (a mask), or one element, as a loss for the log.
     """
     if type(value) is tuple:  # the two states of an LSTM
-        parts = [*takewhile(bool, (_kept_as(each, tensors) for each in value))]  # it may hold a million words instead
+        parts = [*takewhile(bool, (_kept_as(each, widths) for each in value))]  # it may hold a million words instead
         return "".join(parts) if len(parts) == len(value) else ""
     with suppress(Exception):  # a proxy of an object that is gone, a tensor without memory, or of torch.func
         if (stream := _stream_of(value)) is not None:
             return xxhash.xxh3_64_hexdigest(stream)
-        kept = tensors and isinstance(value, Tensor) and is_plain(value) and value.is_floating_point()
-        if kept and not value.requires_grad and value.numel() > 1:
+        kept = widths is not None and isinstance(value, Tensor) and is_plain(value) and value.is_floating_point()
+        if kept and not value.requires_grad and value.numel() > 1 and (not widths or value.shape[-1] in widths):
             if value.device.type == "cpu" and value.nbytes <= _READ_MAX:
                 return f"{tuple(value.shape)}:{xxhash.xxh3_64_hexdigest(copied_bytes(value))}"
             return f"{tuple(value.shape)}:{id(value)} {None if value.is_inference() else value._version}"

@@ -198,6 +198,19 @@ class Looked(nn.Module):
         return weights @ x
 
 
+class Attending(nn.Module):
+    """A recurrent layer with an attention, of which it keeps the map, and what it was last called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.GRU(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last, (out, _) = x.detach(), self.inner(x)
+        self.map = (out @ out.T).softmax(-1).detach()
+        return self.map @ out
+
+
 class Sized(Queue):
     """It keeps the part of each row, of batches of several sizes."""
 
@@ -230,7 +243,9 @@ class Odd(Queue):
         return torch.vmap(within)(x.detach()).mean() + x.square().mean()
 
 
-@pytest.mark.parametrize(("layer", "loss"), [(Looked, Lookup), (nn.Identity, Sized), (nn.Identity, Odd)])
+@pytest.mark.parametrize(
+    ("layer", "loss"), [(Looked, Lookup), (Attending, Lookup), (nn.Identity, Sized), (nn.Identity, Odd)]
+)
 def test_what_modules_keep_for_a_look_or_cannot_be_read_is_no_news(
     layer: type[nn.Module], loss: type[Queue], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
