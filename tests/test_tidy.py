@@ -81,7 +81,7 @@ def test_the_core_does_not_know_who_extends_it() -> None:
 
 
 FLOORS = (
-    {"errors", "inbox", "polling", "_version"},
+    {"aside", "errors", "inbox", "polling", "_version"},
     {"core", "mindio.protocol"},
     {"store"},
     {"config", "wire", "launch", "processor"},

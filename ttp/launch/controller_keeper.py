@@ -8,12 +8,12 @@ import subprocess
 import threading
 from pathlib import Path
 
+from ttp.aside import aside
 from ttp.config import Config
 from ttp.errors import EXIT_PORT_TAKEN, TtpError
 from ttp.launch.controller_process import EndsStopped, end_controller, ensure_controller, log_tail, stop_controller
 from ttp.launch.presence import is_local, listens
 from ttp.launch.ring import job_is_busy, places
-from ttp.processor.aside import aside
 from ttp.wire.address import target
 
 logger = logging.getLogger("ttp.launch")

@@ -15,12 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ttp.aside import aside
 from ttp.core.copy_messages import Mirror
 from ttp.inbox import Inbox
 from ttp.launch.presence import ask, channel_options
 from ttp.launch.ring import ask_everybody
 from ttp.polling import poll
-from ttp.processor.aside import aside
 
 logger = logging.getLogger("ttp.launch")
 

@@ -7,10 +7,10 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from ttp.aside import aside_or_here
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED, EXIT_TRAINED
 from ttp.launch import presence
 from ttp.launch.ring import Ring, ask_everybody
-from ttp.processor.aside import aside_or_here
 
 logger = logging.getLogger("ttp.launch")
 

@@ -17,9 +17,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from ttp.aside import aside
 from ttp.core.layout import WORLD_SIZE_MAX
 from ttp.launch.memory_file import memory_file
-from ttp.processor.aside import aside
 
 OUTPUT_MAX = 300
 """Maximum number of characters of a check's last line that are reported."""

@@ -18,13 +18,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ttp.aside import aside
 from ttp.config import Config, RankEnv
 from ttp.errors import EXIT_NOT_SAVED, EXIT_SAVED, ConfigError, DirectoryInUseError
 from ttp.inbox import Inbox
 from ttp.launch.presence import LIVES, ask_status, controller_pid, is_local, listens, probe
 from ttp.launch.run_dir import noted_port
 from ttp.launch.token_file import read_token
-from ttp.processor.aside import aside
 from ttp.store.history import Launch, read_launches
 from ttp.wire.access import LOOPBACK
 from ttp.wire.address import split

@@ -24,12 +24,12 @@ from typing import Any
 
 import grpc
 
+from ttp.aside import aside
 from ttp.config import Config
 from ttp.core import messages as m
 from ttp.core.relay import LineId, Relay, slot_s
 from ttp.inbox import Inbox
 from ttp.launch.relay_file import RELAYED, TO_KEY, file_of, host_of
-from ttp.processor.aside import aside
 from ttp.store.durable import replace_file
 from ttp.wire import access, tls
 from ttp.wire.address import split, target

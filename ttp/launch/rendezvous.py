@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch.distributed
 from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousStoreInfo
 
-from ttp.processor.aside import aside_or_here
+from ttp.aside import aside_or_here
 
 logger = logging.getLogger("ttp.launch")
 

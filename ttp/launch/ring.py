@@ -19,10 +19,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ttp.aside import aside_or_here
 from ttp.inbox import Inbox
 from ttp.launch.presence import PROBE_S, ask_status
 from ttp.launch.run_dir import make_private
-from ttp.processor.aside import aside_or_here
 from ttp.store.durable import replace_file
 from ttp.wire.address import split
 

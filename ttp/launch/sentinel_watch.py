@@ -9,8 +9,8 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from ttp.aside import aside
 from ttp.launch.proc_files import start_of
-from ttp.processor.aside import aside
 from ttp.processor.liveness.sentinel import Watcher
 from ttp.processor.liveness.sentinel_reader import BadSentinelError, SentinelReader, State, look
 from ttp.processor.local_state.page_dir import SHARED_MEMORY, page_directories

@@ -21,12 +21,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+from ttp.aside import aside
 from ttp.core import messages as m
 from ttp.core.layout import Rank, Version
 from ttp.errors import CheckpointError
 from ttp.launch.own_module import own_module
 from ttp.polling import poll
-from ttp.processor.aside import aside
 from ttp.store import catalog, names
 from ttp.store.commit import NewCheckpoint
 from ttp.store.disk import Disk

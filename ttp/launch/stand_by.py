@@ -25,10 +25,10 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.api import RendezvousInfo
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousExitOp
 
+from ttp.aside import aside
 from ttp.errors import ConfigError
 from ttp.launch.refusal import heard
 from ttp.launch.rendezvous import SILENT, WrappedRendezvous, asked_aside, told_if_late
-from ttp.processor.aside import aside
 
 logger = logging.getLogger("ttp.launch")
 

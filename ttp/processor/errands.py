@@ -6,11 +6,11 @@ import logging
 import threading
 from collections.abc import Callable
 
+from ttp.aside import aside
 from ttp.core import messages as m
 from ttp.core.rank import events as ev
 from ttp.launch.presence import PROBE_S, listens
 from ttp.launch.standby import own_address, reachable, start_standby
-from ttp.processor.aside import aside
 from ttp.processor.liveness import stacks
 from ttp.processor.rank_job import RankJob
 from ttp.wire.address import split

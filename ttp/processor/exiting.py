@@ -11,8 +11,8 @@ import sys
 import threading
 from collections.abc import Callable
 
+from ttp.aside import aside
 from ttp.errors import EXIT_BAD_CONFIG
-from ttp.processor.aside import aside
 from ttp.processor.last_words import leave_word
 from ttp.processor.liveness.signals import set_default
 

@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+from ttp.aside import aside
 from ttp.core import messages as m
 from ttp.core.layout import Rank, Version
 from ttp.errors import CheckpointError
 from ttp.launch import shadow
 from ttp.launch.leases import write_whole
 from ttp.launch.warm import memory
-from ttp.processor.aside import aside
 from ttp.processor.rank_job import RankJob
 from ttp.store.held import Held, Order
 from ttp.store.manifest import Manifest

@@ -18,10 +18,10 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TypeVar
 
+from ttp.aside import aside
 from ttp.core import messages as m
 from ttp.core.layout import Version
 from ttp.core.rank import events as ev
-from ttp.processor.aside import aside
 from ttp.processor.continuing import Continuing
 from ttp.processor.gate.gate import Gate, GateState
 from ttp.processor.serial_worker import SerialWorker

@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Callable
 
+from ttp.aside import aside
 from ttp.config import Config, RankEnv
 from ttp.core import messages as m
 from ttp.core.rank import actions as act
@@ -15,7 +16,6 @@ from ttp.errors import ConfigError
 from ttp.launch.controller_process import ensure_controller
 from ttp.launch.presence import is_local
 from ttp.launch.ring import Ring, write_ring
-from ttp.processor.aside import aside
 from ttp.processor.joining import JOIN_PATIENCE_S, Joining
 from ttp.processor.link.second import SecondStream
 from ttp.processor.link.shortcut import Shortcut

@@ -9,9 +9,9 @@ import itertools
 import threading
 from collections.abc import Callable
 
+from ttp.aside import aside, aside_or_here
 from ttp.core.rank import actions as act
 from ttp.core.rank import events as ev
-from ttp.processor.aside import aside, aside_or_here
 from ttp.processor.link.stream import Stream
 from ttp.wire.address import split
 

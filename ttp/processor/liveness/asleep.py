@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from ttp.processor.aside import aside
+from ttp.aside import aside
 
 LOOK_S = 2.0
 """Seconds that the thread has to sleep without a break. A thread that computes, or waits for a CPU, does not sleep."""

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from ttp.processor.aside import aside
+from ttp.aside import aside
 
 log = logging.getLogger("ttp.processor")
 
