@@ -331,12 +331,12 @@ class Model(Invariants):
         if known:
             who = min(known, key=lambda w: (known[w], w))
             state = state._replace(now=max(state.now, known[who]))
-            name = f"time passes to {state.now}"
             if who < 0:
-                yield name, self._controller(state, who + 2, Tick(), path)
+                after = self._controller(state, who + 2, Tick(), path)
+                self._check_tick(after, who + 2, path)
             else:
-                gate = state.gates[who]
-                yield name, self._processor(state, who, ev.Observed(gate.version, gate.phase))
+                after = self._processor(state, who, ev.Observed(state.gates[who].version, state.gates[who].phase))
+            yield f"time passes to {state.now}", after
 
     # --------------------------------------------------------------------------------------------------------- machines
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from tests.core.machines import Machines
-from tests.core.model_state import Broken, State, incident_of, story
+from tests.core.model_state import Broken, State, deadline_of, incident_of, story
 from tests.core.oracle import best
 from ttp.core import messages as m
 from ttp.core.answer import Answer
@@ -46,6 +46,12 @@ class Invariants:
             raise Broken(f"I6: {record.facts} while {possible} was possible {story(path)}")
         if record.kind == "released" and record.facts["exit_code"] == 75 and incident.saved not in self._on_disk(state):
             raise Broken(f"I4: {record.facts}, but {state.committed} is on disk {story(path)}")
+
+    def _check_tick(self, state: State, place: int, path: Any) -> None:
+        """Check that a controller has done what was due: it would be called again and again at the same time."""
+        due = self.machines.ask(state.controllers[place], deadline_of)
+        if due is not None and due <= state.now:
+            raise Broken(f"I6: at {state.now} s nothing is done that was due at {due} s {story(path)}")
 
     def _on_disk(self, state: State) -> set[Version]:
         return set(state.committed)

@@ -56,6 +56,7 @@ def worlds(*cases: tuple[str, tuple[int, int, int], Any, Any]) -> pytest.MarkDec
     ("three replicas, two kills", (1, 3, 2), {"eager": True}, SAVED),
     ("a stream that breaks hurts nobody", (1, 2, 0), {"breaks": 1}, ON),
     ("whether replicated or not", (2, 1, 0), {"breaks": 1}, ON),
+    ("hellos overtake each other", (1, 2, 0), {"hanging": {0, 1}, "breaks": 2, "eager": True}, ON),
     ("who comes back too late is fenced", (1, 2, 0), {"breaks": 1, "late": True}, ON | {(70, 75), (75, 70)}),
     ("a stream breaks and a rank is killed", (1, 2, 1), {"breaks": 1, "states_max": 50_000}, KILLED),
     ("controllers die and nothing else", (1, 2, 0), {"takeovers": 2}, ON),

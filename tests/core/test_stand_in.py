@@ -253,6 +253,17 @@ def test_the_others_are_waited_for_a_moment() -> None:
     assert "Save:0" in talk.after(ControllerTimeouts().meanwhile_s)
 
 
+def test_a_hello_that_comes_late_on_an_older_second_stream_changes_nothing() -> None:
+    talk = Talk(joined=0)
+    job = talk.machine.stand_in.job
+    job.learn(talk.layout)
+    late = {"meanwhile": True, "incarnation": 1, "version": Version(7)}
+    for stream, said in ((101, "Welcome:0 [opened] Freeze:0 [evidence] [waits]"), (1, "")):
+        talk.streams[0] = stream
+        assert talk.hello(0, **late) == said
+    assert talk.lost(0) == "" and job.live == {0}
+
+
 def test_a_rank_with_another_layout_is_refused_with_the_reason() -> None:
     talk = Talk(joined=0)
     job = talk.machine.stand_in.job

@@ -157,6 +157,7 @@ def test_what_comes_back_is_what_went_in_or_damage_is_noticed(value: Any, data: 
         torch.ones(2, requires_grad=True),
         torch.tensor([1 + 2j]).conj(),
         [[[[[[[[()]]]]]]]],
+        {"\udcff": "\udcff"},  # of the name of a file
         {"size": torch.Size([3, 4]), "dtype": torch.bfloat16, "on": [torch.device("cpu"), torch.device("cuda:1")]},
     ],
     ids=lambda value: type(value).__name__,

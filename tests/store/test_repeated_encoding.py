@@ -35,9 +35,9 @@ def test_long_lists_that_change_in_place(states: list[list[int]]) -> None:
 
 @pytest.mark.parametrize("later", [True, 1.0, numpy.ones(2)], ids=["bool", "float", "array"])
 @pytest.mark.parametrize("first", [1, None])
-def test_long_lists_whose_elements_become_of_another_type(first: Any, later: Any) -> None:
+def test_values_that_become_of_another_type(first: Any, later: Any) -> None:
     encoder = RepeatedEncoder("state")
-    for state in ([first] * 20, [later] * 20):
+    for state in ({"long": [value] * 20, "alone": value} for value in (first, later)):
         assert encoder.encode(state) == encode(state)
 
 
