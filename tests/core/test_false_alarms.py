@@ -32,6 +32,13 @@ def test_a_flap_within_the_grace_is_thawed_before_anything_is_saved(saves: bool)
     assert talk.frozen_all(7, 0) == "Thaw:0", "it was frozen only after the thaw"
 
 
+def test_nothing_follows_from_what_is_said_of_a_rank_that_does_not_exist() -> None:
+    talk = Talk()
+    for kind in m.FaultKind:
+        assert talk.report(0, m.Fault(Rank(0), Rank(7), kind, "it seems so", nonce="n7")) == ""
+    assert talk.machine.stage == "training"
+
+
 def test_a_flap_is_thawed_after_a_commit_that_may_exist() -> None:
     talk = all_at_7(lambda talk: talk.lost(0), 1, 2)
     assert talk.saved(1) == "[saved] [commit] Commit:1"

@@ -162,6 +162,7 @@ BAD = {
     "version a text": (changed(version="12"), CheckpointError, "version is '12', not a whole number"),
     "version true": (changed(version=True), CheckpointError, "version is True, not a whole number"),
     "version negative": (changed(version=-1), CheckpointError, "version is -1, less than 0"),
+    "time too large": (changed(created_unix_s=10**400), CheckpointError, "too large"),
     "cause a number": (changed(cause=1), CheckpointError, "cause is 1, not a text"),
     "groups a list": (changed(groups=[1]), CheckpointError, "damaged"),
     "ranks a text": (changed(groups={"a": "01"}), CheckpointError, "not a list"),
