@@ -20,6 +20,7 @@ import psutil
 
 from ttp.polling import poll
 from ttp.store.held import Held
+from ttp.testing.kit import stop_controllers
 from ttp.wire.channel import open_channel, stub
 from ttp.wire.v1 import controller_pb2 as pb
 from ttp.wire.v1.controller_pb2_grpc import ControllerStub
@@ -212,11 +213,13 @@ def _wait_for(service: ControllerStub, version: int) -> None:
 def scratch() -> Iterator[Path]:
     """Make a temporary directory in the working directory, on whose disk a job would save.
 
-    At the end what its job held in shared memory is removed too: a launcher that was killed has left it.
+    At the end its job's controllers are ended, as they write there, and what the job held in shared memory is removed
+    too: a launcher that was killed has left both.
     """
     with tempfile.TemporaryDirectory(dir=".", prefix=".bench-") as name:
         directory = Path(name).absolute()
         try:
             yield directory
         finally:
+            stop_controllers(directory)
             shutil.rmtree(Held.of(directory / "checkpoints").root, ignore_errors=True)
