@@ -12,6 +12,7 @@ from tests.adapters.megatron.gpt import MICROBATCHES
 from tests.adapters.megatron.jobs import KILLED_AT, STEPS, Job
 from tests.adapters.megatron.nursery import Nursery
 from tests.ports import free_port
+from ttp.testing.kit import stop_controllers
 
 
 class Gpt3(Job):
@@ -24,7 +25,9 @@ class Gpt3(Job):
         env |= {"TTP_RUN_DIR": str(self.directory / f"run{life}"), "TTP_SAVE_DIR": str(self.save_dir)}
         env |= {"TORCHELASTIC_RESTART_COUNT": str(life)}
         arguments: dict[str, Any] = {"shape": self.shape, "steps": STEPS, "life": life, "fault": fault}
-        return self.nursery.run(self.directory, "seed_gpt3.gpt3", ranks=self.ranks, env=env, **arguments)
+        codes = self.nursery.run(self.directory, "seed_gpt3.gpt3", ranks=self.ranks, env=env, **arguments)
+        stop_controllers(self.directory / f"run{life}")  # after 75 it would wait for the next launch
+        return codes
 
     def results(self, life: int) -> list[dict[str, Any]]:
         return [json.loads((self.directory / f"result.{life}.{rank}.json").read_text()) for rank in range(self.ranks)]
