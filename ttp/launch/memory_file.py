@@ -11,7 +11,7 @@ from typing import IO
 def memory_file() -> IO[bytes]:
     """Return a new file in memory, to write and read; or on a disk, where this Python or a sandbox lacks the call.
 
-    A Python that was built for a glibc older than 2.27, as those that uv and conda install, has no ``memfd_create``.
+    A Python that was built for a glibc older than 2.27, as uv's builds, has no ``memfd_create``.
 
     Raises:
         OSError: there is no place for the file on a disk either.
