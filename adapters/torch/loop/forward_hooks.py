@@ -74,7 +74,7 @@ class ForwardHooks:
             prepend: whether to call it before all hooks that are registered now: one of FSDP waits for other ranks.
 
         Returns:
-            A function that removes the hooks.
+            A function that removes the hooks; further calls of it do nothing.
         """
         registered = _Registered(call, outside or call, prepend)
         self._registered.append(registered)
@@ -115,7 +115,7 @@ class ForwardHooks:
             registered.handles.append(_hooked(wrapper, hook, registered.prepend))
 
     def _remove(self, registered: _Registered) -> None:
-        self._registered.remove(registered)
+        self._registered = [each for each in self._registered if each is not registered]
         for handle in registered.handles:
             handle.remove()
 

@@ -366,6 +366,15 @@ def test_a_rank_stopped_before_its_update_brings_its_own_pages(make: Callable[..
     assert Rank(0) in found.data and not found.missing
 
 
+def test_what_a_detached_adapter_holds_is_closed_with_its_source(make: Callable[..., Job]) -> None:
+    """A recovery in the same process detaches the adapter first, and then closes the source with the processor."""
+    job = make()
+    job.step()
+    job.adapter.detach()
+    job.source.close()
+    assert job.adapter.capture._pages.page is None
+
+
 def test_every_written_page_is_told(make: Callable[..., Job]) -> None:
     job = make()
     told: list[tuple[int, bool]] = []
