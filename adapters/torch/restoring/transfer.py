@@ -58,7 +58,8 @@ def receive(source: int) -> Kept:
     dist.recv(head, source)
     described: Any = decode(head.numpy().tobytes())
     tensors = [
-        torch.empty_strided(shape, stride, dtype=getattr(torch, dtype)) for dtype, shape, stride in described["tensors"]
+        torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device="cpu")
+        for dtype, shape, stride in described["tensors"]
     ]
     digest = xxhash.xxh3_128()
     for pack in _packs(tensors):
