@@ -23,7 +23,7 @@ from ttp.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class ParameterMemory:
     """One parameter and its memory.
 
     Args:
@@ -75,7 +75,7 @@ class Memory:
         self.on_host = context.get_context("device_target") == "CPU"
         """Whether the parameters lie on the host, where the views show the memory that the kernels write to."""
         self._addresses: list[int] = []
-        self.held: Mapping[str, Held] = {}
+        self.held: Mapping[str, ParameterMemory] = {}
         self.look()
 
     def look(self) -> None:
@@ -88,22 +88,22 @@ class Memory:
         if self.on_host and [parameter.data_ptr() for parameter in self._parameters.values()] != self._addresses:
             self.look()
 
-    def of(self, name: str) -> Held:
+    def of(self, name: str) -> ParameterMemory:
         """Return the present elements of the parameter ``name``. For any thread."""
         held = self.held[name]
         if self.on_host:
             return held
-        return Held(name, held.dtype, held.shape, _from_device(self._parameters[name]))
+        return ParameterMemory(name, held.dtype, held.shape, _from_device(self._parameters[name]))
 
     def parameter(self, name: str) -> Parameter:
         """Return the live parameter."""
         return self._parameters[name]
 
-    def _take(self, parameter: Parameter) -> Held:
+    def _take(self, parameter: Parameter) -> ParameterMemory:
         if parameter.has_init:
             parameter.init_data()
         array = parameter.asnumpy() if self.on_host else np.empty(0)
-        return Held(parameter.name, str(parameter.dtype), tuple(parameter.shape), array)
+        return ParameterMemory(parameter.name, str(parameter.dtype), tuple(parameter.shape), array)
 
 
 def _from_device(parameter: Parameter) -> Any:

@@ -22,7 +22,7 @@ from ttp.adapters.mindspore.local_state import (
     digest_of,
     digests,
 )
-from ttp.adapters.mindspore.memory import Held, Memory
+from ttp.adapters.mindspore.memory import Memory, ParameterMemory
 from ttp.core.decide import How
 from ttp.core.layout import Rank, Shard, Version
 from ttp.core.messages import Phase, Piece, SaverOrder, ShardDigest
@@ -309,7 +309,7 @@ def _job_state(version: int, position: Position) -> bytes:
 # NaN or Inf.
 
 
-def inspected(held: Iterable[Held], version: int, mode: str) -> tuple[str, tuple[str, ...]]:
+def inspected(held: Iterable[ParameterMemory], version: int, mode: str) -> tuple[str, tuple[str, ...]]:
     """Return a digest of the parameters ``held``, of ``version``, and the names of those with NaN or Inf.
 
     The state must not change during the call. For ``mode`` see ``ttp.processor.sampling``.

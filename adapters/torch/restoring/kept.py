@@ -32,7 +32,7 @@ class UnlikeError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class KeptTensor:
     """A tensor of the optimizer's state.
 
     Args:
@@ -52,7 +52,7 @@ class Kept:
         origin: the commit to which the state belongs.
         kind: the class of the optimizer.
         parameters: the parameters by name; the names of a tied parameter have the same tensor.
-        optimizer: the optimizer's state: name of a parameter -> key of the optimizer -> a ``Held`` or a plain value.
+        optimizer: the optimizer's state: name of a parameter -> key -> a ``KeptTensor`` or a plain value.
     """
 
     origin: Origin
@@ -62,9 +62,8 @@ class Kept:
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors, each once. The order is the same on ranks with the same names."""
-        held = (
-            value.tensor for values in self.optimizer.values() for value in values.values() if isinstance(value, Held)
-        )
+        entries = (entry for values in self.optimizer.values() for entry in values.values())
+        held = (entry.tensor for entry in entries if isinstance(entry, KeptTensor))
         return list({id(tensor): tensor for tensor in (*self.parameters.values(), *held)}.values())
 
     @property
@@ -107,7 +106,7 @@ def _held(value: Any, owner: Any) -> Any:
         cut = is_distributed(value)
         if cut and not (is_distributed(owner) and _cut(value) == _cut(owner)):  # ``hand_over`` cuts it as the parameter
             raise UnlikeError("the optimizer keeps a tensor that is distributed in another way than its parameter")
-        return Held(local(value).detach(), cut)
+        return KeptTensor(local(value).detach(), cut)
     if not isinstance(value, PLAIN):
         raise UnlikeError(f"the optimizer's state has a {type(value).__name__}: not a tensor, number, string or None")
     return value
@@ -208,7 +207,7 @@ def _form(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _given(value: Any, parameter: Any) -> Any:
-    if not isinstance(value, Held):
+    if not isinstance(value, KeptTensor):
         return value
     if not value.cut:
         return value.tensor

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from ttp.adapters.torch.restoring.kept import Held, Kept, UnlikeError
+from ttp.adapters.torch.restoring.kept import Kept, KeptTensor, UnlikeError
 from ttp.adapters.torch.tensor_memory import flat_bytes, packs
 from ttp.core.layout import Version
 from ttp.core.rank.kept_state import Origin
@@ -87,7 +87,7 @@ def _described(kept: Kept, tensors: Sequence[Tensor]) -> bytes:
             "tensors": [[str(t.dtype).removeprefix("torch."), list(t.shape), list(t.stride())] for t in tensors],
             "parameters": [[name, number[id(tensor)]] for name, tensor in kept.parameters.items()],
             "optimizer": [
-                [name, key, *((True, number[id(v.tensor)], v.cut) if isinstance(v, Held) else (False, v, False))]
+                [name, key, *((True, number[id(v.tensor)], v.cut) if isinstance(v, KeptTensor) else (False, v, False))]
                 for name, values in kept.optimizer.items()
                 for key, v in values.items()
             ],
@@ -98,7 +98,7 @@ def _described(kept: Kept, tensors: Sequence[Tensor]) -> bytes:
 def _kept(described: Any, tensors: Sequence[Tensor]) -> Kept:
     optimizer: dict[str, dict[str, Any]] = {}
     for name, key, is_tensor, value, cut in described["optimizer"]:
-        optimizer.setdefault(name, {})[key] = Held(tensors[value], cut) if is_tensor else value
+        optimizer.setdefault(name, {})[key] = KeptTensor(tensors[value], cut) if is_tensor else value
     version, incident = described["origin"]
     parameters = {name: tensors[index] for name, index in described["parameters"]}
     return Kept(Origin(Version(version), incident), described["kind"], parameters, optimizer)

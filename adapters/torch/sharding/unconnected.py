@@ -67,7 +67,7 @@ _numbers = itertools.count()
 """Numbers the trainings of this process, which may use one store."""
 
 
-class Held(NamedTuple):
+class OptimizerState(NamedTuple):
     """The state of an optimizer after an update."""
 
     parameters: Collection[Tensor]
@@ -81,7 +81,9 @@ class Held(NamedTuple):
     """Some bytes of each parameter on the host that a DistributedDataParallel should keep equal."""
 
 
-def held_state(optimizer: Optimizer, ranks: int, reduced: Collection[int], extra: Collection[Any] = ()) -> Held:
+def held_state(
+    optimizer: Optimizer, ranks: int, reduced: Collection[int], extra: Collection[Any] = ()
+) -> OptimizerState:
     """Return the state that an optimizer has now, which the loop may empty or add to at any time.
 
     Args:
@@ -103,7 +105,8 @@ def held_state(optimizer: Optimizer, ranks: int, reduced: Collection[int], extra
             shares += [(first, tensor) for tensor in _tensors(group) if _is_share(tensor.shape, whole, ranks)]
     weights = {each: b"".join(_some([each])) for each in parameters_of(optimizer) if id(each) in reduced}
     own = {id(each) for saved in extra if isinstance(saved, Optimizer) for each in parameters_of(saved)}
-    return Held([*state], {each: kept for each, kept in state.items() if id(each) not in own}, shares, weights)
+    equal = {each: kept for each, kept in state.items() if id(each) not in own}
+    return OptimizerState([*state], equal, shares, weights)
 
 
 def _is_share(shape: Sequence[int], whole: Sequence[int], ranks: int) -> bool:
@@ -115,7 +118,7 @@ def _is_share(shape: Sequence[int], whole: Sequence[int], ranks: int) -> bool:
 def different_weights(
     noted: Sequence[tuple[Tensor, bytes]],
     names: ModelNames,
-    state: Held,
+    state: OptimizerState,
     reduced: Collection[int],
     env: RankEnv,
     version: Version,

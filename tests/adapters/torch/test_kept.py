@@ -24,7 +24,7 @@ from tests.adapters.torch.worlds import run_world
 from tests.making import making
 from ttp.adapters.torch import adapter
 from ttp.adapters.torch.restoring import registered, restore, transfer
-from ttp.adapters.torch.restoring.kept import Held, Kept, UnlikeError, hand_over, keep
+from ttp.adapters.torch.restoring.kept import Kept, KeptTensor, UnlikeError, hand_over, keep
 from ttp.adapters.torch.saving.piece_index import IndexEntry
 from ttp.adapters.torch.sharding.names import ModelNames
 from ttp.core.layout import Version
@@ -312,14 +312,19 @@ def some_state() -> Kept:
         "transposed": torch.randn(4, 6, generator=generator).t(),
         "complex": torch.randn(2, dtype=torch.complex64, generator=generator),
     }
-    values = {"step": Held(torch.tensor(7.0), cut=False), "exp_avg": Held(large + 1, cut=True), "n": 5, "x": None}
+    values = {
+        "step": KeptTensor(torch.tensor(7.0), cut=False),
+        "exp_avg": KeptTensor(large + 1, cut=True),
+        "n": 5,
+        "x": None,
+    }
     return Kept(ORIGIN, "some.Optimizer", parameters, {"large": values})
 
 
 def told(kept: Kept) -> list[Any]:
     parts = [[n, str(t.dtype), list(t.stride()), digest(t.contiguous())] for n, t in kept.parameters.items()]
     values = [
-        [name, key, digest(v.tensor) if isinstance(v, Held) else v, isinstance(v, Held) and v.cut]
+        [name, key, digest(v.tensor) if isinstance(v, KeptTensor) else v, isinstance(v, KeptTensor) and v.cut]
         for name, of_parameter in kept.optimizer.items()
         for key, v in of_parameter.items()
     ]

@@ -18,7 +18,7 @@ from ttp.adapters.torch.sharding import exchange
 from ttp.adapters.torch.sharding.discovery import refuse_left_alone
 from ttp.adapters.torch.sharding.names import ModelNames
 from ttp.adapters.torch.sharding.shard_discovery import RankShards, StatedShards
-from ttp.adapters.torch.sharding.unconnected import Held, different_weights
+from ttp.adapters.torch.sharding.unconnected import OptimizerState, different_weights
 from ttp.config import RankEnv
 from ttp.core.layout import Version
 from ttp.errors import ConfigError, DirectoryInUseError, UsageError
@@ -158,7 +158,7 @@ def test_ranks_are_not_compared_if_the_keeper_of_the_store_has_died(
     del kept
     names = ModelNames(model := nn.Linear(2, 2), torch.optim.SGD(model.parameters()))
     env = RankEnv(0, 2, 0, "127.0.0.1", "none", 0)
-    assert different_weights([], names, Held([], {}, [], {}), (), env, Version(5)) == ""
+    assert different_weights([], names, OptimizerState([], {}, [], {}), (), env, Version(5)) == ""
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
@@ -167,7 +167,7 @@ def test_parameters_that_the_loop_has_replaced_are_not_compared(world_of_one: No
     env = RankEnv(0, 1, 0, "127.0.0.1", "none", 0)
     noted = [(model.weight, b"of the weight"), (model.bias, b"of one that is gone")]
     model.bias = nn.Parameter(torch.ones(2))
-    assert different_weights(noted, names, Held([model.bias], {}, [], {}), (), env, Version(5)) == ""
+    assert different_weights(noted, names, OptimizerState([model.bias], {}, [], {}), (), env, Version(5)) == ""
 
 
 @pytest.mark.supports("parameters that DDP ignores")
