@@ -155,9 +155,9 @@ def _forked(
         os.write(ready[1], b"x")
         os.read(start[0], 1)
         shard = stripes.split(REPLICATED, share.count)[share.index - 1]
-        deal: Any = {"deal": share.of} if share.count > 1 else {}
+        select = share.select if share.count > 1 else None
         file = f"part{share.index}"
-        write_shard(directory, file, state, shard=shard, writer=Rank(0), progress=limit(), **deal)
+        write_shard(directory, file, state, shard=shard, writer=Rank(0), progress=limit(), select=select)
         code = 0
     os._exit(code)
 

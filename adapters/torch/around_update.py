@@ -110,8 +110,8 @@ class AroundUpdate:
         if self.trial.due:
             self.trial.update_finished()
         if self.followers is not None:
-            over = self.between.turns.by_hand and not self.source.processor.env.rank
-            if not self.followers.updated(over):
+            declared = self.between.turns.by_hand and not self.source.processor.env.rank
+            if not self.followers.updated(declared):
                 self.followers = None
         if self.barrier is not None:
             self.barrier.updated()

@@ -26,7 +26,7 @@ from ttp.adapters.torch.loop.post_step_state import PostStepState
 from ttp.adapters.torch.loop.swapped import Swapped
 from ttp.adapters.torch.loop.unwrap_optimizer import members_of, unwrap_optimizer
 from ttp.adapters.torch.restoring.kept import Kept, UnlikeError, keep
-from ttp.adapters.torch.saving.checkpoint import Deal, write_shard
+from ttp.adapters.torch.saving.checkpoint import Select, write_shard
 from ttp.adapters.torch.saving.inspection import ComparedTensor, Findings, Inspector, agreed_on, of_shard, replicated
 from ttp.adapters.torch.saving.job_state import FROZEN, JOB_KIND, SETTINGS, TOGGLED, JobState
 from ttp.adapters.torch.saving.metadata import NO_GAPS, finalise
@@ -279,7 +279,7 @@ class TorchSource(Standing):
             state = self.processor.gate.state()
             stands = state.version == version and state.phase in (Phase.IDLE, Phase.DONE)
             found = f"this rank holds version {state.version}, not {version} ({state.phase.value})"
-        if image is None and stands and self.swapped is not None and self.swapped.since(evaluations):
+        if image is None and stands and self.swapped is not None and self.swapped.held_others_since(evaluations):
             stands, found = False, "the program has put other weights into the model, such as averages to evaluate"
         if not stands:
             raise MovedError(f"the state is no longer that of version {version}: {found}")
@@ -312,10 +312,10 @@ class TorchSource(Standing):
         assert self.sharding is not None
         part = stripes.parse(shard)
         name = f"__{list(self.processor.layout.groups).index(part.shard)}_{generation}"
-        deal: Deal | None = None
+        select: Select | None = None
         if part.count > 1:
             name += f"_{part.index}of{part.count}"
-            deal = Share(part.index, part.count, self._agreed()).of
+            select = Share(part.index, part.count, self._agreed()).select
         return write_shard(
             draft,
             f"{name}.distcp",
@@ -325,7 +325,7 @@ class TorchSource(Standing):
             to_host=self._to_host,
             cancelled=cancelled,
             progress=self.wrote,
-            deal=deal,
+            select=select,
             lacking=self._names.lacking(),
         )
 

@@ -171,10 +171,10 @@ class Bracket:
         self._look_for_exception()
         if self._stepping.depth:
             raise UsageError("step_done() was called inside optimizer.step(): call it at the end of the iteration")
-        hand = self._turns.ends_by_hand(self._ended)
+        declared = self._turns.ends_by_hand(self._ended)
         if self._updating():
             self._end()
-        elif not hand:  # at the first call the hooks have ended this version already, too early
+        elif not declared:  # at the first call the hooks have ended this version already, too early
             self._post_step_over(self._post_step.step_done)
 
     def settled(self) -> None:
@@ -235,10 +235,10 @@ class Bracket:
     def _take_turn(self, number: int) -> None:
         """Note that the optimizer with this number is about to step; end the version first if that is overdue."""
         if self._stage is ABANDONED or (self._stage is LEFT and self._turns.has_stepped(number)):
-            self._turns.forget()  # a half-made version begins anew
+            self._turns.version_abandoned()  # a half-made version begins anew
         if self._turns.overdue(number):
             self._end()
-        self._turns.begins(number)
+        self._turns.step_begins(number)
         self._number, self._opened = number, False
 
     def _evaluate(self, closure: Closure, *args: Any, **kwargs: Any) -> Any:
@@ -331,7 +331,7 @@ class Bracket:
             check.step_ended(type(optimizer).__name__)
         if self._untouched is not None and not self._untouched.stepped():
             self._untouched = None
-        if self._turns.simple or self._turns.ended(self._number):
+        if self._turns.simple or self._turns.step_ended(self._number):
             self._end()
         elif self._stands:
             self._stand_between()
@@ -341,7 +341,7 @@ class Bracket:
             self._reporter.begin_update()  # waits while the job is frozen, as between two steps
         turns, version = self._turns, self._version() + 1
         if not turns.simple:
-            turns.over()
+            turns.version_ended()
         self._capture.capture(version, True)
         try:
             self._post_step.update_finished(version, turns.by_hand)

@@ -100,8 +100,8 @@ class Followers:
         self._updates = 0
         self._mark: dict[str, _State] | None = None  # the parameters at the last look; None: they are not compared now
         self._entered = False  # a forward pass has begun since the last update
-        self._told = False  # such a change was logged
-        self._over = False  # nothing may follow the last update any more, and this rank tells if something does
+        self._declared = False  # the program has declared the last version done: what changes then has to be logged
+        self._warned = False  # that was logged
         self._beside_mark: dict[str, _State] | None = None  # what is beside the model, at the last forward pass
         self._written: dict[str, _State] | None = None  # the buffers at the end of an update, until a forward pass
         # Before hooks of the program, which may change buffers as a part of the forward pass.
@@ -114,11 +114,12 @@ class Followers:
         """Whether all the parameters are small ones."""
         return len(self.small) == len(self._named)
 
-    def updated(self, over: bool) -> bool:
+    def updated(self, declared: bool) -> bool:
         """Note that an update is finished.
 
         Args:
-            over: whether to log what changes before the next forward pass: the program has called ``ttp.step_done()``.
+            declared: whether to log what changes before the next forward pass: the program has called
+                ``ttp.step_done()``.
 
         Returns:
             Whether to call this method after the next update too.
@@ -129,7 +130,8 @@ class Followers:
         if self._updates > _UPDATES_WATCHED:
             self.close()
             return False
-        self._mark, self._entered, self._beside_mark, self._over = self._look(), False, None, over and not self._told
+        self._mark, self._entered, self._beside_mark = self._look(), False, None
+        self._declared = declared and not self._warned
         self.captured()
         return True
 
@@ -188,13 +190,13 @@ class Followers:
         if torch.compiler.is_compiling() or self._mark is None or capturing():
             return
         if module.training and torch.is_grad_enabled():
-            over, self._entered, self._over = self._over, True, False
+            declared, self._entered, self._declared = self._declared, True, False
             self._beside_mark = self._states_of(self._beside())
             before = self._mark
             if moved := self._moved():  # changed after the update, or after one that the gradient scaler has skipped
                 self._found(moved, True)
-                if over and (changed := _changed(before, self._mark)):
-                    self._told = True
+                if declared and (changed := _changed(before, self._mark)):
+                    self._warned = True
                     log.warning(_MADE_TWICE, first_of(changed, _LISTED_MAX))
 
     def _moved(self) -> list[str]:

@@ -94,6 +94,8 @@ class _Places(NamedTuple):
 class Swapped:
     """Tells whether the model holds other weights than those of training.
 
+    A row holds the noted bytes of all samples at one moment; see ``_AFTER`` and the rows beside it.
+
     Args:
         optimizers: the optimizers that train the model.
         parameters: the model's parameters by name.
@@ -123,7 +125,7 @@ class Swapped:
         self._host_rows: list[list[bytes]] = [[b""] * len(self._on_host)] * _ROWS
         self._device_rows = _device_rows(self._on_device)
         self._places = self._found()
-        self._updates = -1  # the program may still load weights before the first one
+        self._updates = -1  # updates whose weights training has used; the weights before the first may be loaded late
         self._used = True  # training has used the weights since the last update
         self._learned: list[Event] = []  # events of the devices after the first updates
         self._others_evaluated = 0  # the value of ``evaluations`` at the last one while an optimizer had moved weights
@@ -214,19 +216,23 @@ class Swapped:
         pairs = zip((*self._on_host, *self._on_device), self._looked_at(), strict=True)
         return [(each.parameter, b"".join(rows[:_UPDATES_LEARNED])) for each, rows in pairs if not each.frozen]
 
-    def now(self) -> bool:
+    def holds_others(self) -> bool:
         """Return whether the model holds other weights now.
 
         Raises:
             TimeoutError: a device did not answer in time.
         """
-        return bool(self._in_evaluation()) or self._holds_others(_NOW)
+        return bool(self._in_evaluation()) or self._differs_in(_NOW)
 
-    def since(self, evaluations: int) -> bool:
-        """Return whether the model holds other weights, or did so in an evaluation after the first ``evaluations``."""
-        if self._others_evaluated > evaluations or self.now():
+    def held_others_since(self, evaluations: int) -> bool:
+        """Return whether the model holds other weights now, or has held them in an evaluation.
+
+        Args:
+            evaluations: an earlier value of the attribute ``evaluations``; later evaluations count.
+        """
+        if self._others_evaluated > evaluations or self.holds_others():
             return True
-        return self.evaluations > evaluations and self._holds_others(_EVALUATED)
+        return self.evaluations > evaluations and self._differs_in(_EVALUATED)
 
     def _in_evaluation(self) -> str:
         """Return the class of an optimizer that holds other weights now, as its param groups say; empty: none does.
@@ -238,7 +244,7 @@ class Swapped:
         moved = (o for o in moving if any(group.get("train_mode") is False for group in o.param_groups))
         return next((type(optimizer).__name__ for optimizer in moved), "")
 
-    def _holds_others(self, row: int) -> bool:
+    def _differs_in(self, row: int) -> bool:
         addresses = self._places.addresses
         samples = (*self._on_host, *self._on_device)
         for sample, rows, address in zip(samples, self._looked_at(), addresses, strict=True):

@@ -117,7 +117,7 @@ class Turns:
         """Return whether the version has to end before this step, because the scaler has skipped its last step."""
         return not (self.by_hand or self._hidden) and self.has_stepped(number) and self._scaled and self._skipped()
 
-    def begins(self, number: int) -> None:
+    def step_begins(self, number: int) -> None:
         """Note that an optimizer is about to step.
 
         Raises:
@@ -141,7 +141,7 @@ class Turns:
         if wrong:
             raise UsageError(self._irregular(number))
 
-    def ended(self, number: int) -> bool:
+    def step_ended(self, number: int) -> bool:
         """Note that an optimizer has stepped. Returns whether the version is finished."""
         finished = self.is_last(number)
         self._made.append(number)
@@ -158,11 +158,11 @@ class Turns:
         if self._made and not self._chained:
             self.interleaved = True
 
-    def forget(self) -> None:
+    def version_abandoned(self) -> None:
         """Note that the open version was abandoned, and that the loop begins another one, or the same one again."""
         self._made = []
 
-    def over(self) -> None:
+    def version_ended(self) -> None:
         """Note that the version is finished."""
         made, self._made = tuple(self._made), []
         if self.by_hand:

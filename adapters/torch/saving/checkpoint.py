@@ -63,7 +63,7 @@ TensorOrChunks = Tensor | tuple[Chunk, ...]
 """One tensor of the state: the whole tensor, or the chunks of it that this rank holds. A chunk without elements is not
 written, unless the whole tensor has none."""
 
-Deal = Callable[[Iterable[StateValue]], tuple[Iterable[StateValue], str]]
+Select = Callable[[Iterable[StateValue]], tuple[Iterable[StateValue], str]]
 """Takes the entries of a shard; returns those that belong to one part of it, and a digest of how it was divided."""
 
 
@@ -77,7 +77,7 @@ def write_shard(
     to_host: ToHost = Tensor.cpu,
     cancelled: Callable[[], bool] = lambda: False,
     progress: Progress | None = None,
-    deal: Deal | None = None,
+    select: Select | None = None,
     lacking: Sequence[str] = (),
 ) -> Piece:
     """Write the shard ``state`` to ``draft/file``; return when the file is durable.
@@ -93,7 +93,7 @@ def write_shard(
             queued work that may never end. ``write_shard`` has written the copy before it calls ``to_host`` again.
         cancelled: returns True to give up the save; called between tensors, and every 8 MiB within a tensor.
         progress: see ``HashingFile``.
-        deal: selects the entries to write if the piece is a part of a shard; see ``Deal``. None: all entries.
+        select: selects the entries to write if the piece is a part of a shard; see ``Select``. None: all entries.
         lacking: keys of values that ``state`` lacks, for the table: whoever restores the checkpoint is told.
 
     Returns:
@@ -104,7 +104,7 @@ def write_shard(
         CheckpointError: a tensor has no stable form on disk: it is sparse, quantised or of a subclass of ``Tensor``.
         OSError: the storage failed.
     """
-    entries, cut = (leaves(state), "") if deal is None else deal(leaves(state))
+    entries, cut = (leaves(state), "") if select is None else select(leaves(state))
     with piece_file(draft / file, progress) as target:
         with _without_crc32():
             shard_writer = _ShardWriter(_Stream(target, cancelled), file, to_host)

@@ -185,7 +185,7 @@ class Standing(PagedSource):
 
     def other_weights(self) -> bool:
         """See ``StateSource``."""
-        return self.swapped is not None and self.swapped.now()
+        return self.swapped is not None and self.swapped.holds_others()
 
     def forget(self) -> None:
         """Drop all copies, and what was noted of the weights. Call this when a restore has replaced the state."""

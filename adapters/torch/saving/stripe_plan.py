@@ -45,37 +45,35 @@ class Share:
     count: int
     agreed: Callable[[StatePath], bool]
 
-    def of(self, entries: Iterable[StateValue]) -> tuple[list[StateValue], str]:
+    def select(self, entries: Iterable[StateValue]) -> tuple[list[StateValue], str]:
         """Return the entries of a shard that are in this part, and a digest of how the shard was divided."""
         listed = sorted(entries, key=lambda entry: tuple(map(str, entry.path)))
-        stacks = [chunks_of(entry.value) if self.agreed(entry.path) else None for entry in listed]
-        rest = [entry.value for entry, stack in zip(listed, stacks, strict=True) if stack is None]
+        tensors = [chunks_of(entry.value) if self.agreed(entry.path) else None for entry in listed]
+        rest = [entry.value for entry, chunks in zip(listed, tensors, strict=True) if chunks is None]
         fixed = sum(_size(chunks_of(value) or ()) for value in rest)
-        distinct = {_identity(stack): stack for stack in stacks if stack is not None}  # tied weights are there once
+        distinct = {
+            _identity(chunks): chunks for chunks in tensors if chunks is not None
+        }  # tied weights are there once
         places = list(itertools.accumulate(map(_size, distinct.values()), initial=0))
         begins = dict(zip(distinct, places, strict=False))
         bounds = _bounds(fixed, places[-1], self.count)
         mine: list[StateValue] = []
         description: list[Any] = [self.count, fixed]
-        for entry, stack in zip(listed, stacks, strict=True):
-            if stack is None:
+        for entry, chunks in zip(listed, tensors, strict=True):
+            if chunks is None:
                 mine += [entry] * (self.index == 1)
                 continue
-            at = begins[_identity(stack)]
-            pieces = list(_cut(stack, at, bounds, self.index - 1))
+            at = begins[_identity(chunks)]
+            pieces = list(_cut(chunks, at, bounds, self.index - 1))
             if pieces:
-                mine.append(entry if _size(pieces) == _size(stack) else entry._replace(value=tuple(pieces)))
-            description.append([list(map(str, entry.path)), at, [_described(chunk) for chunk in stack]])
+                mine.append(entry if _size(pieces) == _size(chunks) else entry._replace(value=tuple(pieces)))
+            description.append([list(map(str, entry.path)), at, [_described(chunk) for chunk in chunks]])
         return mine, digest_bytes(json.dumps(description).encode())
 
 
-Stack = Sequence[Chunk]
-"""The chunks of one tensor."""
-
-
-def _cut(stack: Stack, at: int, bounds: Sequence[float], wanted: int) -> Iterator[Chunk]:
+def _cut(chunks: Sequence[Chunk], at: int, bounds: Sequence[float], wanted: int) -> Iterator[Chunk]:
     """Yield the chunks inside the part number ``wanted`` (from 0) of a tensor that begins at ``at`` on the line."""
-    for chunk in stack:
+    for chunk in chunks:
         yield from _cut_chunk(chunk, at, bounds, wanted)
         at += chunk.nbytes
 
@@ -107,9 +105,9 @@ def _bounds(fixed: int, size: int, count: int) -> list[float]:
     return [first + k * (size - first) / (count - 1) for k in range(count - 1)]
 
 
-def _identity(stack: Stack) -> tuple[Any, ...]:
+def _identity(chunks: Sequence[Chunk]) -> tuple[Any, ...]:
     """Return a value that is the same for tensors of the same memory and form, which ``write_shard`` writes once."""
-    return tuple((_address(c.tensor), c.tensor.stride(), *map(str, _described(c))) for c in stack)
+    return tuple((_address(c.tensor), c.tensor.stride(), *map(str, _described(c))) for c in chunks)
 
 
 def _address(tensor: Tensor) -> tuple[bool, int]:
@@ -121,5 +119,5 @@ def _described(chunk: Chunk) -> list[Any]:
     return [str(chunk.stored_dtype), list(chunk.tensor.shape), list(chunk.offsets), list(chunk.shape)]
 
 
-def _size(stack: Stack) -> int:
-    return sum(chunk.nbytes for chunk in stack)
+def _size(chunks: Sequence[Chunk]) -> int:
+    return sum(chunk.nbytes for chunk in chunks)

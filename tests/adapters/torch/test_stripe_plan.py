@@ -70,9 +70,9 @@ def example() -> dict[str, Any]:
 
 def shares(state: dict[str, Any], count: int) -> list[list[StateValue]]:
     """Return the entries of each part. Asserts that all parts were cut in the same way."""
-    dealt = [Share(index, count, agreed).of(leaves(state)) for index in range(1, count + 1)]
-    assert len({told for _, told in dealt}) == 1
-    return [entries for entries, _ in dealt]
+    parts = [Share(index, count, agreed).select(leaves(state)) for index in range(1, count + 1)]
+    assert len({told for _, told in parts}) == 1
+    return [entries for entries, _ in parts]
 
 
 def covered(state: dict[str, Any], parts: list[list[StateValue]]) -> dict[str, Tensor]:
@@ -154,7 +154,9 @@ def test_stock_torch_loads_what_several_have_written(tmp_path: Path, count: int)
 
 def write(draft: Path, state: dict[str, Any], index: int, count: int) -> Piece:
     shard, share = Shard(f"model#{index}/{count}"), Share(index, count, agreed)
-    return write_shard(draft, f"__0_{index}of{count}.distcp", state, shard=shard, writer=Rank(index), deal=share.of)
+    return write_shard(
+        draft, f"__0_{index}of{count}.distcp", state, shard=shard, writer=Rank(index), select=share.select
+    )
 
 
 def test_a_part_that_lacks_is_noticed(tmp_path: Path) -> None:
@@ -177,13 +179,13 @@ def test_a_part_that_lacks_is_noticed(tmp_path: Path) -> None:
 def test_whoever_holds_something_else_says_so(change: Any) -> None:
     other = example()
     change(other)
-    assert Share(1, 2, agreed).of(leaves(other))[1] != Share(2, 2, agreed).of(leaves(example()))[1]
+    assert Share(1, 2, agreed).select(leaves(other))[1] != Share(2, 2, agreed).select(leaves(example()))[1]
 
 
-def test_what_is_compared_between_replicas_is_dealt_out() -> None:
+def test_what_is_compared_between_replicas_is_divided() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    dealt = agreed_on(ModelNames(model, torch.optim.SGD(model.parameters(), lr=1.0)))
-    assert dealt(("model", "0.weight")) and dealt(("optim", "state", "1.bias", "exp_avg"))
+    divided = agreed_on(ModelNames(model, torch.optim.SGD(model.parameters(), lr=1.0)))
+    assert divided(("model", "0.weight")) and divided(("optim", "state", "1.bias", "exp_avg"))
     for path in (("model", "1.running_mean"), ("optim", "param_groups", 0, "lr"), ("scheduler", "last_epoch"),
                  ("ttp", "version"), ("extra", "ema", "0.weight"), ("optim", "state", "other", "step")):  # fmt: skip
-        assert not dealt(path), path
+        assert not divided(path), path

@@ -182,7 +182,7 @@ def test_an_evaluation_of_the_weights_themselves_is_no_swap(tmp_path: Path) -> N
     assert not job.swapped
     swapped = job.source.swapped
     assert swapped.evaluations == 1
-    assert not swapped.since(0)
+    assert not swapped.held_others_since(0)
 
 
 def clip(job: Job) -> None:
@@ -318,7 +318,7 @@ def test_parameters_that_no_bytes_can_be_read_of_are_left_alone() -> None:
     swapped = Swapped([torch.optim.SGD([frozen, meta, crooked, nn.Parameter(torch.ones(0))])], {"frozen": frozen}, ())
     swapped.updated()
     frozen.data.zero_()
-    assert not swapped.now()
+    assert not swapped.holds_others()
 
 
 class ScheduleFree(torch.optim.SGD):

@@ -43,18 +43,18 @@ def test_on_a_device_the_bytes_are_those_that_the_device_has() -> None:
     with Watching(device.device):
         device.device.run()
         with device.device.no_waiting():
-            assert not swapped.now()
+            assert not swapped.holds_others()
             kept = parameter.detach().clone()
             device.device.run()
             device.device.hang()
             parameter.data.copy_(average)
-            assert not swapped.now(), "queued only"
+            assert not swapped.holds_others(), "queued only"
             device.device.release()
             device.device.run()
-            assert swapped.now()
+            assert swapped.holds_others()
             device.device.hang()
             parameter.data.copy_(kept)
-            assert swapped.now(), "taken out on the host only"
+            assert swapped.holds_others(), "taken out on the host only"
     assert not device.device.sins
 
 
@@ -63,7 +63,7 @@ def test_a_host_that_is_ahead_in_the_first_updates_suspects_nothing() -> None:
     device: Any = FakeRuntime()
     for number, (swapped, _) in enumerate(updates(device, nn.Parameter(torch.ones(8)), 4, hangs_in=1)):
         with device.device.no_waiting():
-            assert not swapped.now(), number
+            assert not swapped.holds_others(), number
 
 
 @pytest.mark.parametrize("behind", [True, False])
@@ -110,14 +110,14 @@ def test_weights_that_take_another_form_stop_no_training(form: Callable[[Tensor]
         if on_device:
             device.device.put(parameter)
         swapped.evaluates()
-        swapped.now()
+        swapped.holds_others()
         parameter.data = kept
         swapped.used()
         swapped.updated()
-        assert not swapped.now()
+        assert not swapped.holds_others()
         parameter.data = form(kept)
         for _ in range(6):
             swapped.used()
             swapped.updated()
         device.device.run()
-        assert not swapped.now()
+        assert not swapped.holds_others()

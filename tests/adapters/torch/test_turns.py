@@ -24,8 +24,8 @@ class Loop(Turns):
                 self.backward()
             if self.overdue(number):
                 self.end()
-            self.begins(number)
-            if self.ended(number):
+            self.step_begins(number)
+            if self.step_ended(number):
                 self.end()
         if done:
             self.by_hand = True
@@ -33,7 +33,7 @@ class Loop(Turns):
         return self.versions
 
     def end(self) -> None:
-        self.over()
+        self.version_ended()
         self.versions += 1
 
 
@@ -137,7 +137,7 @@ class TestUnderAScaler:
 def test_those_of_a_chain_may_stay_out() -> None:
     chain = Turns(["dense", "expert"], chained=True)
     for number in (1, 0, 1):
-        chain.begins(number)
-        assert chain.ended(number) == (number == 1)
+        chain.step_begins(number)
+        assert chain.step_ended(number) == (number == 1)
         if number == 1:
-            chain.over()
+            chain.version_ended()
