@@ -51,8 +51,8 @@ class Head:
         self._sections: dict[str, Section] = dict.fromkeys(self.names, _GIVEN_UP)
         self._large: list[Sequence[Kept]] = []  # large arrays, of each extra state that has any
         self._joined: tuple[list[Sequence[Kept]], Sequence[Kept]] = ([], ())  # lists of large parts; these as one
-        self._parts: list[Buffer] = []  # ends with the sections
-        self._stands: Callable[[], bool] = bool  # whether the parts still cover streams and extra states; bool: no
+        self._parts: list[Buffer] = []  # as ``parts`` returned them last; the sections are at the end
+        self._covered: Callable[[], bool] = _never  # whether these parts still cover all streams and extra states
         self._table: BufferTable | None = None  # the buffers that the parts describe, and their layout
         self._layout = 0
         self._described: tuple[object, bytes] = (None, b"")
@@ -77,7 +77,7 @@ class Head:
                 self.give_up(f"extra_state {name!r}", problem)
             self._sections[name] = section
             if section[1] is not before[1] or len(section[0]) != len(before[0]):
-                self._stands = bool  # the layout of the image changes
+                self._covered = _never  # the layout of the image changes
                 self._large = [apart for _, apart in self._sections.values() if apart]
             elif section[0] != before[0]:
                 if self._parts:
@@ -92,15 +92,16 @@ class Head:
     def parts(self, table: BufferTable) -> Sequence[Buffer]:
         """Return the head of an image with these buffers, in parts to join: some of them are live memory.
 
-        As long as all parts are live memory, or bytes that only ``read`` replaces, they are used again.
+        The parts of the last call are returned again as long as all of them are live memory, or bytes that ``read``
+        replaces in the list when an extra state changes.
         """
-        if not (self._table is table and self._layout == table.layout and self._stands()):
+        if not (self._table is table and self._layout == table.layout and self._covered()):
             streams = self._capture_streams()
             sections = [section for section, _ in self._sections.values()]
             lengths = self._lengths.pack(sum(map(len, streams)), *map(len, sections))
             self._parts = [self._description(table), lengths, *streams, *sections]
             self._table, self._layout = table, table.layout
-            self._stands = self._streams.standing() or bool if streams else lambda: True
+            self._covered = (self._streams.standing() or _never) if streams else lambda: True
         return self._parts
 
     def joined(self, table: BufferTable) -> bytes:
@@ -141,3 +142,7 @@ class Head:
         if self._described[0] != facts:
             self._described = facts, encode_head(self.names, table.infos, sizes if any(sizes) else [])
         return self._described[1]
+
+
+def _never() -> bool:
+    return False

@@ -59,7 +59,7 @@ class RngState:
         has come into use.
 
         Returns:
-            The function; None: some part is not live memory.
+            The function; None: some part is a copy, so that each image needs a new capture.
         """
         host = self._host.standing() if self._live is not None else None
         if host is None or not _backends.cuda.is_built():

@@ -113,21 +113,21 @@ class Trial:
     ) -> None:
         self._optimizers, self._model, self._names = tuple(optimizers), model, names
         self._make_state = make_state
-        self.problems: Callable[[], list[str]] = list
+        self.problems: Callable[[], list[str]] = lambda: []
         """Returns other problems that show after the first update, in sentences; called on the training thread."""
         self.scheduled = True
         """False if no scheduler, and no object that may hold one, is saved."""
-        self.fresh: Callable[[], bool] = bool
+        self.fresh: Callable[[], bool] = lambda: False
         """Returns whether no update has been made or restored."""
-        self.begins_fresh: Callable[[], object] = bool
+        self.begins_fresh: Callable[[], object] = lambda: None
         """Called before the first update if it is the first of all."""
         self.saved: Callable[[], Collection[str]] = self._all
         """Returns the names of the parameters in this rank's shards."""
-        self.regrouped: Callable[[], object] = bool
+        self.regrouped: Callable[[], object] = lambda: None
         """Called before an update whose optimizers have new param groups, or other parameters."""
         self.shards = 1
         """Number of shards that this rank holds; each of them is saved to a file of its own."""
-        self.tell_size: Callable[[int], object] = bool
+        self.tell_size: Callable[[int], object] = lambda _: None
         """Called once after the first update, on another thread, with the bytes of a shard."""
         self._devices = _devices(model)
         fixed = names.buffers.keys() - names.of_any_shape
@@ -211,7 +211,7 @@ class Trial:
         limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
         if resource.RLIM_INFINITY != limit < size:
             _log.warning(_LIMITED, limit, size)
-        tell, self.tell_size = self.tell_size, bool
+        tell, self.tell_size = self.tell_size, lambda _: None
         tell(size)
 
     def _run(self, check: Callable[[], str]) -> None:
