@@ -100,10 +100,10 @@ class MegatronAdapter(TorchAdapter):
         self._held = Held(geometry, tuple(inners), tuple(shards), layout, extra_states, rank_layout)
         self.capture = LocalCapture(modules, self._extra)
         self._noted = getattr(scheduler, "num_steps", 0)
-        self._together: Any = combined(self._held.stepping)
+        self._combined: Any = combined(self._held.stepping)
         names = ModelNames(modules, None)
         self.source = MegatronSource(
-            modules, names, self._together, self.capture, self._extra, devices, held=self._held, args=args
+            modules, names, self._combined, self.capture, self._extra, devices, held=self._held, args=args
         )
         self._attachment = None
         self._hooks = contextlib.ExitStack()
@@ -132,7 +132,7 @@ class MegatronAdapter(TorchAdapter):
         """
         layout = self._held.layout
         if connected(world_size):
-            gather_or_refuse(bytes)
+            gather_or_refuse(lambda: b"")
         if layout.world_size != world_size:
             raise ConfigError(
                 f"WORLD_SIZE says {world_size} ranks, torch's process group has {layout.world_size}: "
@@ -161,7 +161,7 @@ class MegatronAdapter(TorchAdapter):
             self._held.stepping, scheduler=self._scheduler, runtimes=source.runtimes
         )
         if self._undo is not None:
-            source.preimage = PreImage(self._together, (), source.runtimes)
+            source.preimage = PreImage(self._combined, (), source.runtimes)
         barrier = self._barrier = self._make_barrier(processor)
         begins, stepping = self._progress.iteration_begins, self._held.stepping
         turns = source.turns = Turns([type(each).__name__ for each in stepping], chained=True)

@@ -82,19 +82,19 @@ def inner_optimizers(optimizer: Any, geometry: Geometry) -> list[Inner]:
     inners = [_inner(each, geometry) for each in unchained(optimizer) if each.optimizer is not None]
     if not inners:
         raise ConfigError("this rank trains no parameter, so ttp cannot protect it: train at least one on each rank")
-    return [replace(inners[0], fixed=_dealt(inners, geometry)), *inners[1:]]
+    return [replace(inners[0], fixed=_fixed(inners, geometry)), *inners[1:]]
 
 
-def _dealt(inners: Sequence[Inner], geometry: Geometry) -> tuple[Described, ...]:
+def _fixed(inners: Sequence[Inner], geometry: Geometry) -> tuple[Described, ...]:
     """Return the tensors that no optimizer updates and that this rank writes with its first plain optimizer."""
     updated = {id(holding.described.tensor) for inner in inners for holding in inner.holdings}
     for inner in inners:  # the buffers of a distributed optimizer also hold what other ranks update
         updated |= {id(parameter) for buffer in getattr(inner.megatron, "buffers", ()) for parameter in buffer.params}
     fixed = [d for key, d in geometry.tensors.items() if key not in updated]
-    return tuple(d for number, d in enumerate(fixed) if d.first and _is_dealt(number, d, inners[0]))
+    return tuple(d for number, d in enumerate(fixed) if d.first and _is_written(number, d, inners[0]))
 
 
-def _is_dealt(number: int, described: Described, first: Inner) -> bool:
+def _is_written(number: int, described: Described, first: Inner) -> bool:
     """Return whether this rank writes the tensor with this number, of those that no optimizer updates."""
     part, parts = first.part, first.parts
     if parts > 1 and not getattr(described.tensor, "allreduce", True):  # so Megatron marks experts of some ranks only
@@ -187,8 +187,8 @@ def _distributed(megatron: Any) -> Iterator[_Pair]:
     )
     for parameters, mains in halves:
         for parameter, main in zip(chain(*parameters), chain(*mains), strict=True):
-            stretch = megatron._get_model_param_range_map(parameter)["param"]
-            yield parameter, main, stretch.start, stretch.end
+            owned = megatron._get_model_param_range_map(parameter)["param"]
+            yield parameter, main, owned.start, owned.end
 
 
 def float16_pairs(megatron: Any) -> Iterator[_Pair]:

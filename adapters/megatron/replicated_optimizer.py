@@ -68,9 +68,9 @@ class ReplicatedOptimizer(Float16OptimizerWithFloat16Params):
         groups = [] if optimizer is None else optimizer.param_groups
         self._trained = [[p for p in group["params"] if p.requires_grad] for group in groups]
         everything = list(chain.from_iterable(self._trained))
-        dealt = assign([p.numel() for p in everything], [0] * self.placement.shards)
+        numbers = assign([p.numel() for p in everything], [0] * self.placement.shards)
         self._shards: list[list[Tensor]] = [[] for _ in range(self.placement.shards)]
-        for parameter, shard in zip(everything, dealt, strict=True):
+        for parameter, shard in zip(everything, numbers, strict=True):
             self._shards[shard].append(parameter)
         mine = {id(parameter) for parameter in self._shards[self.shard]}
         for group in groups:

@@ -208,7 +208,7 @@ def _updated(inner: Inner, image: Image | None, *, live: bool = False) -> Iterat
         main = holding.main if image is None else image.of(holding.main)
         memory = main.detach().view(-1)
         kept = inner.optimizer.state if image is None else image.state
-        states = {k: v for k, v in kept.get(holding.main, {}).items() if is_stretched(holding, k, v)}
+        states = {k: v for k, v in kept.get(holding.main, {}).items() if _is_elementwise(holding, k, v)}
         weights = holding.described.tensor.detach().view(-1)[holding.begin : holding.end] if live else memory
         for part in holding.parts:
             yield part.key, replace(part.chunk(weights, holding.begin), dtype=dtype)
@@ -218,7 +218,7 @@ def _updated(inner: Inner, image: Image | None, *, live: bool = False) -> Iterat
                 yield f"{STATE_PREFIX}{name}.{part.key}", part.chunk(value.view(-1), holding.begin)
 
 
-def is_stretched(holding: Holding, name: str, value: Any) -> bool:
+def _is_elementwise(holding: Holding, name: str, value: Any) -> bool:
     """Return whether the optimizer's ``value`` has one element per element of the range (a moment, not a count)."""
     if not isinstance(value, Tensor) or name == COUNT:
         return False
@@ -235,7 +235,7 @@ def refuse_unsaved(inners: Iterable[Inner]) -> None:
     for inner in inners:
         for holding in inner.holdings:
             kept = inner.optimizer.state.get(holding.main, {}).items()
-            lost = sorted(k for k, v in kept if v is not None and k != COUNT and not is_stretched(holding, k, v))
+            lost = sorted(k for k, v in kept if v is not None and k != COUNT and not _is_elementwise(holding, k, v))
             if lost:
                 raise UsageError(
                     f"the {type(inner.optimizer).__qualname__} keeps {', '.join(lost)} of {holding.described.name}, "
@@ -249,7 +249,7 @@ def _leaves_of(inner: Inner) -> Iterator[ComparedTensor]:
         name = f"{number}.{holding.described.name}"
         yield ComparedTensor(name, holding.main.detach(), True)
         for key, value in inner.optimizer.state.get(holding.main, {}).items():
-            if is_stretched(holding, key, value):
+            if _is_elementwise(holding, key, value):
                 yield ComparedTensor(f"{name}.{key}", value, True)
 
 

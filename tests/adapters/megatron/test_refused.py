@@ -18,7 +18,7 @@ import ttp
 from ttp.adapters.megatron import contents, offer_to_megatron, restore, stock
 from ttp.adapters.megatron.adapter import MegatronAdapter
 from ttp.adapters.megatron.geometry import Described, Geometry, TensorView
-from ttp.adapters.megatron.optimizers import Holding, Inner, _dealt, refuse_unknown, unchained, with_counts
+from ttp.adapters.megatron.optimizers import Holding, Inner, _fixed, refuse_unknown, unchained, with_counts
 from ttp.adapters.megatron.restore import Wants, _install_groups, _moments, _other_optimizers, restore_groups
 from ttp.adapters.megatron.source import MegatronSource, _leaves_of, refuse_unsaved
 from ttp.adapters.megatron.stock import JOB_KEY
@@ -276,11 +276,11 @@ def test_what_no_optimizer_updates_is_written_once_also_if_the_program_switches_
         for part, updated in enumerate((mine, other))
         for holding in [Holding(geometry.tensors[id(updated)], updated, 0, 2, ())]
     ]
-    assert [[d.tensor is lost for d in _dealt([inner], geometry)] for inner in inners] == [[True], []]
+    assert [[d.tensor is lost for d in _fixed([inner], geometry)] for inner in inners] == [[True], []]
 
 
 @pytest.mark.filterwarnings("ignore")  # of Megatron, which is imported here
-def test_frozen_experts_are_dealt_among_the_ranks_that_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frozen_experts_are_divided_among_the_ranks_that_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """With expert parallelism, the other data parallel ranks have other experts."""
     from megatron.core import parallel_state
 
@@ -291,8 +291,8 @@ def test_frozen_experts_are_dealt_among_the_ranks_that_have_them(monkeypatch: py
     geometry = Geometry({id(t): Described("", t, (), first=True) for t in (expert, dense)})
     places = [(0, 2), (1, 2), (0, 1)]
     inners = [Inner(None, torch.optim.SGD([torch.zeros(2)]), "dense", "param", (), *place) for place in places]
-    dealt = [[d.tensor is expert for d in _dealt([inner], geometry)] for inner in inners]
-    assert dealt == [[True], [True, False], [True, False]]
+    found = [[d.tensor is expert for d in _fixed([inner], geometry)] for inner in inners]
+    assert found == [[True], [True, False], [True, False]]
 
 
 def test_a_parameter_without_a_place_in_checkpoints_is_refused() -> None:
