@@ -267,15 +267,14 @@ class Driver:
     def _maybe_next_run(self) -> None:
         """If all ranks are held and the last run is over, judge it and begin the next one."""
         waiting_at = {rank_process.waiting_at for rank_process in self._job.rank_processes.values()}
-        if len(self._job.rank_processes) < self.script.world_size or len(waiting_at) != 1:
-            return
-        (where,) = waiting_at
+        everyone = len(self._job.rank_processes) == self.script.world_size and len(waiting_at) == 1
+        where = waiting_at.pop() if everyone else None
         if where is None or not self._is_barrier(*where):
+            self._held_since = None
             return
         self._held_since = self._held_since or time.monotonic()
         if not self._quiet() or not (where[1] == END or self._is_ready()):
             return
-        self._held_since = None
         if self._record is not None:
             self._judge()
         if where[1] == END:

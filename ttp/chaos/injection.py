@@ -199,7 +199,7 @@ def _launchers(job: HurtJob) -> list[psutil.Process]:
     for process in job.launchers.values():
         with contextlib.suppress(psutil.Error):
             carrier = psutil.Process(process.pid)
-            found.append(carrier.children()[0] if carrier.name() == "nsenter" else carrier)
+            found += carrier.children()[:1] if carrier.name() == "nsenter" else [carrier]
     return found
 
 
