@@ -30,6 +30,7 @@ class ManagerService(rpc.ManagerServicer):
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._calls: asyncio.Queue[mm.ManagerCall | None] | None = None
+        # What the machine answers to the event that is fed to it: ``feed`` performs all actions before it returns.
         self._problem = ""
         self._taken: tuple[int, ...] = ()
         driver.perform_program, driver.on_close = self._perform, self._close

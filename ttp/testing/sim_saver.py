@@ -10,7 +10,7 @@ from ttp.core import stripes
 from ttp.core.layout import Rank
 from ttp.core.rank import events as ev
 from ttp.testing.sim_memory import WAIT_S
-from ttp.testing.toy import SLOTS, dealt, digest
+from ttp.testing.toy import SLOTS, digest, words_of
 
 if TYPE_CHECKING:
     from ttp.testing.sim_rank import SimRank
@@ -76,7 +76,7 @@ class Saver:
                 rank.put(ev.Worked(m.SaveFailed(*work, "OSError: no space left on device", may_pass=True)))
                 return
             second = rank.trainer.saved_state(order.version)[part.shard][1]
-            content = dealt((first, second), part, uneven=uneven)
+            content = words_of((first, second), part, uneven=uneven)
             pieces.append(self._durable(order, file, "shard", shard, content, f"{part.count}{uneven}"))
             self.written += 8
         for shard in order.order.kept:
@@ -89,7 +89,7 @@ class Saver:
             if copy is None:
                 rank.put(ev.Worked(m.SaveFailed(*work, f"the copy of {shard} is not there any more")))
                 return
-            content = dealt(copy, stripes.parse(shard))
+            content = words_of(copy, stripes.parse(shard))
             pieces.append(self._durable(order, file, "shard", shard, content))
         if order.order.pages:
             file = f"pages_{rank.rank}_{order.generation}"

@@ -66,7 +66,7 @@ class ToyState:
         return ToyState(Version(self.version + 1), shards, drawn)
 
 
-def dealt(words: Words, part: Part, *, uneven: bool = False) -> tuple[tuple[int, int], ...]:
+def words_of(words: Words, part: Part, *, uneven: bool = False) -> tuple[tuple[int, int], ...]:
     """Return the words of a shard that belong to one part of it, as (place, word).
 
     Args:
