@@ -61,7 +61,7 @@ class DevicePages:
         """
         buffers, head = self._buffers, self._head
         known, self.provisional, at_once, self._at_once = self.provisional, NOWHERE, self._at_once, -1
-        if version == known[0] and not known[2] and buffers.stands() and head.joined(self.table) == known[1]:
+        if version == known[0] and not known[2] and buffers.known_unchanged() and head.joined(self.table) == known[1]:
             if final:
                 self._hand_over((version, final, None, Staged(ready=buffers.event())))
             else:
@@ -71,7 +71,7 @@ class DevicePages:
         if staged is None:
             return  # the device hangs, so it will finish no new version
         image = head.joined(self.table)  # after the capture, because it describes the buffers that were found
-        staged.stands = staged.stands and version == known[0]
+        staged.unwritten = staged.unwritten and version == known[0]
         apart = head.with_apart(())
         staged.kept += [(stamp, bytes(data)) for stamp, data in apart]  # the page is written later: no live memory
         if not final:

@@ -43,8 +43,8 @@ class Staged:
         ready: the event behind the last copy; None: everything has arrived.
         staging: the host memory of the small buffers.
         large: the copies of the large buffers.
-        stands: no write to a buffer was seen since the capture before, of the same version.
-        learning: the capture is to show whether ``stands`` may be believed.
+        unwritten: torch has counted no write to a buffer since the capture before, of the same version.
+        learning: the capture is to show whether ``unwritten`` may be believed.
         in_page: the page holds the capture already.
     """
 
@@ -52,18 +52,18 @@ class Staged:
     kept: list[Kept] = field(default_factory=list)
     ready: Event | None = None
     staging: _StagingBuffer | None = None
-    large: list[_Held] = field(default_factory=list)
-    stands: bool = False
+    large: list[_LargeCopy] = field(default_factory=list)
+    unwritten: bool = False
     learning: bool = False
     in_page: bool = False
 
 
 @dataclass(slots=True)
 class _Twin:
-    """Memory on the device to which buffers are copied first; ``left`` is the event behind the last copy out of it."""
+    """Memory on the device to which buffers are copied first, and the event behind the last copy out of it."""
 
     memory: Tensor
-    left: Event | None = None
+    copied_out: Event | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -71,8 +71,8 @@ class _Small:
     """The small buffers of one device, packed together."""
 
     runtime: Runtime
-    entries: list[int]  # positions of the buffers in ``BufferTable.small``
-    spans: list[slice]
+    places: list[int]  # positions of the buffers in ``BufferTable.small``
+    spans: list[slice]  # where each of them is in the packed memory
     twins: list[_Twin]
     pairs: list[list[_Pairs]] = field(default_factory=list)  # for each twin: what to copy where
 
@@ -91,7 +91,7 @@ class _StagingBuffer:
 
 
 @dataclass(slots=True, eq=False)
-class _Held:
+class _LargeCopy:
     """A copy of a large buffer in one state. ``users`` counts captures on their way, plus one for the newest copy."""
 
     entry: BufferEntry
@@ -108,7 +108,7 @@ class _Large:
     size: int
     free: list[Tensor]
     made: int = 0
-    newest: _Held | None = None
+    newest: _LargeCopy | None = None
 
 
 class DeviceBuffers:
@@ -149,7 +149,7 @@ class DeviceBuffers:
         Returns:
             The capture; None: the device hangs, so no memory came free.
         """
-        stands = learning and self._unchanged()
+        unwritten = learning and self._unwritten()
         self.table.refresh()
         if self._built != self.table.layout:
             self._build()
@@ -158,7 +158,7 @@ class DeviceBuffers:
         if not self._until(lambda: self._staging):
             return None
         staging = self._staging.pop()
-        staged = Staged(parts=list(staging.parts), staging=staging, stands=stands, learning=learning)
+        staged = Staged(parts=list(staging.parts), staging=staging, unwritten=unwritten, learning=learning)
         self._versions = self._counted()
         with torch.no_grad():
             events = [
@@ -188,15 +188,16 @@ class DeviceBuffers:
         """Whether the module has no buffers, so that a capture waits for the devices but brings nothing from them."""
         return not (self.table.small or self.table.large)
 
-    def stands(self) -> bool:
+    def known_unchanged(self) -> bool:
         """Return whether it is known that no buffer has changed since the last capture.
 
         Torch counts writes to a tensor, except some. Those of BatchNorm's kernels go with a write to
         ``num_batches_tracked``, which it counts. Of inference tensors it counts none.
         """
-        return bool(self._trusted) and not self._graphs and self._unchanged()
+        return bool(self._trusted) and not self._graphs and self._unwritten()
 
-    def _unchanged(self) -> bool:
+    def _unwritten(self) -> bool:
+        """Return whether torch counts the writes to all buffers, and has counted none since the last capture."""
         counted = self._counted()
         return self.table.is_current() and None not in counted and counted == self._versions
 
@@ -213,7 +214,7 @@ class DeviceBuffers:
             self._trusted, self._before = self._trusted is not False, None
             return
         buffers = b"".join(staged.parts)
-        if staged.stands and buffers != self._before:
+        if staged.unwritten and buffers != self._before:
             self._trusted = False
         self._before = buffers
         for held in staged.large:
@@ -252,16 +253,16 @@ class DeviceBuffers:
 
     def _bring_small(self, small: _Small, pinned: Tensor) -> Event:
         """Copy the small buffers of one device. Returns an event behind the copy; without buffers, behind the work."""
-        if not small.entries:
+        if not small.places:
             return small.runtime.event(side=False)
         twin, pairs = small.twins[self._turn % 2], small.pairs[self._turn % 2]
         self._turn += 1
-        self._reuse(small.runtime, twin)
+        self._wait_for(small.runtime, twin)
         for targets, sources in pairs:
             torch._foreach_copy_(targets, sources)
-        return self._leave(small.runtime, twin, pinned, twin.memory)
+        return self._copy_out(small.runtime, twin, pinned, twin.memory)
 
-    def _bring_large(self, entry: BufferEntry, events: list[Event], learning: bool) -> _Held | None:
+    def _bring_large(self, entry: BufferEntry, events: list[Event], learning: bool) -> _LargeCopy | None:
         """Return a copy of a large buffer: the last one if the buffer is unchanged, else a new one.
 
         Args:
@@ -282,7 +283,7 @@ class DeviceBuffers:
             return None
         if newest is not None:
             _let_go(newest)
-        large.newest = held = _Held(entry, stamp, pinned, large.free, users=2)
+        large.newest = held = _LargeCopy(entry, stamp, pinned, large.free, users=2)
         runtime = holder(self._runtimes, entry.tensor)
         if runtime is None:
             pinned.copy_(flat_bytes(entry.tensor))
@@ -290,10 +291,10 @@ class DeviceBuffers:
         for source, target in _chunks(flat_bytes(entry.tensor), pinned):
             twin = self._twins[id(runtime)][self._turn % 2]
             self._turn += 1
-            self._reuse(runtime, twin)
+            self._wait_for(runtime, twin)
             there = twin.memory[: source.numel()]
             there.copy_(source)
-            events.append(self._leave(runtime, twin, target, there))
+            events.append(self._copy_out(runtime, twin, target, there))
         return held
 
     def _memory_for(self, large: _Large) -> Tensor | None:
@@ -303,19 +304,19 @@ class DeviceBuffers:
         return large.free.pop() if self._until(lambda: large.free) else None
 
     @staticmethod
-    def _reuse(runtime: Runtime, twin: _Twin) -> None:
+    def _wait_for(runtime: Runtime, twin: _Twin) -> None:
         """Make the training's stream (not the host) wait until the twin's old content has been copied out."""
-        if twin.left is not None:
-            runtime.training_waits_for(twin.left)
+        if twin.copied_out is not None:
+            runtime.training_waits_for(twin.copied_out)
 
     @staticmethod
-    def _leave(runtime: Runtime, twin: _Twin, target: Tensor, source: Tensor) -> Event:
+    def _copy_out(runtime: Runtime, twin: _Twin, target: Tensor, source: Tensor) -> Event:
         """Queue a copy out of a twin on the side stream, behind the training's work so far."""
         runtime.side_waits_for(runtime.event(side=False))
         with runtime.on_side():
             target.copy_(source, non_blocking=True)
-        twin.left = runtime.event(side=True)
-        return twin.left
+        twin.copied_out = runtime.event(side=True)
+        return twin.copied_out
 
     # ------------------------------------------------------------------------------------------------------ building
 
@@ -327,7 +328,7 @@ class DeviceBuffers:
             self._layout = layout
             for small in self._small:  # their memory may be used again when the last copies out of it have run
                 for twin in small.twins:
-                    self._reuse(small.runtime, twin)
+                    self._wait_for(small.runtime, twin)
             self._small = [
                 self._pack(runtime, [n for n, (held_by, _) in enumerate(places) if held_by is runtime])
                 for runtime in self._runtimes
@@ -357,7 +358,7 @@ class DeviceBuffers:
         """Return what to copy to a twin: dense buffers as plain bytes, those with gaps one by one."""
         dense: _Pairs = ([], [])
         found = [dense]
-        for place, span in zip(small.entries, small.spans, strict=True):
+        for place, span in zip(small.places, small.spans, strict=True):
             entry, target = self.table.small[place], twin.memory[span]
             source = entry.tensor.detach()
             if entry.is_dense:
@@ -373,13 +374,13 @@ class DeviceBuffers:
         for small in self._small:
             memory = small.runtime.pinned(small.twins[0].memory.numel())
             view = _view(memory)
-            for place, span in zip(small.entries, small.spans, strict=True):
+            for place, span in zip(small.places, small.spans, strict=True):
                 parts[place] = view[span]
             pinned.append(memory)
         return _StagingBuffer(self._layout, pinned, parts)
 
 
-def _let_go(held: _Held) -> None:
+def _let_go(held: _LargeCopy) -> None:
     held.users -= 1
     if not held.users:
         held.home.append(held.pinned)

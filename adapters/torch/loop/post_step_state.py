@@ -304,18 +304,18 @@ class PostStepState:
         return self._snapshot, [False] * len(self._habits)
 
     def _due(self, last: _Snapshot, stage: PostStep) -> list[bool]:
-        """Return for each scheduler whether a step is due after ``last``; all False: they can be read as they are."""
-        pairs = list(zip(self._habits, last.schedules, strict=True))
+        """Return for each scheduler whether a step is due after ``last``; all False: they can be read as they are.
+
+        They cannot if one is in the middle of its step, has set rates on a device, or has not begun a step that the
+        loop is known to make. Then a step that was begun is due too, because ``last`` has the state before it.
+        """
+        pairs = [*zip(self._habits, last.schedules, strict=True)]
         began = [habit.began(before) for habit, before in pairs]
         half = any(habit.began(before) and not habit.through(before) for habit, before in pairs)
-        half = half or (last.copied is not None and any(began))  # a thread that saves does not read rates on a device
-        missing = [
-            stage is _OPEN and not each and habit.learned(self._ended)
-            for habit, each in zip(self._habits, began, strict=True)
-        ]
-        if not half and not any(missing):
-            return [False] * len(pairs)
-        return [b or m for b, m in zip(began, missing, strict=True)]
+        on_device = last.copied is not None and any(began)  # a thread that saves does not read rates on a device
+        expected = [stage is _OPEN and habit.learned(self._ended) for habit in self._habits]
+        due = [one or other for one, other in zip(began, expected, strict=True)]
+        return due if half or on_device or due != began else [False] * len(due)
 
     def skipped(self) -> bool:
         """Return whether the scaler skipped the last step. Waits for the device."""

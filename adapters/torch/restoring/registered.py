@@ -131,7 +131,7 @@ class Restoring(abc.ABC):
         """
         began = time.monotonic()
         restore = Restore(checkpoint, Manifest.load(checkpoint), rank, world_size)
-        _together(verify, world_size)
+        _verify_together(verify, world_size)
         try:
             kept, way = self._brought(restore, *state.take())
             version = self._load(restore, kept)
@@ -273,7 +273,7 @@ class Restoring(abc.ABC):
         return True
 
 
-def _together(verify: Callable[[], None], world_size: int) -> None:
+def _verify_together(verify: Callable[[], None], world_size: int) -> None:
     """Let each rank verify its share of a checkpoint; if one rank finds an error, all ranks raise it."""
     if not connected(world_size):
         verify()

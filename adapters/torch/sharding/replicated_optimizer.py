@@ -151,7 +151,7 @@ class ReplicatedOptimizer(Optimizer):
         super().load_state_dict({**state_dict, "state": mine})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over a state: ``load_state_dict`` of the base class calls this, and unpickling."""
+        """Take over a state. ``load_state_dict`` of the base class calls this."""
         own = dict(state)
         loaded = own.pop("state", None)
         super().__setstate__(own)

@@ -253,7 +253,7 @@ def verified_together(rank: int) -> str:
             raise RestoreError("a piece is damaged")
 
     with pytest.raises(RestoreError) as found:
-        registered._together(verify, 2)
+        registered._verify_together(verify, 2)
     return str(found.value)
 
 
