@@ -87,7 +87,7 @@ def open_newest(directory: Path, watch: Watch, use: Callable[[Source], T]) -> T:
         UsageError: the directory does not exist, or holds no such files.
         CheckpointError: the files are of different steps, or none is whole; or ``use`` raised it.
     """
-    directory, notes = _meant(directory, watch)
+    directory, notes = _checkpoint_in(directory, watch)
     folders = rank_folders(directory)
     if not folders:
         raise UsageError(
@@ -153,7 +153,7 @@ def _version(manifest: Manifest | None, held: Mapping[int, Mapping[str, FileTens
     return None
 
 
-def _meant(directory: Path, watch: Watch) -> tuple[Path, list[str]]:
+def _checkpoint_in(directory: Path, watch: Watch) -> tuple[Path, list[str]]:
     """Return the directory of the checkpoint, which for a ``save_dir`` is its newest whole one, and notes on others."""
     if not directory.is_dir():
         raise UsageError(f"{directory} is no directory: give one that holds rank_0, rank_1, ...")

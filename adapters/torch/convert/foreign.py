@@ -18,7 +18,7 @@ _WRAPPERS = ("module.", "_orig_mod.")
 """Prefixes that DistributedDataParallel and torch.compile put before every name."""
 
 
-def understood(path: Path, loaded: Any, *, optimizer: bool) -> WholeState:
+def to_whole_state(path: Path, loaded: Any, *, optimizer: bool) -> WholeState:
     """Convert the loaded contents of a torch file.
 
     The file may have one of three forms: a file of ``ttp convert --to torch``; a mapping with the state dicts of model

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ttp.adapters.torch.convert.contents import LazyTensor, WholeState, bytes_of, digest_of, leaves_of, tree
-from ttp.adapters.torch.convert.foreign import understood
+from ttp.adapters.torch.convert.foreign import to_whole_state
 from ttp.adapters.torch.saving.flatten_state import dump
 from ttp.errors import CheckpointError, ToldAs
 from ttp.store.digest import HashingFile, Progress
@@ -122,7 +122,7 @@ def read_back(path: Path, digests: Mapping[str, str], progress: Progress) -> Non
 
 
 def read_torch(path: Path, *, optimizer: bool) -> WholeState:
-    """Read a torch file, with or without the optimizer's state. ``foreign.understood`` lists the accepted forms.
+    """Read a torch file, with or without the optimizer's state. ``foreign.to_whole_state`` lists the accepted forms.
 
     Files in torch's zip format are mapped into memory. Older files are read into memory whole.
 
@@ -137,7 +137,7 @@ def read_torch(path: Path, *, optimizer: bool) -> WholeState:
             'dicts: torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)'
         ) from problem
     try:
-        return understood(path, loaded, optimizer=optimizer)
+        return to_whole_state(path, loaded, optimizer=optimizer)
     except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as problem:
         raise CheckpointError(f"{path} does not have the form of a state dict: {problem!r}") from problem
 

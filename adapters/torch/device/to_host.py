@@ -105,6 +105,7 @@ class HostCopier:
     def _fly(
         self, runtime: Runtime, slabs: Iterator[Tensor], target: Tensor, whole: Callable[[], Tensor]
     ) -> Iterator[_Flight]:
+        """Begin to copy a tensor slab by slab, whenever the caller asks for a flight; the last one completes it."""
         at, size = 0, target.numel()
         for slab in slabs:
             end = at + slab.numel()

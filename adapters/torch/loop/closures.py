@@ -74,7 +74,7 @@ def _evaluates_first(classes: Sequence[type]) -> bool:
     uses = reader.uses(tree)
     if reader.before(tree.body) is not True or len(uses) != 1:
         return False
-    if reader.hands_on(uses[0]):
+    if reader.passes_on(uses[0]):
         return _evaluates_first(classes[place + 1 :])
     return isinstance(uses[0].func, ast.Name)
 
@@ -101,7 +101,7 @@ class _Reader:
                 return found
         return None
 
-    def hands_on(self, call: ast.Call) -> bool:
+    def passes_on(self, call: ast.Call) -> bool:
         """Return whether the call is ``super().step(closure)``."""
         match call.func:
             case ast.Attribute(attr="step", value=ast.Call(func=ast.Name(id="super"))):
@@ -110,7 +110,7 @@ class _Reader:
 
     def _statement(self, statement: ast.stmt) -> bool | None:
         match statement:
-            case ast.If(test=test, body=body, orelse=other) if self._is_about_it(test):
+            case ast.If(test=test, body=body, orelse=other) if self._tests_closure(test):
                 found = self.before(body), self.before(other)
                 return False if False in found else True if True in found else None
             case ast.With(items=items, body=body) if all(_name(item.context_expr) in _GRADIENTS_ON for item in items):
@@ -133,6 +133,7 @@ class _Reader:
         return True if uses else None
 
     def _is_use(self, call: ast.Call) -> bool:
+        """Return whether the closure is called, or is an argument of the call."""
         if self._is_wrapped(call):
             return False
         values = [call.func, *call.args, *(keyword.value for keyword in call.keywords)]
@@ -143,7 +144,7 @@ class _Reader:
         """Return whether the call is ``torch.enable_grad()(closure)``."""
         return isinstance(call.func, ast.Call) and _name(call.func) in _GRADIENTS_ON
 
-    def _is_about_it(self, test: ast.expr) -> bool:
+    def _tests_closure(self, test: ast.expr) -> bool:
         """Return whether the condition tests only whether there is a closure."""
         match test:
             case ast.UnaryOp(op=ast.Not(), operand=ast.Name(id=name)) | ast.Name(id=name):

@@ -26,7 +26,7 @@ class NoSync:
     """
 
     def __init__(self, model: nn.Module, ddps: Sequence[Ddp] = ()) -> None:
-        self._reducing = ddps if _is_all_theirs(model, ddps) else ()
+        self._reducing = ddps if _reduce_all(model, ddps) else ()
         self._usual = False  # the last backward pass before the last update was one that reduces
         self._reduced = False
 
@@ -44,7 +44,7 @@ class NoSync:
         self._usual = self._reduced
 
 
-def _is_all_theirs(model: nn.Module, ddps: Sequence[Ddp]) -> bool:
+def _reduce_all(model: nn.Module, ddps: Sequence[Ddp]) -> bool:
     """Return whether these DistributedDataParallel modules reduce every gradient of the model."""
     theirs = {id(parameter) for ddp in ddps for parameter in reduced_by(ddp)}
     return all(id(parameter) in theirs for parameter in model.parameters() if parameter.requires_grad)

@@ -108,11 +108,11 @@ class Repeating:
         self._left_out = made == 0
         if self._handles:
             self._trials_left -= version > self.version
-            self._look_no_more()
+            self._stop_looking()
 
     def refusal(self) -> str:
         """Return why the last call, which was broken, cannot be repeated; empty: it can."""
-        self._look_no_more()
+        self._stop_looking()
         try:
             return self.why_not or self._refusal()
         except Exception as problem:
@@ -205,7 +205,7 @@ class Repeating:
                 "zero_grad(set_to_none=True) in it"
             )
 
-    def _look_no_more(self) -> None:
+    def _stop_looking(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -37,9 +37,9 @@ def groups_for(saved: Any, names: ModelNames, optimizer: Optimizer, elsewhere: C
     for group in optimizer.param_groups:
         present = [name for name in map(names.of, group["params"]) if name in each]
         found.append({**(each[present[0]] if present else {}), "params": present})
-    nobodys = each.keys() - {name for group in found for name in group["params"]} - set(elsewhere)
-    if nobodys and found:
-        found[-1]["params"] = [*found[-1]["params"], *sorted(nobodys)]  # so that optimizer_differences reports them
+    unowned = each.keys() - {name for group in found for name in group["params"]} - set(elsewhere)
+    if unowned and found:
+        found[-1]["params"] = [*found[-1]["params"], *sorted(unowned)]  # so that optimizer_differences reports them
     return found
 
 

@@ -99,7 +99,7 @@ def restore_into(
         notes.append(f"param groups that this program adds later ({len(added)}) were added to its optimizer now")
     notes += [f"{key} could not be saved: it keeps the value that this program gave it" for key in saved.left_out]
     notes += load_scheduler(scheduler, job) + load_scaler(scaler, job) + _load_buckets(model, names, job)
-    notes += [] if elsewhere else _frozen_otherwise(names, optimizer, job)
+    notes += [] if elsewhere else _frozen_differently(names, optimizer, job)
     for note in notes:
         _log.warning("restored version %d from %s, but %s", job.version, path, note)
     return job, notes
@@ -274,7 +274,7 @@ def _belongs_to_device(item: IndexEntry, saved_parameter: str, parameter: Tensor
 # ------------------------------------------------------------------------------- frozen parameters and bucket layouts
 
 
-def _frozen_otherwise(names: ModelNames, optimizer: Optimizer, job: JobState) -> list[str]:
+def _frozen_differently(names: ModelNames, optimizer: Optimizer, job: JobState) -> list[str]:
     """Return notes on parameters whose ``requires_grad`` differs from the saved one; the program has to set it."""
     if not isinstance(saved := job.extra.get(FROZEN), list):
         return []  # `ttp convert` made the checkpoint, from a file without such a list

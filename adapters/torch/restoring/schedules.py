@@ -32,7 +32,7 @@ def load_scheduler(scheduler: Any, job: JobState) -> list[str]:
     """
     here, there = listed(scheduler), job.schedules
     if not here or not there:
-        return _one_sided("an LR scheduler", here or None, there)
+        return _only_on_one_side("an LR scheduler", here or None, there)
     if len(here) != len(there):
         return [f"the checkpoint has {len(there)} LR schedulers and this job {len(here)}: they were not restored"]
     for each, saved in zip(here, there, strict=True):
@@ -57,7 +57,7 @@ def load_scaler(scaler: Any, job: JobState) -> list[str]:
     """Load the gradient scaler, with its update if that was due. Returns notes for the log if only one side has one."""
     here = scaler if scaler is not None and scaler.is_enabled() else None
     if here is None or not job.scaler:
-        return _one_sided("a gradient scaler", here, job.scaler)
+        return _only_on_one_side("a gradient scaler", here, job.scaler)
     state = _updated(job.scaler, job.scaler_skipped) if job.scaler_pending else job.scaler
     hand_to("load_state_dict() of the gradient scaler", scaler.load_state_dict, state)
     return []
@@ -78,7 +78,7 @@ def _in_float32(value: float) -> float:
     return float(torch.tensor(value, dtype=torch.float32, device="cpu"))
 
 
-def _one_sided(what: str, here: Any, there: Any) -> list[str]:
+def _only_on_one_side(what: str, here: Any, there: Any) -> list[str]:
     if here is not None:
         return [f"the checkpoint has no state of {what}: that of this job was not restored"]
     return [f"the checkpoint has the state of {what}, and this job has none"] if there else []

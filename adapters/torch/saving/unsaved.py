@@ -47,7 +47,7 @@ def refuse_unsaved(given: Sequence[Optimizer], extra: Collection[Any]) -> None:
     Raises:
         UsageError: an optimizer keeps such state.
     """
-    _refuse_nobodys([owner for optimizer in given for owner in owners_of(optimizer)])
+    _refuse_unowned([owner for optimizer in given for owner in owners_of(optimizer)])
     saved = set(map(id, extra))
     for optimizer in given:
         owners = owners_of(optimizer)
@@ -59,16 +59,16 @@ def refuse_unsaved(given: Sequence[Optimizer], extra: Collection[Any]) -> None:
                 _refuse_own_tensors(owner)
 
 
-def _refuse_nobodys(owners: Sequence[Optimizer]) -> None:
+def _refuse_unowned(owners: Sequence[Optimizer]) -> None:
     """Refuse entries of ``.state`` that belong to no parameter, unless one optimizer has them under strings."""
     several = len(owners) > 1
     for owner in owners:
         others = (key for key in list(owner.state) if not isinstance(key, Tensor))
-        nobodys = next((key for key in others if several or not isinstance(key, str)), None)
-        if nobodys is not None:
+        unowned = next((key for key in others if several or not isinstance(key, str)), None)
+        if unowned is not None:
             which = "of several optimizers does not tell which of them such an entry belongs to"
             raise UsageError(
-                f"{type(owner).__name__} keeps {nobodys!r} in .state, which is no parameter: a checkpoint "
+                f"{type(owner).__name__} keeps {unowned!r} in .state, which is no parameter: a checkpoint "
                 f"{which if several else 'has names for strings only'}. Keep it in state[parameter] or in its param "
                 "groups"
             )
@@ -169,7 +169,7 @@ def counts_of(model: nn.Module, extra: Collection[Any]) -> Numbers:
     looked_at = {each: widths for each in within if (widths := _widths(each))}
     looked_at |= {each: set() for each in (*losses, *averages) if next(each.parameters(), None) is None}
     saved, found = _held_by(extra), Numbers()
-    for module in _forgetful((*within, *beside), saved):
+    for module in _unsaved_modules((*within, *beside), saved):
         values = {f"{type(module).__name__}.{name}": value for name, value in list(vars(module).items())}
         others = [each for each in values.items() if type(each[1]) not in _USUAL and id(each[1]) not in saved]
         kept_as = ((name, _kept_as(value, looked_at.get(module))) for name, value in others)
@@ -191,7 +191,7 @@ def switches_of(model: nn.Module, extra: Collection[Any]) -> Numbers:
     """
     return {
         (id(module), f"{type(module).__name__}.{name}"): repr(value)
-        for module in _forgetful(model.modules(), _held_by(extra))
+        for module in _unsaved_modules(model.modules(), _held_by(extra))
         if _kept_buffers(module) or any(p is not None for p in module._parameters.values())
         for name, value in list(vars(module).items())
         if type(value) is bool and name != "training"
@@ -205,7 +205,7 @@ def _held_by(extra: Collection[Any]) -> set[int]:
     return {id(each) for value in held for each in (value.modules() if isinstance(value, nn.Module) else [value])}
 
 
-def _forgetful(modules: Iterable[nn.Module], saved: Collection[int]) -> Iterator[nn.Module]:
+def _unsaved_modules(modules: Iterable[nn.Module], saved: Collection[int]) -> Iterator[nn.Module]:
     """Yield the modules whose attributes are in no checkpoint, but for those of torch's own classes."""
     for module in modules:
         if id(module) in saved or type(module).get_extra_state is not nn.Module.get_extra_state:

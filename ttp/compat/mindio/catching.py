@@ -138,7 +138,7 @@ def _train(func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) ->
         try:
             result = func(*args, **kwargs)
         except RuntimeError as problem:
-            _mend(problem)
+            _wait_for_repair(problem)
         except KeyboardInterrupt as problem:
             THIS.leave(problem)
             raise
@@ -156,7 +156,7 @@ def _train(func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) ->
             return result
 
 
-def _mend(problem: RuntimeError) -> None:
+def _wait_for_repair(problem: RuntimeError) -> None:
     """Report an error and wait for the repair. Return if the function may be called again; else raise or exit."""
     if THIS.participant is None:
         _report_unknown(problem)

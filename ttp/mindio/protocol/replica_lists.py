@@ -77,7 +77,7 @@ def gather(world_size: int, said: Mapping[Rank, Sequence[ReplicaSet]]) -> Replic
     Raises:
         ConfigError: ranks have not declared sets, or contradict each other; the text says which.
     """
-    said = _spoken_for(world_size, said)
+    said = _with_undeclared(world_size, said)
     silent = [rank for rank in range(world_size) if not said.get(Rank(rank))]
     if silent:
         raise ConfigError(f"no replica sets were declared by {ranks_text(silent)}")
@@ -88,7 +88,7 @@ def gather(world_size: int, said: Mapping[Rank, Sequence[ReplicaSet]]) -> Replic
     return Replicas(world_size, tuple(_one_type(index, world_size, said) for index in range(count)))
 
 
-def _spoken_for(world_size: int, said: Mapping[Rank, Sequence[ReplicaSet]]) -> Mapping[Rank, Sequence[ReplicaSet]]:
+def _with_undeclared(world_size: int, said: Mapping[Rank, Sequence[ReplicaSet]]) -> Mapping[Rank, Sequence[ReplicaSet]]:
     """Add the sets of ranks that were lost before they declared them to a new controller, from the other ranks."""
     silent = [Rank(rank) for rank in range(world_size) if not said.get(Rank(rank))]
     if not silent:

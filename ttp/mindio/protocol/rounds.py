@@ -174,6 +174,7 @@ class RoundRunner:
             self._finish_round(now)
 
     def _hurry(self, now: float) -> None:
+        """Shorten the time limit of a round to ``RESPITE_S``: a rank has failed for which the others wait."""
         if self._round is not None and self._round.together:
             self._until = min(self._until, now + RESPITE_S)
 
