@@ -8,6 +8,7 @@ are raised where the second update would begin, so at the same place on every ra
 
 from __future__ import annotations
 
+import atexit
 import logging
 import resource
 import threading
@@ -31,6 +32,7 @@ DEVICES = ("cpu", "cuda")
 """Types of devices that a save can read from."""
 _PATIENCE_S = 60.0
 """Seconds that the second update waits for the result of the second check, which takes milliseconds."""
+_END_S = 5.0  # that the end of the process waits for a check: it would abort if a thread were still in torch's code
 _LISTED_MAX = 4
 _NOT_SAVED = "%s is not saved, because it has no form on disk: a restarted program has to make it again"
 _UNSCHEDULED = (
@@ -111,8 +113,7 @@ class Trial:
     def __init__(
         self, optimizers: Sequence[Optimizer], model: nn.Module, names: ModelNames, make_state: Callable[[], State]
     ) -> None:
-        self._optimizers, self._model, self._names = tuple(optimizers), model, names
-        self._make_state = make_state
+        self._optimizers, self._model, self._names, self._make_state = tuple(optimizers), model, names, make_state
         self.problems: Callable[[], list[str]] = lambda: []
         """Returns other problems that show after the first update, in sentences; called on the training thread."""
         self.scheduled = True
@@ -191,6 +192,7 @@ class Trial:
                 _log.warning("it is not checked whether this training state can be saved: %s", problem)
             else:
                 self._waits, self._thread = waits, thread
+                atexit.register(thread.join, _END_S)
 
     # ------------------------------------------------------------------------------------------------------- private
 
@@ -225,6 +227,7 @@ class Trial:
         self._found = self._found or found
 
     def _finish(self, thread: threading.Thread) -> None:
+        atexit.unregister(thread.join)
         thread.join(_PATIENCE_S)
         if thread.is_alive():
             _log.warning("the check whether this training state can be saved has not ended after %g s", _PATIENCE_S)
@@ -361,12 +364,9 @@ def _values(state: State) -> Iterator[StateValue]:
 
 
 def _storable(value: Any) -> bool:
-    return type(value) in PLAIN or dump(value, _same_form) is not None
-
-
-def _same_form(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same shape and dtype on the host; its bytes do not matter."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    """Return whether a value has a form on disk; the bytes of tensors in it do not matter."""
+    plain = type(value) in PLAIN
+    return plain or dump(value, lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu")) is not None
 
 
 def _has_state(optimizer: Optimizer) -> bool:
@@ -387,7 +387,7 @@ def _is_copy(tensor: Tensor, weights: Tensor) -> bool:
 
 def _updated(owner: Any, state: Mapping[str, Any]) -> bool:
     tensors = {name: local(value) for name, value in state.items() if isinstance(value, Tensor)}
-    weights = local(owner) if isinstance(owner, Tensor) else torch.empty(0)
+    weights = local(owner) if isinstance(owner, Tensor) else torch.empty(0, device="cpu")
     found = {name: bool(v.any()) for name, v in tensors.items() if v.dtype != torch.bool and not _is_copy(v, weights)}
     return found.pop("step", bool(state.get("step", 1))) and any(found.values())
 
