@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Sequence
 from functools import partial
@@ -106,7 +105,7 @@ class MegatronAdapter(TorchAdapter):
             modules, names, self._combined, self.capture, self._extra, devices, held=self._held, args=args
         )
         self._attachment = None
-        self._hooks = contextlib.ExitStack()
+        self._hooks = self.source.hooks
         self._processor: Processor | None = None
         self._barrier: UpdateBarrier | None = None
         self._post_step: PostStepState | None = None

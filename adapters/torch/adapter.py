@@ -116,7 +116,7 @@ class TorchAdapter(Restoring):
         devices = devices_of([*model.parameters(), *model.buffers(), *owned, *averages])
         self.source = TorchSource(model, self._names, self._optimizer, self.capture, self._extra, devices)
         self._attachment: Attachment | None = None
-        self._hooks = contextlib.ExitStack()  # removes all hooks
+        self._hooks = self.source.hooks
         self._processor: Processor | None = None
         self._forwards = ForwardHooks(model)
         self._followers: Followers | None = None
@@ -187,6 +187,7 @@ class TorchAdapter(Restoring):
         ddps = ddps_of(self._model)
         self._forwards = ForwardHooks(self._model, ddps)
         buckets = source.buckets = LayoutWatch(ddps, self._names)
+        self._hooks.callback(buckets.close)
         post_step = self._post_step = source.post_step = PostStepState(
             members_of(self._optimizer),
             scheduler=self._schedulers,

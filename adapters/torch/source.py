@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Hashable, Sequence
@@ -102,6 +103,8 @@ class TorchSource(Standing):
         self.exchanges = False  # the optimizer's step() exchanges weights between ranks after the update is finished
         self.post_step: PostStepState | None = None
         self.buckets: LayoutWatch | None = None
+        self.hooks = contextlib.ExitStack()
+        """Removes all hooks of the adapter when it is closed; hooks may be registered again after that."""
 
     def watch_swaps(self, sharding: Sharding) -> None:
         """Notice from now on when the program puts other weights into the model.
@@ -227,10 +230,7 @@ class TorchSource(Standing):
 
     def close(self) -> None:
         """See ``StateSource``."""
-        if self._attachment is not None:
-            self._attachment()
-        if self.buckets is not None:
-            self.buckets.close()
+        self.hooks.close()
         super().close()
 
     # ----------------------------------------------------------------------------------------------------- details

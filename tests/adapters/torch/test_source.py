@@ -366,6 +366,15 @@ def test_a_rank_stopped_before_its_update_brings_its_own_pages(make: Callable[..
     assert Rank(0) in found.data and not found.missing
 
 
+def test_a_closed_source_leaves_no_hook(make: Callable[..., Job]) -> None:
+    """A program may go on to use the model, or register it again."""
+    job = make()
+    job.step()
+    job.source.close()
+    job.step()
+    assert job.gate.version == 1 and not any(module._forward_pre_hooks for module in job.model.modules())
+
+
 def test_what_a_detached_adapter_holds_is_closed_with_its_source(make: Callable[..., Job]) -> None:
     """A recovery in the same process detaches the adapter first, and then closes the source with the processor."""
     job = make()
