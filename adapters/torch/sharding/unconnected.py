@@ -16,8 +16,8 @@ initialised itself from the rank's first batch, or because the forward pass went
 
 from __future__ import annotations
 
-import itertools
 import logging
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -63,8 +63,8 @@ _DIVERGED = (
 _NAMED = 2
 
 log = logging.getLogger("ttp.adapters.torch")
-_numbers = itertools.count()
-"""Numbers the trainings of this process, which may use one store."""
+_numbers = Counter[int]()
+"""How many trainings of this process were compared in each launch: they may use one store."""
 
 
 class OptimizerState(NamedTuple):
@@ -148,7 +148,8 @@ def different_weights(
     shares = xxhash.xxh3_128_hexdigest(b"".join((str([part.shape for part in parts]).encode(), *_some(parts))))
     library: Any = dist
     store = library.PrefixStore("ttp/weights", library.distributed_c10d._get_default_store())
-    key = f"{env.run_id}/{env.launch}/{next(_numbers)}/{version}"
+    key = f"{env.run_id}/{env.launch}/{_numbers[env.launch]}/{version}"
+    _numbers[env.launch] += 1
     try:
         first = store.compare_set(key, "", f"{env.rank} {mine} {equal} {own_state} {held} {shares}").decode()
     except RuntimeError as problem:  # the process that keeps the store has died, and the job is being saved

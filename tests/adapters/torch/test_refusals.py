@@ -14,7 +14,7 @@ from torch import nn
 
 from tests.adapters.torch.worlds import run_world
 from tests.waiting import until
-from ttp.adapters.torch.sharding import exchange
+from ttp.adapters.torch.sharding import exchange, unconnected
 from ttp.adapters.torch.sharding.discovery import refuse_left_alone
 from ttp.adapters.torch.sharding.names import ModelNames
 from ttp.adapters.torch.sharding.shard_discovery import RankShards, StatedShards
@@ -168,6 +168,21 @@ def test_parameters_that_the_loop_has_replaced_are_not_compared(world_of_one: No
     noted = [(model.weight, b"of the weight"), (model.bias, b"of one that is gone")]
     model.bias = nn.Parameter(torch.ones(2))
     assert different_weights(noted, names, OptimizerState([model.bias], {}, [], {}), (), env, Version(5)) == ""
+
+
+def test_a_rank_that_goes_on_is_compared_with_one_that_takes_a_dead_ones_place(
+    world_of_one: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The former has trained in an earlier launch already."""
+    names = ModelNames(model := nn.Linear(2, 2), torch.optim.SGD(model.parameters()))
+    ranks = [RankEnv(rank, 2, rank, "127.0.0.1", "goes on", launch) for rank, launch in ((0, 0), (0, 1), (1, 1))]
+    found = []
+    for env in ranks:
+        if env.rank:
+            monkeypatch.setattr(unconnected, "_numbers", type(unconnected._numbers)())  # a new process
+        noted = [(model.weight, b"of rank %d" % env.rank)]
+        found.append(different_weights(noted, names, OptimizerState([], {}, [], {}), (), env, Version(5)))
+    assert found[:2] == ["", ""] and "rank 0" in found[2]
 
 
 @pytest.mark.supports("parameters that DDP ignores")
