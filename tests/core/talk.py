@@ -116,14 +116,16 @@ class Talk:
         return self.event(StreamEnded(ConnectionId(self.streams[rank])))
 
     def after(self, seconds: float) -> str:
-        end = self.now + seconds
-        while self.machine.job.gather_until is not None and (due := self.machine.deadline()) and due < end:
+        """Let time pass, with a tick at each deadline as long as it decides about ranks that are missing."""
+        end, job, said = self.now + seconds, self.machine.job, list[Action]()
+        while (job.gather_until is not None or job.suspects) and (due := self.machine.deadline()) and due < end:
             self.now = max(self.now, due)
-            if (said := self.event(Tick())) and said != "":
-                self.now = end
-                return said
+            self.event(Tick())
+            said += self.said
         self.now = end
-        return self.event(Tick())
+        self.event(Tick())
+        self.said = said + self.said
+        return line(self.said)
 
     def fault(
         self, rank: int, kind: m.FaultKind = m.FaultKind.EXCEPTION, subject: int | None = None, *, wrong: bool = False

@@ -282,7 +282,7 @@ def test_a_rank_that_evaluates_other_weights_is_waited_for_if_no_other_has_a_cop
     talk.fault(1)
     talk.lost(1)
     talk.frozen(0, 7, m.Phase.TORN, main_thread_blocked=True)
-    talk.after(5)  # rank 1 does not come back
+    talk.after(PATIENCE.grace_s)  # rank 1 does not come back
     assert talk.after(PATIENCE.whole_s - 1) == ""
     if comes:
         assert "[plan] Save:0" in talk.frozen(0, 7)

@@ -9,6 +9,7 @@ import pytest
 
 from tests.core.talk import Talk, all_at_7
 from ttp.core import messages as m
+from ttp.core.controller.events import Tick
 from ttp.core.decide import How
 from ttp.core.layout import Rank
 from ttp.testing.scenario import grid
@@ -91,6 +92,16 @@ def test_a_lost_rank_that_comes_back_too_late_is_fenced() -> None:
     talk.after(1)
     assert talk.back(0) == "Refused(fenced):0 [refused]"
     assert "rank 0 was given up (its stream did not come back within 1 s)" in talk.orders(m.Refused)[0].text
+
+
+def test_a_lost_rank_has_its_grace_after_the_controller_was_stopped() -> None:
+    """When the controller runs again its timers are due, and the rank's hello waits unread."""
+    talk = Talk()
+    talk.lost(0)
+    talk.frozen_all(7, 1, 2)
+    talk.now += 5
+    assert talk.event(Tick()) == ""
+    assert talk.back(0) == f"{BACK} Thaw:0,1,2 [thawed]"
 
 
 def test_a_newer_version_that_comes_back_within_the_grace_is_saved() -> None:

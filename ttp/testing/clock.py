@@ -127,7 +127,8 @@ class Process:
 
     def _cont(self) -> None:
         missed, self._missed = self._missed or [], None
-        for what, args in missed:  # all calls that were due meanwhile, at the same time
+        missed.sort(key=lambda call: getattr(call[0], "__func__", None) is not Alarm._ring)
+        for what, args in missed:  # all calls that were due meanwhile, at the same time; a timer before what is unread
             self._clock.after(0.0, self.run, what, *args)
 
     def end(self) -> None:

@@ -53,6 +53,7 @@ from ttp.core.controller.job_verdict import Verdict
 from ttp.core.controller.membership import Member
 from ttp.core.controller.parts import ControllerParts
 from ttp.core.controller.program_recovery import MakeRecovery, no_recovery
+from ttp.core.controller.silence import LATE_S
 from ttp.core.controller.stand_in import StandIn
 from ttp.core.copy_messages import Copied
 from ttp.core.layout import Rank, Version, compact_ranks
@@ -367,6 +368,9 @@ class ControllerMachine:
     def _expire(self, now: float) -> None:
         self._parts.layouts.expire(now)
         self._suspected = max(self._suspected, len(self.job.suspects)) if self.job.suspects else 0
+        if self.job.suspects and now > self._grace_ends + LATE_S:  # this controller did not run: hellos may wait unread
+            for rank in list(self.job.suspects):
+                self.job.wait_longer(rank, now)
         while self.job.suspects and now >= self._grace_ends:
             self.job.fence(next(iter(self.job.suspects)), f"its stream did not come back within {self._grace_s:g} s")
         self._admission.gathering.expire(now)

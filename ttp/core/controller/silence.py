@@ -30,7 +30,7 @@ LOOK_S = 0.25
 """Seconds between two looks at one host."""
 
 LATE_S = 0.5
-"""Seconds by which ``check`` may be late; a longer delay shows that the controller did not run."""
+"""Seconds by which a timer may be late; a longer delay shows that the controller did not run."""
 
 
 class Silence:
