@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +12,10 @@ import psutil
 import pytest
 
 from tests.launch.conftest import HERE, LAUNCHERS, OF_MINDSPORE, Controller, Start, plan
+from ttp.launch.again import Again
+from ttp.launch.leases import Leases
+from ttp.launch.worker_stops import WorkerStops
+from ttp.launch.worker_watch import WorkerWatch
 
 THREE = ["--nproc-per-node", "3"]
 EVERY = ["ttp-run", OF_MINDSPORE, pytest.param("torchrun", marks=pytest.mark.slow)]
@@ -53,6 +58,20 @@ def test_a_rank_below_a_shell_saves_after_an_operators_signal(start: Start, cont
     job.pids(1)
     job.process.send_signal(signal.SIGTERM)
     assert job.finish() == 75 and job.has("saved-0-0")
+
+
+def test_a_rank_is_asked_to_save_whatever_process_has_the_pid_of_one_that_was_killed(tmp_path: Path) -> None:
+    """That may be a child of the rank, such as a worker of its data loader."""
+    script = "trap 'exit 75' TERM; sleep 100 & echo $!; while :; do sleep 0.05; done"
+    worker = subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, start_new_session=True)
+    assert worker.stdout is not None
+    leases = Leases(tmp_path)
+    for pid in (worker.pid, int(worker.stdout.readline())):
+        leases.arm(pid)
+    stops = WorkerStops(leases, Again(tmp_path), WorkerWatch(), patience_s=60)
+    stops.stop({0: worker}, signal.SIGTERM, grace_s=5)
+    assert worker.wait() == 75
+    worker.stdout.close()
 
 
 def test_a_signal_while_workers_are_started_reaches_them_when_all_have(
