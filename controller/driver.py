@@ -320,7 +320,8 @@ class Driver:
         if facts.get("resumed") or kind in HISTORY_KINDS or self.machine.job.at_home >= 0:
             self._note_beginning()
         if kind in HISTORY_KINDS:
-            self._journal.launch_goes_on(self.machine.job.save_dir, happening)
+            job = self.machine.job
+            self._journal.launch_goes_on(job.save_dir, happening, (job.run_id, job.incarnation))
         for observe in self.observers:
             observe(kind, facts, happening.monotonic_s, happening.unix_s)
 

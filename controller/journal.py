@@ -129,10 +129,17 @@ class Journal:
         writer.read((facts["run_id"], facts["incarnation"]) if resumed else None, found)
         self._note(save_dir, history.LEADS if resumed else happening.kind, happening.unix_s, facts)
 
-    def launch_goes_on(self, save_dir: str, happening: Happening) -> None:
-        """Record an event of the launch. A failed line is not tried again: the incident's file has the event too."""
+    def launch_goes_on(self, save_dir: str, happening: Happening, launch: tuple[str, int] | None = None) -> None:
+        """Record an event of the launch. A failed line is not tried again: the incident's file has the event too.
+
+        Args:
+            save_dir: the job's directory of checkpoints; empty: nothing is recorded.
+            happening: the event.
+            launch: run id and incarnation of the launch; None: it is the last one that was recorded.
+        """
         if save_dir:
-            facts = json.loads(happening.facts) | {"controller": self._address}
+            named = dict(zip(("run_id", "incarnation"), launch, strict=True)) if launch else {}
+            facts = named | json.loads(happening.facts) | {"controller": self._address}
             self._note(save_dir, happening.kind, happening.unix_s, facts)
 
     def _note(self, save_dir: str, kind: str, unix_s: float, facts: dict[str, Any]) -> None:

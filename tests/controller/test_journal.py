@@ -19,7 +19,7 @@ from ttp.cli.incident_reader import read_incident
 from ttp.controller import journal as module
 from ttp.controller.journal import Happening, Journal
 from ttp.launch.run_dir import allow_journal
-from ttp.store.history import Launch, fruitless, read_launches
+from ttp.store.history import FILE, Launch, fruitless, line_of, read_launches
 
 NAME = Path("incidents", "one.jsonl")
 
@@ -287,6 +287,22 @@ def test_a_controller_that_was_replaced_does_not_tell_how_the_launch_ended(tmp_p
     assert released(old, 70) is None
     assert released(new, 75) == 75
     assert released(old, 70) == 75
+
+
+def test_a_controller_that_wakes_after_its_launch_tells_nothing_of_the_next_one(tmp_path: Path) -> None:
+    """Its host was paused. Another host has taken its place, and the job has been trained to the end there."""
+    lines = [
+        line_of("incarnation", 1.8e9, {"run_id": "job", "incarnation": 1, "controller": "first:1"}),
+        line_of("incarnation", 1.8e9, {"run_id": "job", "incarnation": 2, "controller": "second:2"}),
+        line_of("finished", 1.8e9, {"run_id": "job", "incarnation": 2, "controller": "second:2"}),
+    ]
+    (tmp_path / "incidents").mkdir()
+    (tmp_path / "incidents" / FILE).write_text("".join(lines))
+    journal = Journal(tmp_path / "run", [str(tmp_path)], address="first:1")
+    happening = Happening(2, 1.8e9, 50.0, "released", "one", json.dumps({"exit_code": 75}))
+    journal.launch_goes_on(str(tmp_path), happening, ("job", 1))
+    journal.close(60)
+    assert [launch.code for launch in read_launches(tmp_path)] == [75, 0]
 
 
 def test_the_incident_is_written_before_the_history_of_launches(

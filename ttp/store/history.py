@@ -330,7 +330,9 @@ def _launches(records: Iterable[Mapping[str, Any] | None]) -> list[Launch]:
         if record["kind"] == BEGINS:
             found.append(Launch(str(record.get("run_id", "")), _whole(record.get("incarnation")) or 0, at_s))
         if found:
-            _take(found[-1], record, at_s)
+            name = record.get("run_id"), record.get("incarnation")
+            named = (launch for launch in reversed(found) if (launch.run_id, launch.incarnation) == name)
+            _take(next(named, found[-1]), record, at_s)  # a controller may have been stopped since an earlier launch
     return found
 
 
