@@ -103,6 +103,12 @@ def test_tampering_is_found(name: str) -> None:
     assert any(said in finding for finding in findings), findings
 
 
+def test_the_number_of_an_error_is_found_as_each_part_of_ttp_writes_it() -> None:
+    told = [seen("save_failed", text="OSError: [errno 28] full"), seen("commit_failed", text="full: [Errno 28]")]
+    findings = verdict(Story(injections=FULL, events=[*EVENTS, *told])).findings
+    assert not any("errno" in finding for finding in findings), findings
+
+
 def test_launchers_say_what_came_of_it() -> None:
     assert verdict(Story(exits=[75, -9])).findings == ()
     assert verdict(Story(Script(1, 3, launcher="torchrun"), exits=[1])).findings == ()

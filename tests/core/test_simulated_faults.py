@@ -207,7 +207,7 @@ def test_a_disk_that_refuses_everybody_and_a_second_one() -> None:
     assert "] fallback" in trace
 
 
-@pytest.mark.parametrize("what", ["write", "commit"])
+@pytest.mark.parametrize("what", ["write", "commit", "sync"])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_disk_that_refuses_everybody_for_a_moment(what: str, ranks: int) -> None:
     dies = Fault("raise", 3, Rank(0), "forward") if ranks == 1 else kill(2, "in forward", times=3)

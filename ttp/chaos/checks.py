@@ -150,7 +150,7 @@ def _disk_findings(evidence: Evidence) -> Iterator[str]:
     failures = [*evidence.record.told("save_failed"), *evidence.record.told("commit_failed")]
     if evidence.record.injected(*_DISK, "disk-quota"):
         for seen in failures:
-            if "errno" not in str(seen.facts.get("text", "")):
+            if "errno" not in str(seen.facts.get("text", "")).lower():
                 yield f"a save failed without its errno: {seen.facts.get('text', '')!r}"
 
 

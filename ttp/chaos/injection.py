@@ -190,6 +190,8 @@ def _service(fault: Fault, job: HurtJob) -> Done:
     if not found:
         raise MissedError(f"there is no {fault.who.kind} to {fault.what}")
     _signal_all(fault.what, {process.pid for process in found}, job)
+    if fault.what == "cont":
+        _wake_carriers(job)
     return Done(fault.who.kind)
 
 

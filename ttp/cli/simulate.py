@@ -63,7 +63,7 @@ def simulate(
     kill:0@in_update#2 (in its second update), stop:2@0.2+1.5 (for 1.5 s; +ever: for good), partition:h1@0.25 (a host),
     controller@0.3, kill=2 (two of them, drawn by the seed), none. Kinds: kill, host, power, stop, silent, hang, relay,
     flap, partition, silence, split, controller, controller_restart, controller_twice, controller_stop, raise, sigterm,
-    save, write, commit, slow, transfer (only with --transfers).
+    save, write, commit, sync, slow, transfer (only with --transfers).
 
     JSON keys: seed, runs, broken (list: seed, text, command), incarnations, checkpoints, exits (number of processes by
     exit code), events, virtual_s (seconds played), elapsed_s, digest (of all events: equal runs have equal digests).

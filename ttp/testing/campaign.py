@@ -168,7 +168,7 @@ _COUNT = re.compile(r"(?P<kind>[a-z_]+)=(?P<count>\d{1,9})")
 COUNT_MAX = 1000
 _RAISES = ("forward", "update", "refused")
 _OF_NOBODY = ("controller", "controller_restart", "controller_twice", "controller_stop", "split", "sigterm", "save")
-_ALL_THE_TIME = ("write", "commit", "slow", "transfer")
+_ALL_THE_TIME = ("write", "commit", "sync", "slow", "transfer")
 
 
 def parse_faults(text: str, seed: int, hosts: Sequence[str]) -> tuple[Fault, ...]:

@@ -40,6 +40,7 @@ KINDS = {
     "save": "an operator asks for a checkpoint",
     "write": "the disk of a rank refuses to write pieces for LASTS after the first write",
     "commit": "the disk of a rank refuses to commit for LASTS after the first commit",
+    "sync": "as commit, but the checkpoint exists by then: what fails is the sync after the rename",
     "slow": "each file takes a rank LASTS longer",
     "transfer": "each message of state that the rank sends or receives to continue in its process takes LASTS longer",
 }
@@ -62,6 +63,7 @@ LASTS: dict[str, tuple[float, ...]] = {
     "transfer": (0.05, 2.0, NEVER),
     "write": (0.01, 1.0, NEVER),
     "commit": (0.01, 1.0, NEVER),
+    "sync": (0.01, 1.0, NEVER),
 }
 """Possible durations in seconds, for the kinds of faults that have one."""
 
@@ -70,7 +72,7 @@ AT_POINTS = ("kill", "kill", "kill", "flap", "flap", "controller", "stop", "sile
 """Kinds of faults to draw for a named point; a kind that is listed more often is likelier."""
 ANY_TIME = (
     "kill", "kill", "kill", "flap", "flap", "controller", "raise", "raise", "sigterm", "save", "save", "write", "write",
-    "commit", "commit", "host", "power", "silence", "stop", "silent", "hang", "partition", "split",
+    "commit", "sync", "host", "power", "silence", "stop", "silent", "hang", "partition", "split",
     "controller_restart", "controller_stop", "slow",
 )  # fmt: skip
 """Kinds of faults to draw for a random time; a kind that is listed more often is likelier."""

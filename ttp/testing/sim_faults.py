@@ -46,7 +46,7 @@ class Faults:
         match fault.kind:
             case "raise":
                 self._raises[fault.point, fault.rank] = int(fault.at)
-            case "write" | "commit":
+            case "write" | "commit" | "sync":
                 self._refuses[fault.kind, fault.rank] = fault.lasts_s
             case "slow" | "transfer":
                 self._slow[fault.kind, fault.rank] = fault.lasts_s
@@ -74,7 +74,7 @@ class Faults:
         return False
 
     def refuses(self, kind: str, rank: SimRank) -> bool:
-        """Return whether the disk refuses a ``write`` or a ``commit`` now."""
+        """Return whether the disk refuses a ``write``, a ``commit`` or the ``sync`` after it now."""
         lasts_s, now = self._refuses.get((kind, rank.rank)), self._world.now
         return lasts_s is not None and now < self._heals_at.setdefault((kind, rank.rank), now + lasts_s) + TINY_S
 

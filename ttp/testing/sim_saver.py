@@ -135,6 +135,9 @@ class Saver:
         world.trace(rank.name, f"renamed step {order.version}")
         world.reached("after rename", rank)
         yield rank.takes(0.001)
+        if not order.directory and world.faults.refuses("sync", rank):
+            rank.put(ev.Worked(m.CommitFailed(*work, "OSError: input/output error", may_pass=True)))
+            return
         rank.put(ev.Worked(m.Committed(*work, f"step_{order.version}", 8)))
 
 
