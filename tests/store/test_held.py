@@ -198,6 +198,26 @@ def test_what_others_have_left_is_removed(held: Held, save_dir: Path) -> None:
     assert bring(held) and not list(held.memory.iterdir())
 
 
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "draft"])
+def test_the_next_one_is_copied_too_which_ranks_write_while_old_ones_are_removed(
+    held: Held, save_dir: Path, monkeypatch: pytest.MonkeyPatch, whole: bool
+) -> None:
+    """That may take long, and the first one is durable, so another death may let ranks hold a second one."""
+    hold(held)
+
+    def tidy(*_: object, **__: object) -> None:
+        monkeypatch.setattr(shadow.catalog, "tidy", lambda *_, **__: None)
+        held.give(replace(order_for(save_dir), incident="second", draft=draft_name(Version(13), "second")))
+        World(held.memory).make(13, "second") if whole else World(held.memory).write_draft(13, "second")
+
+    monkeypatch.setattr(shadow.catalog, "tidy", tidy)
+    monkeypatch.setattr(os, "fork", lambda: 0)
+    monkeypatch.setattr(os, "setsid", lambda: None)
+    monkeypatch.setattr(shadow.time, "sleep", lambda _: None if whole else hold(held, 13, "second"))
+    assert shadow.main(held.root) == 0
+    assert versions(save_dir) == [13, 12] and not list(held.memory.iterdir())
+
+
 def test_it_stays_while_somebody_restores_it(held: Held, save_dir: Path) -> None:
     path = hold(held)
     through = threading.Thread(target=bring, args=(held,))

@@ -79,9 +79,9 @@ class Writer:
             False if a checkpoint is still in memory only.
         """
         began, pause_s, tries = time.monotonic(), RETRY_MIN_S, 0
-        until = began + self._order.patience_s
+        until, there = began + self._order.patience_s, self._held.names()
         if not self._held.unfinished():
-            self._held.drop(but=self._order.draft)
+            self._drop(there)
         while time.monotonic() < until and self._held.usable:
             found = self._held.checkpoint()
             if found is None:
@@ -102,10 +102,22 @@ class Writer:
             tries += 1
             time.sleep(pause_s)
             pause_s = min(RETRY_MAX_S, 2 * pause_s)
+        there = self._held.names()
         if self._held.checkpoint() is None:
-            self._held.drop()  # the checkpoint in memory was given up
+            self._drop(there, self._order.incident)  # the checkpoint in memory was given up
             return True
         return False
+
+    def _drop(self, there: list[str], over: str = "") -> None:
+        """Remove what was ``there``, but not what ranks may be writing.
+
+        Args:
+            there: the names in memory before the last look showed that nothing there is needed.
+            over: the incident whose checkpoint is durable, or was given up; empty: none is.
+        """
+        newest = self._held.order() or self._order
+        kept = newest.draft if newest.incident != over else ""
+        self._held.drop(name for name in there if not (kept and name.startswith(kept)))
 
     def _is_late(self) -> bool:
         """Return whether the storage already has a whole checkpoint of the ordered version or a newer one."""
@@ -196,13 +208,13 @@ class Writer:
             self._held.say(self._state)
 
     def _done(self, path: Path, size: int) -> None:
-        after_s = time.time() - self._order.began_unix_s
-        self._say(path=str(path), size=size, problem="")
+        after_s, there = time.time() - self._order.began_unix_s, self._held.names()
+        self._say(path=str(path), size=size, problem="")  # from now on ranks may write the next one to memory
         log.info("%s is durable and verified, %.1f s after it was held in memory", path, after_s)
         with contextlib.suppress(OSError):
             self._note(path, size, after_s)
         catalog.tidy(path.parent, self._order.keep, path.name, verified=True)
-        self._held.drop(but="" if self._state.incident == self._order.incident else self._order.draft)
+        self._drop(there, self._state.incident)
 
     def _note(self, path: Path, size: int, after_s: float) -> None:
         """Add a record that the checkpoint is durable to the journal of its incident."""
@@ -319,8 +331,12 @@ def main(root: Path) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s [ttp] %(message)s")
     held = Held(root)
     with held.serving() as mine:
-        order = held.order()
-        return 0 if not mine or order is None or Writer(held, order).run() else 1
+        while mine and (order := held.order()) is not None:
+            if not Writer(held, order).run():
+                return 1
+            if held.order() == order:
+                break
+    return 0
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -125,6 +125,12 @@ class Held:
         if not self.usable:
             raise PermissionError(f"{self.root} is a link, or belongs to another user")
         self.memory.mkdir(mode=0o700, exist_ok=True)
+
+    def names(self) -> list[str]:
+        """Return the names in ``memory``, of drafts and of checkpoints."""
+        with contextlib.suppress(OSError):
+            return [path.name for path in self.memory.iterdir()]
+        return []
 
     def checkpoint(self) -> tuple[Path, Manifest] | None:
         """Return the path and manifest of the newest whole checkpoint in memory; None: there is none."""
@@ -258,9 +264,8 @@ class Held:
             fcntl.flock(handle, fcntl.LOCK_UN)  # a process that was forked meanwhile holds it too
             os.close(handle)
 
-    def drop(self, but: str = "") -> None:
-        """Remove all but names that begin with ``but`` from ``memory``, once no rank reads. For the writer only."""
+    def drop(self, there: Iterable[str]) -> None:
+        """Remove these names from ``memory``, once no rank reads. For the writer only."""
         with contextlib.suppress(FileNotFoundError), self._locked("readers", fcntl.LOCK_EX):  # a launcher removed it
-            for path in list(self.memory.iterdir()):
-                if not (but and path.name.startswith(but)):
-                    shutil.rmtree(path, ignore_errors=True)
+            for name in there:
+                shutil.rmtree(self.memory / name, ignore_errors=True)
