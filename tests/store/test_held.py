@@ -204,18 +204,28 @@ def test_the_next_one_is_copied_too_which_ranks_write_while_old_ones_are_removed
 ) -> None:
     """That may take long, and the first one is durable, so another death may let ranks hold a second one."""
     hold(held)
+    copied: list[str] = []
 
     def tidy(*_: object, **__: object) -> None:
-        monkeypatch.setattr(shadow.catalog, "tidy", lambda *_, **__: None)
-        held.give(replace(order_for(save_dir), incident="second", draft=draft_name(Version(13), "second")))
-        World(held.memory).make(13, "second") if whole else World(held.memory).write_draft(13, "second")
+        copied.append(held.state().incident)
+        second = replace(order_for(save_dir), incident="second", draft=draft_name(Version(13), "second"))
+        held.give(replace(second, began_unix_s=len(copied)))  # each rank gives the order, at its own time
+        if copied == ["first"]:
+            World(held.memory).make(13, "second") if whole else World(held.memory).write_draft(13, "second")
 
-    monkeypatch.setattr(shadow.catalog, "tidy", tidy)
+    def run(self: Writer) -> bool:
+        runs.append(self._order.incident)
+        return stock(self)
+
+    stock, runs = Writer.run, list[str]()
+    monkeypatch.setattr(Writer, "run", run)
+    monkeypatch.setattr("ttp.launch.shadow.catalog.tidy", tidy)
     monkeypatch.setattr(os, "fork", lambda: 0)
     monkeypatch.setattr(os, "setsid", lambda: None)
-    monkeypatch.setattr(shadow.time, "sleep", lambda _: None if whole else hold(held, 13, "second"))
+    monkeypatch.setattr("ttp.launch.shadow.time.sleep", lambda _: None if whole else hold(held, 13, "second"))
     assert shadow.main(held.root) == 0
     assert versions(save_dir) == [13, 12] and not list(held.memory.iterdir())
+    assert runs == copied == ["first", "second"], "none is read again"
 
 
 def test_it_stays_while_somebody_restores_it(held: Held, save_dir: Path) -> None:
