@@ -280,6 +280,19 @@ def test_a_process_does_it_and_there_is_one(held: Held, save_dir: Path, tmp_path
     assert versions(save_dir) == [12] and not held.unfinished() and not held.root.exists()
 
 
+def test_a_writer_that_has_ended_before_it_was_seen_is_not_waited_for(
+    held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint is durable: the storage was faster than the rank that committed to memory."""
+    monkeypatch.setattr(shadow, "own_module", lambda _: ["true"])
+    monkeypatch.setattr(shadow, "START_S", 60.0)
+    hold(held)
+    serve(held, lambda: not held.unfinished() or not bring(held))
+    monkeypatch.setattr(shadow, "START_S", 0.01)
+    with pytest.raises(OSError, match="did not start"):
+        serve(held)
+
+
 def test_a_process_that_was_forked_meanwhile_keeps_no_lock(held: Held) -> None:
     held.make()
     with held.serving():

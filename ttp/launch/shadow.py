@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -236,26 +237,30 @@ class Writer:
             os.fsync(log_file.fileno())
 
 
-def serve(held: Held) -> None:
+def serve(held: Held, done: Callable[[], bool] = lambda: False) -> None:
     """Start a writer process for a directory in memory, unless one is running, and wait until it runs.
+
+    Args:
+        held: the directory in memory.
+        done: returns whether no writer is needed any more: one that has little to do may have ended already.
 
     Raises:
         OSError: the writer did not start within ``START_S``.
     """
-    if held.is_served():
+    if held.is_served() or done():
         return
     command = [*own_module("ttp.launch.shadow"), str(held.root)]
     nothing = subprocess.DEVNULL
     with contextlib.suppress(subprocess.TimeoutExpired):  # the process forks the writer and ends
         subprocess.Popen(command, stdin=nothing, stdout=nothing, start_new_session=True).wait(START_S)
-    if not poll(held.is_served, START_S, LOOK_S / 4):
+    if not poll(lambda: held.is_served() or done(), START_S, LOOK_S / 4):
         raise OSError("the process that copies a checkpoint from memory to the storage did not start")
 
 
 def _restart(lost: list[Held]) -> None:
     for held in lost:
         try:
-            serve(held)
+            serve(held, lambda: not held.unfinished())  # noqa: B023 - called in this turn only
         except OSError as problem:
             log.warning("%s: %s", held.root, problem)
 

@@ -97,13 +97,16 @@ class Holding:
         with contextlib.suppress(OSError):
             self.serve()
 
-    def serve(self) -> None:
+    def serve(self, order: m.Commit | None = None) -> None:
         """Start the writer unless it runs. Call it before ranks go on from the checkpoint in memory.
+
+        Args:
+            order: the order whose checkpoint is in memory; the writer is not needed once that is durable.
 
         Raises:
             OSError: No writer could be started.
         """
-        shadow.serve(self._held)
+        shadow.serve(self._held, lambda: order is not None and self._durable(order) is not None)
 
     def is_on_its_way(self, order: m.Commit) -> bool:
         """Return whether the writer copies, or has copied, the checkpoint that this order commits to the storage.
@@ -159,5 +162,5 @@ class Holding:
                 raise OSError(state.problem)
             wrote(max(0, state.written - written))
             written = state.written
-            self.serve()
+            self.serve(order)
             time.sleep(LOOK_S)

@@ -191,7 +191,7 @@ class Saver:
             return self._holding.await_durable(order, self._wrote)
         made = make_checkpoint(self._directory(order), order, self._job, self._wrote)
         if self._holding.holds(order):
-            self._holding.serve()
+            self._holding.serve(order)
         return made
 
 
