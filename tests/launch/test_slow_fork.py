@@ -58,6 +58,15 @@ def test_a_launcher_waits_no_longer_than_a_while(
     assert state(tmp_path) == "the process to fork from gets no further"
 
 
+def test_time_in_which_the_host_was_suspended_is_no_time_of_waiting(
+    silent: WarmStarter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, looks = itertools.count(0.0, 100.0), iter([False, False, True])
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    monkeypatch.setattr(module, "readable", lambda *_: next(looks))
+    assert silent._socket is not None and silent._answers(silent._socket)
+
+
 @pytest.mark.parametrize("unread", [b"", b"hurry"])
 def test_a_process_that_is_killed_while_it_imports_is_named_with_its_end(
     silent: WarmStarter, tmp_path: Path, unread: bytes

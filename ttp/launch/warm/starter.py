@@ -49,6 +49,7 @@ but waits itself.
 """
 FORK_S = 10.0
 """Seconds that a worker may take to be forked. It takes a tenth of one, but cores may be busy; a start takes longer."""
+FORK_LOOK_S = 0.1
 NO_FURTHER = "the process to fork from gets no further"
 STATUS_FILE = "warm.json"
 
@@ -295,11 +296,12 @@ class WarmStarter:
     def _answers(self, worker: socket.socket) -> bool:
         """Wait for a worker that is being forked; False: ``FORK_S`` is over, or the process to fork from is stopped."""
         assert self._process is not None
-        until_s = time.monotonic() + FORK_S
-        while not readable(worker.fileno(), 0.1):
-            if time.monotonic() > until_s or stat_of(self._process.pid)[0] in ("T", "t"):
+        for _ in range(round(FORK_S / FORK_LOOK_S)):  # not by the clock: the whole host may have been suspended
+            if readable(worker.fileno(), FORK_LOOK_S):
+                return True
+            if stat_of(self._process.pid)[0] in ("T", "t"):
                 return False
-        return True
+        return False
 
     def _send(self, data: bytes) -> None:
         assert self._socket is not None
