@@ -49,6 +49,7 @@ def test_a_number_that_another_rank_had_is_another_process() -> None:
 COMMITTED = seen("committed", AT_S + 0.05, version=5)
 GOOD = [
     evidence(KEPT),
+    evidence(KEPT, replace(COMMITTED, kind="held"), released(again=True)),
     evidence(FORKED, COMMITTED, released(again=False, why="ranks go on only after deaths")),
     evidence(FORKED, reasons=(ANEW,)),
     evidence(STARTED, COMMITTED, released(again=False, why="no process to fork from is ready"), reasons=(COLD,)),

@@ -52,10 +52,10 @@ def way_findings(evidence: Evidence) -> Iterator[str]:
 
 
 def _early(record: Record) -> Iterator[str]:
-    """Yield a finding if ranks were released to continue before the checkpoint was committed."""
+    """Yield a finding if ranks were released to continue before the checkpoint was committed (or held in memory)."""
     committed: set[str] = set()
     for seen in record.seen:
-        if seen.kind == "committed":
+        if seen.kind in ("committed", "held"):
             committed.add(seen.incident)
         elif seen.kind == "released" and seen.facts.get("again") and seen.incident not in committed:
             yield f"{seen.incident}: ranks were released to continue before a checkpoint was committed"
