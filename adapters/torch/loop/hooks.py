@@ -75,7 +75,7 @@ class Attachment(Bracket):
     """
 
     __slots__ = (
-        "_backward_begins", "_entered", "_forwards", "_handles", "_remove", "_strangers", "_task",
+        "_backward_begins", "_entered", "_forwards", "_handles", "_outside", "_remove", "_strangers", "_task",
         "_triggers")  # fmt: skip
 
     def __init__(
@@ -114,6 +114,7 @@ class Attachment(Bracket):
         for module in gathering(model):
             self._handles.append(module.register_forward_hook(Hook(self._on_output)))
         self._entered = -1  # number of versions that had ended when the loop last called the model
+        self._outside = -1  # the mark since the hook of a wrapper, until the hook of the module inside of it
         self._forwards = forwards or ForwardHooks(model, ddps)
         self._remove = self._forwards.register(self._on_forward, outside=self._on_wrapper)
 
@@ -153,6 +154,10 @@ class Attachment(Bracket):
         if self._stepping.depth:
             self._look_for_exception()
         learning = _learns()
+        if learning and self._mark == self._outside:
+            self._outside = -1  # the hook of the wrapper has done everything else
+            self._pass()
+            return
         if learning:
             self._handled = id(sys.exc_info()[1])
             if not self._forwards.outside:
@@ -174,8 +179,10 @@ class Attachment(Bracket):
 
     def _on_wrapper(self, module: nn.Module, args: Any) -> None:
         if not _is_compiling():
-            self._entered = self._ended
+            self._entered, self._outside = self._ended, -1
             self._on_forward(module, args)
+            if _learns():
+                self._outside = self._mark
 
     def _on_output(self, _module: nn.Module, _args: Any, output: Any) -> None:
         """Hook the output tensors: a backward pass reaches them before gradients inside of the module are reduced."""

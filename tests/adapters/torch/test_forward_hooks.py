@@ -18,6 +18,7 @@ from tests.adapters.torch import stub_processor
 from ttp.adapters.torch.loop import forward_hooks
 from ttp.adapters.torch.loop.bracket import EVALUATING, HAD_AN_ERROR
 from ttp.adapters.torch.loop.forward_hooks import ForwardHooks
+from ttp.adapters.torch.loop.post_step_state import PostStepState
 
 pytestmark = [pytest.mark.usefixtures("world_of_one"), pytest.mark.filterwarnings("default")]
 dynamo: Any = torch._dynamo
@@ -206,6 +207,23 @@ def test_an_evaluation_of_the_module_inside_ends_no_post_step(start: Any) -> Non
     model.eval()  # the mode of the wrapper does not change
     job.call(torch.randn(6, 4))
     assert job.adapter._post_step._stage.name == "ENTERED"
+
+
+def test_of_a_pass_that_the_wrapper_has_noted_the_module_inside_only_passes_a_point(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, noted = layers(), list[bool]()
+    job = start(model, DistributedDataParallel(model))
+    job.train(2)
+    monkeypatch.setattr(PostStepState, "forward_entered", lambda _self, training: noted.append(training))
+    for call, marks, found in ((job.call, 2, [True]), (model, 1, [True]), (job.call, 2, [True])):
+        before = job.processor.mark
+        call(torch.randn(6, 4))
+        assert (job.processor.mark - before, noted) == (marks, found)
+        noted.clear()
+    with torch.no_grad():
+        job.call(torch.randn(6, 4))
+    assert noted == [False, False]
 
 
 class TestTheSearch:
