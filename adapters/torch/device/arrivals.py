@@ -53,15 +53,16 @@ class DevicePages:
         """Write to this page from now on."""
         self.page, self.provisional, self._at_once = page, NOWHERE, -1
 
-    def put(self, page: PageWriter, version: int, final: bool, *, learning: bool) -> None:
+    def put(self, page: PageWriter, version: int, final: bool, *, learning: bool, same: bool = False) -> None:
         """Begin to copy the buffers from the devices, and have the image written when they arrive.
 
-        Nothing is copied if nothing has changed since the provisional capture. The first updates copy nevertheless, to
-        learn whether a buffer changes without torch's counting it (``learning``).
+        Nothing is copied if nothing has changed since the provisional capture (``same``: that is known). The first
+        updates copy nevertheless, to learn whether a buffer changes without torch's counting it (``learning``).
         """
         buffers, head = self._buffers, self._head
         known, self.provisional, at_once, self._at_once = self.provisional, NOWHERE, self._at_once, -1
-        if version == known[0] and not known[2] and buffers.known_unchanged() and head.joined(self.table) == known[1]:
+        here = version == known[0] and not known[2]
+        if here and (same or (buffers.known_unchanged() and head.joined(self.table) == known[1])):
             if final:
                 self._hand_over((version, final, None, Staged(ready=buffers.event())))
             else:

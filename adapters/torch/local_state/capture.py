@@ -62,12 +62,16 @@ class HostPages:
         """Write to this page from now on."""
         self.page, self.provisional = page, NOWHERE
 
-    def put(self, page: PageWriter, version: int, final: bool, *, learning: bool) -> None:
-        """Write the image to the page, unless that has it already."""
-        parts, kept = self.image()
-        image, known = b"".join(parts), self.provisional
+    def put(self, page: PageWriter, version: int, final: bool, *, learning: bool, same: bool = False) -> None:
+        """Write the image to the page, unless that has it already: ``same`` if nothing was changed since."""
+        known = self.provisional
+        held = same and version == known[0]
+        image, kept = known[1:]
+        if not held:
+            parts, kept = self.image()
+            image = b"".join(parts)
+            held = version == known[0] and image == known[1] and kept is known[2]
         self.provisional = NOWHERE if final else (version, image, kept)
-        held = version == known[0] and image == known[1] and kept is known[2]  # the page holds this image already
         if (final and page.finish(version)) if held else page.write(version, final, (image,), kept):
             self._wrote(version, final)
 
@@ -122,6 +126,8 @@ class LocalCapture:
         self._updates = 0
         self._final = True  # the last capture was a final one, or there was none
         self._streams_then = b""  # random streams at the last provisional capture; empty: not to be compared
+        self._streams_at_gate = b""  # random streams at the gate, in the first updates
+        self._drawn = False  # a step of torch's own has moved them
         self._moved = 0  # how often they have moved between that capture and the gate
         self.on_changed: Changed | None = None
         """Called for each extra state that has changed since the last capture, unless that one and this one are final
@@ -135,22 +141,28 @@ class LocalCapture:
         """Write to this page from now on. It is empty until the next ``capture``."""
         self._pages.open(page)
 
-    def capture(self, version: int, final: bool) -> None:
+    def capture(self, version: int, final: bool, alone: bool = False) -> None:
         """Write the present state to the page, as that of ``version``. Never raises.
 
         Args:
             version: the version that the state belongs to.
             final: False for a provisional capture, before the update to that version: the rank may die in the update.
+            alone: whether only torch's own code has run since ``look_again``: it changes no buffers, nor streams unless
+                weights of another kind draw from them. Extra states are read all the same: one may show the weights.
         """
         pages = self._pages
         if pages.page is None or pages.graphed():
             return
         before, names = self._final, self._head.names
         changed = None if before and final else self.on_changed
-        self._head.read(names, compare=final and version == pages.provisional[0], changed=changed, late=before)
+        known = final and version == pages.provisional[0]
+        moved = self._head.read(names, compare=known, changed=changed, late=before)
         self._final = final
+        if final and self._updates < _LEARNING_UPDATES:
+            self._drawn = self._drawn or bool(known and alone and self._streams_at_gate != self._head.streams())
+            alone = False
         self._updates += final
-        self._put(pages.page, version, final)
+        self._put(pages.page, version, final, same=alone and not (moved or self._drawn))
         self._streams_then = b"" if final or self._updates >= _LEARNING_UPDATES else self._head.streams()
 
     def look_again(self, version: int) -> None:
@@ -169,6 +181,7 @@ class LocalCapture:
         names = head.names if learning else head.moving
         head.read(names, compare=known, changed=self.on_changed, late=self._final)
         self._compare_streams(known)
+        self._streams_at_gate = head.streams() if learning else b""
         self._final = False
         self._put(pages.page, version, final=False)
 
@@ -189,10 +202,10 @@ class LocalCapture:
         parts, kept = pages.image()
         return None if kept else b"".join(parts)
 
-    def _put(self, page: PageWriter, version: int, final: bool) -> None:
+    def _put(self, page: PageWriter, version: int, final: bool, same: bool = False) -> None:
         """Write the image to the page, or have it written when it arrives from a device. Never raises."""
         try:
-            self._pages.put(page, version, final, learning=self._updates <= _LEARNING_UPDATES)
+            self._pages.put(page, version, final, learning=self._updates <= _LEARNING_UPDATES, same=same)
         except Exception as problem:
             self._head.give_up("the model's buffers", problem)
             self._pages.close()

@@ -59,7 +59,7 @@ class Head:
 
     def read(
         self, names: Collection[str], *, compare: bool, changed: Changed | None = None, late: bool = False
-    ) -> None:
+    ) -> bool:
         """Read extra states; with ``compare``, note in ``moving`` which of them have changed since the last read.
 
         Args:
@@ -67,7 +67,11 @@ class Head:
             compare: whether the last read was for the same version.
             changed: called for each that has changed; may not raise.
             late: whether the last read was the final one of a version, and this one is for the next.
+
+        Returns:
+            Whether any has changed.
         """
+        moved = False
         for name in names:
             before = self._sections[name]
             try:
@@ -84,10 +88,12 @@ class Head:
                     self._parts[self.names.index(name) - len(self.names)] = section[0]
             else:
                 continue
+            moved = True
             if compare:
                 self.moving.add(name)
             if changed is not None:
                 changed(name, late, before, section)
+        return moved
 
     def parts(self, table: BufferTable) -> Sequence[Buffer]:
         """Return the head of an image with these buffers, in parts to join: some of them are live memory.

@@ -65,8 +65,11 @@ NONE, OPEN, BETWEEN, LEFT, ABANDONED = Stage  # looking them up in the class tak
 class Capture(Protocol):
     """The methods of ``LocalCapture`` that the hooks use."""
 
-    def capture(self, version: int, final: bool) -> None:
-        """Capture the rank-local state of this moment for ``version``; never raises."""
+    def capture(self, version: int, final: bool, alone: bool = False) -> None:
+        """Capture the rank-local state of this moment for ``version``; never raises.
+
+        ``alone``: only torch's own code has run on this thread since ``look_again``.
+        """
 
     def look_again(self, version: int) -> None:
         """Capture, just before the update, what has changed since the last capture for ``version``; never raises."""
@@ -217,7 +220,7 @@ class Bracket:
                 self._heard = True
                 warn_of_unheard(optimizer, (*args[1:], *kwargs.values()))
             self._open()
-            self._stepping.entered()
+            self._stepping.entered(optimizer)
             if self._ended < _VERSIONS_LOOKED_AT and (check := self._turns.communication) is not None:
                 check.step_begins(type(optimizer).__name__)
             return None
@@ -342,7 +345,7 @@ class Bracket:
         turns, version = self._turns, self._version() + 1
         if not turns.simple:
             turns.version_ended()
-        self._capture.capture(version, True)
+        self._capture.capture(version, True, turns.simple and self._stepping.alone)
         try:
             self._post_step.update_finished(version, turns.by_hand)
         except Exception:

@@ -37,11 +37,19 @@ class Stepping:
         """Number of calls that have begun and not returned, as counted by the hooks."""
         self.aside = False
         """Whether the call that runs, or ran last, is no update: see ``creates_state`` and ``changes_nothing``."""
+        self._torchs = frozenset(id(each) for each in optimizers if _is_torchs(each))
+        self.alone = False
+        """Whether the call that runs, or ran last, calls nothing but torch's own code: no hook, no closure."""
 
-    def entered(self, *, aside: bool = False) -> None:
-        """Note that ``step()`` begins; ``aside``: it is no update."""
+    def entered(self, optimizer: Optimizer | None = None, *, aside: bool = False) -> None:
+        """Note that ``step()`` begins, without a closure if ``optimizer`` is given; ``aside``: it is no update."""
         if not self.depth:
             self.aside = aside
+            self.alone = (
+                optimizer is not None
+                and id(optimizer) in self._torchs
+                and len(optimizer._optimizer_step_pre_hooks) == 1 == len(optimizer._optimizer_step_post_hooks)  # ttp's
+            )
             self._thread = threading.get_ident()
             self._shows = sys._getframe(_USUAL).f_code is _WRAPPER or _is_near(sys._getframe())
         self.depth += 1
@@ -101,6 +109,11 @@ def changes_nothing(optimizer: Optimizer) -> bool:
     own = type(optimizer).__module__.startswith("torch.optim.")
     parameters = [*parameters_of(optimizer)] if own else []
     return any(each.requires_grad for each in parameters) and all(each.grad is None for each in parameters)
+
+
+def _is_torchs(optimizer: Optimizer) -> bool:
+    """Return whether ``step()`` is torch's, and not one that a program or another library has written."""
+    return all(each.__module__.startswith("torch.optim.") for each in (type(optimizer), type(optimizer).step))
 
 
 def _is_near(frame: FrameType | None, code: CodeType = _WRAPPER) -> bool:

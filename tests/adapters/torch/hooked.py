@@ -24,6 +24,8 @@ class Job:
     def __init__(self, make: Callable[[Any], Any] | None = None, optimizers: int = 1, **parts: Any) -> None:
         self.log: list[Any] = []
         self.mark = 0
+        self.alone = False
+        """Whether, in the last capture, only torch's own code had run since the gate."""
         self.activity = ""
         self.model: Any = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
         make = make or (lambda parameters: torch.optim.SGD(parameters, lr=0.1))
@@ -64,7 +66,8 @@ class Job:
         self.gate.end_update()
         self.log.append("end")
 
-    def capture(self, version: int, final: bool) -> None:
+    def capture(self, version: int, final: bool, alone: bool = False) -> None:
+        self.alone = alone
         self.log.append((version, "final" if final else "early"))
 
     def look_again(self, version: int) -> None:

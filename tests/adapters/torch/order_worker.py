@@ -41,7 +41,7 @@ class Holder:
         self.last_batch = False
         self.held: list[int] = []
 
-    def capture(self, version: int, final: bool) -> None:
+    def capture(self, version: int, final: bool, alone: bool = False) -> None:
         if self.holds and not final and version not in self.held and self.last_batch:
             self.held.append(version)
             time.sleep(HOLD_S)

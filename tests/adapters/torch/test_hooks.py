@@ -56,6 +56,30 @@ class TestBracket:
         assert job.taken() == UPDATE
         assert job.gate.version == 1
 
+    def test_it_is_told_whether_a_step_calls_code_of_the_program(self) -> None:
+        class Own(torch.optim.SGD):
+            def step(self, closure: Any = None) -> Any:
+                return super().step(closure)
+
+        def alone(job: Job, *given: Any) -> bool:
+            job.backward()
+            job.optimizer.step(*given)
+            return job.alone
+
+        job = Job()
+        assert alone(job)
+        assert not alone(job, lambda: job.model(torch.ones(4, 3)).sum())
+        handle = job.optimizer.register_step_post_hook(lambda *_: None)
+        assert not alone(job)
+        handle.remove()
+        assert alone(job)
+        assert not alone(Job(lambda parameters: Own(parameters, lr=0.1)))
+        several = Job(optimizers=2)
+        several.backward()
+        for optimizer in several.optimizers:
+            optimizer.step()
+        assert several.taken()[-1] == "end" and not several.alone
+
     @pytest.mark.parametrize("given", [(), (None,)])  # Accelerate's optimizers hand on that there is no closure
     def test_a_step_without_gradients_before_the_loop_is_no_version(self, given: tuple[Any, ...]) -> None:
         """As loops make one, so that the first step of a scheduler does not warn. Rank 0 may have evaluated before."""

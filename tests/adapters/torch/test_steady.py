@@ -58,6 +58,30 @@ class TestCaptures:
         capture.capture(2, final=True)
         assert page._writes == writes + 3, "the optimizer has drawn one"
 
+    def test_after_torchs_own_step_only_extra_states_are_read(self, page: PageWriter) -> None:
+        counting = Stateful(n=0)
+        capture = LocalCapture(nn.BatchNorm1d(4), ExtraState(counting), page=page)
+        for version in range(1, 8):
+            capture.capture(version, final=False)
+            capture.look_again(version)
+            writes, counting.state["n"] = page._writes, version // 4
+            capture.capture(version, final=True, alone=True)
+            assert written(page, version).final and state_of(page, version)["n"] == version // 4
+            assert page._writes == writes + (version == 4)
+
+    def test_torchs_own_step_may_draw(self, page: PageWriter) -> None:
+        """Weights that are rounded at random, of a subclass of tensors, do so in every step."""
+        capture = LocalCapture(nn.BatchNorm1d(4), page=page)
+        for version in range(1, 8):
+            capture.capture(version, final=False)
+            capture.look_again(version)
+            torch.rand(1)
+            capture.capture(version, final=True, alone=True)
+            drawn = torch.get_rng_state()
+            torch.rand(1)
+            LocalCapture(nn.BatchNorm1d(4)).restore(read(page, version))
+            assert torch.equal(torch.get_rng_state(), drawn)
+
     def test_what_changes_before_the_gate_is_in_the_page(self, page: PageWriter) -> None:
         """A rank that dies in its update leaves the state that it had at the gate."""
         model: Any = nn.BatchNorm1d(4)
