@@ -10,16 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 from torch.optim import Optimizer
 
 from ttp.adapters.torch.loop.schedule_habit import PLAIN, copied
 
-_FEW = 4
+_FEW = 32
 """Number of groups up to which dictionaries are faster than lists."""
 _chained = chain.from_iterable
+_groups_of = attrgetter("param_groups")
 
 ParamGroups = list[dict[str, Any]]
 """The hyperparameters of an optimizer's param groups, without the parameters."""
@@ -33,7 +34,7 @@ class GroupValues:
 
     Args:
         lengths: number of values in each group.
-        names: names of all values, group after group.
+        names: names of all values, group after group; not kept up to date if there are few groups.
         values: all values, in the order of ``names``.
         types: types of the values.
         others: positions of the values that are not of a ``PLAIN`` type: the parameters, tuples, tensors.
@@ -53,6 +54,8 @@ class GroupValues:
         """Return the groups as dictionaries, without the parameters."""
         if self.copies is not None:
             return self.copies
+        if self.few is not None:
+            return [{name: value for name, value in group.items() if name != "params"} for group in self.few]
         items = zip(self.names, self.values, strict=True)
         found = [dict(islice(items, length)) for length in self.lengths]
         for group in found:
@@ -73,7 +76,7 @@ def hyperparameters_of(optimizers: Sequence[Optimizer], before: Hyperparameters 
     """
     if before is None:
         return [_looked_at(each.param_groups, None) for each in optimizers]
-    now = [_looked_at(each.param_groups, old) for each, old in zip(optimizers, before, strict=True)]
+    now = [*map(_looked_at, map(_groups_of, optimizers), before)]
     return before if all(map(is_, now, before)) else now
 
 
@@ -139,22 +142,27 @@ class PutBack:
 
 def _looked_at(groups: list[dict[str, Any]], last: GroupValues | None) -> GroupValues:
     """Copy the groups of one optimizer; returns ``last`` itself if nothing has changed."""
-    if last is not None and last.few is not None and _equal(groups, last.few):
+    if last is None:
+        return _new(groups)
+    few = last.few is not None
+    if few and _equal(groups, last.few):
         return last
-    lengths, names = [*map(len, groups)], [*_chained(groups)]
     values = [*_chained(map(dict.values, groups))]
-    if last is None or last.copies is not None or lengths != last.lengths or names != last.names:
-        return _new(groups, lengths, names, values)
-    if last.few is None and _equal(values, last.values):
-        return last
+    if not few:
+        if last.copies is not None or last.lengths != [*map(len, groups)] or last.names != [*_chained(groups)]:
+            return _new(groups)
+        if _equal(values, last.values):
+            return last
     others, known = last.others, last.values
     if [*map(type, values)] == last.types and _equal([values[n] for n in others], [known[n] for n in others]):
         return GroupValues(last.lengths, last.names, values, last.types, others, None, _few(groups))
-    return _new(groups, lengths, names, values)
+    return _new(groups)
 
 
-def _new(groups: list[dict[str, Any]], lengths: list[int], names: list[str], values: list[Any]) -> GroupValues:
+def _new(groups: list[dict[str, Any]]) -> GroupValues:
     """Copy all values with their types; needed if types may have changed, or if values can change in place."""
+    lengths, names = [*map(len, groups)], [*_chained(groups)]
+    values = [*_chained(map(dict.values, groups))]
     types = [*map(type, values)]
     others = [index for index, kind in enumerate(types) if kind not in PLAIN]
     copies = None
@@ -167,7 +175,7 @@ def _few(groups: list[dict[str, Any]]) -> ParamGroups | None:
     return [*map(dict.copy, groups)] if len(groups) <= _FEW else None
 
 
-def _equal(values: list[Any], last: list[Any]) -> bool:
+def _equal(values: list[Any], last: list[Any] | None) -> bool:
     try:
         return values == last
     except Exception:  # comparing lists of different tensors raises

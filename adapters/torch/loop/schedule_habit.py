@@ -145,7 +145,7 @@ def copied(value: Any) -> Any:
     if kind is dict:
         return {key: item if type(item) in PLAIN else copied(item) for key, item in value.items()}
     if kind is list:
-        return [item if type(item) in PLAIN else copied(item) for item in value]
+        return value.copy() if PLAIN.issuperset(map(type, value)) else [*map(copied, value)]
     if kind is tuple:
         return tuple([item if type(item) in PLAIN else copied(item) for item in value])
     if isinstance(value, Tensor):

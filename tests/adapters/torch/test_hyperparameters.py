@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from ttp.adapters.torch.local_state import hyperparameters
 from ttp.adapters.torch.local_state.hyperparameters import hyperparameters_of
 
 
@@ -23,7 +24,9 @@ class TestHyperparameters:
         again = hyperparameters_of([optimizer], first)
         assert again is first
 
-    def test_earlier_ones_stay_as_they_were(self) -> None:
+    @pytest.mark.parametrize("few", [0, 32], ids=["lists", "dictionaries"])
+    def test_earlier_ones_stay_as_they_were(self, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(hyperparameters, "_FEW", few)
         optimizer = self.optimizer()
         seen, states = hyperparameters_of([optimizer]), list[Any]()
         changes: list[dict[str, Any]] = [{"lr": 0.2}, {"betas": (0.5, 0.6)}, {"initial_lr": 0.1}, {"lr": 0.3}]
@@ -31,6 +34,7 @@ class TestHyperparameters:
             optimizer.param_groups[1].update(change)
             seen = hyperparameters_of([optimizer], seen)
             states.append((seen, [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]))
+            optimizer.param_groups[1]["other"] = optimizer.param_groups[1].pop("initial_lr", 0.1)
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))], "lr": 9.0})
         assert len(hyperparameters_of([optimizer], seen)[0].groups()) == 4
         for taken, expected in states:
