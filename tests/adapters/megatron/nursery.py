@@ -36,6 +36,9 @@ class Nursery:
     """The process that worlds are forked from, as a test uses it."""
 
     def __init__(self) -> None:
+        self._start()
+
+    def _start(self) -> None:
         self._orders, theirs = multiprocessing.Pipe()
         self._process = fork(_serve, (theirs,), daemon=False)
         theirs.close()
@@ -52,7 +55,14 @@ class Nursery:
         """Run ``program`` of ``worlds.py`` in a world, and return exit codes by rank.
 
         A rank's output is in ``directory/rank<r>.out``. If a controller is wanted, it is there before the ranks.
+        If the process has ended since the last world, another one takes its place, and the test's report says so.
         """
+        if not self._process.is_alive():
+            with warnings.catch_warnings():
+                warnings.simplefilter("always")  # the world is none the worse for it
+                warnings.warn(f"the process to fork worlds from had ended with {self._process.exitcode}", stacklevel=2)
+            self._orders.close()
+            self._start()
         directory.mkdir(parents=True, exist_ok=True)
         self._orders.send((directory, program, ranks, env or {}, controller, arguments))
         codes: list[int] = self._orders.recv()
