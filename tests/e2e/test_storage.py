@@ -225,9 +225,9 @@ def test_a_slow_disk_is_waited_for(solo: Run, place: BadDisk, tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_one_directory_for_nobody(solo: Run, place: BadDisk, tmp_path: Path) -> None:
-    """The fallback is a file. A first launch is refused, a restart goes on from the checkpoint in the save_dir."""
+    """The fallback is a file. A job's first launch is refused; a later one goes on in its save_dir."""
     (tmp_path / "other").write_text("a file")
-    done = solo(place.mountpoint, 8, TTP_FALLBACK_DIR=str(tmp_path / "other"))
+    done = solo(place.mountpoint / "first", 8, TTP_FALLBACK_DIR=str(tmp_path / "other"))
     assert done.returncode == 64 and "TTP_FALLBACK_DIR" in done.stderr
-    done = solo(place.mountpoint, 8, TTP_FALLBACK_DIR=str(tmp_path / "other"), TORCHELASTIC_RESTART_COUNT="1")
+    done = solo(place.mountpoint, 8, TTP_FALLBACK_DIR=str(tmp_path / "other"))
     assert done.returncode == 0 and "start 4" in done.stdout
