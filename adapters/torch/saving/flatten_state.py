@@ -127,7 +127,8 @@ def whole(tensor: Tensor) -> Tensor:
 def dump(value: Any, to_host: ToHost) -> bytes | None:
     """Encode ``value`` as bytes that ``torch.load(..., weights_only=True)`` reads; None if that is not possible.
 
-    Returns None also if pickling the value raises: one unusual setting must not prevent the whole checkpoint.
+    Returns None also if pickling the value raises: one unusual setting must not prevent the whole checkpoint. So it does
+    for a mapping by tensors (parameters): they would come back as other tensors, under which nobody looks.
     Numpy scalars, also as keys, become Python numbers: schedules that compute with numpy leave them in
     ``param_groups``, and torch refuses to load them.
     """
@@ -149,5 +150,7 @@ def _portable(value: Any, to_host: ToHost) -> Any:
     if type(value) in (list, tuple, set):
         return type(value)(_portable(entry, to_host) for entry in value)
     if type(value) in (dict, *_TYPED):
+        if any(isinstance(key, Tensor) for key in value):
+            raise TypeError("a tensor as a key comes back as another key")
         return type(value)({_portable(key, to_host): _portable(entry, to_host) for key, entry in value.items()})
     return value

@@ -339,7 +339,7 @@ def _wrong_values(state: State) -> Iterator[str]:
             kind = type(leaf.value)
             yield (
                 f"{leaf.key} is a {kind.__module__}.{kind.__qualname__}, which has no form on disk that is "
-                "safe to load: keep tensors, numbers, strings, and lists and dicts of them"
+                "safe to load: keep tensors, numbers, strings, and lists and dicts (without tensors as keys) of them"
             )
 
 

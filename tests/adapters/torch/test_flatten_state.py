@@ -91,7 +91,7 @@ class Level(IntEnum):
     LOW = 1
 
 
-@pytest.mark.parametrize("value", [lambda: 1, Odd(), print, [numpy.ones(3)], Mode.FAST, Level.LOW])
+@pytest.mark.parametrize("value", [lambda: 1, Odd(), print, [numpy.ones(3)], Mode.FAST, Level.LOW, {T: T}, [{T: 1}]])
 def test_what_torch_does_not_load_safely_is_refused(value: Any) -> None:
     """With it the whole checkpoint could not be restored."""
     assert dump(value, torch.Tensor.cpu) is None
