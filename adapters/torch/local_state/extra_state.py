@@ -172,9 +172,12 @@ class ExtraState:
         if name in self._constant:
             self._constant[name].load_state_dict(state)
             return
-        self._changing[name].load_state_dict(state)
+        thing = self._changing[name]
+        thing.load_state_dict(state)
+        if getattr(thing, "_iter_for_state_dict", False) is True:  # a Loader of torchdata.nodes: it would go on with
+            thing._it, thing._iter_for_state_dict = None, False  # the iterator that an earlier state_dict() has made
         # A data loader makes its iterator here and draws, before random streams are restored.
-        self._changing[name].state_dict()
+        thing.state_dict()
 
 
 def _may_be_loaded(module: nn.Module, late: str) -> bool:

@@ -127,8 +127,8 @@ def whole(tensor: Tensor) -> Tensor:
 def dump(value: Any, to_host: ToHost) -> bytes | None:
     """Encode ``value`` as bytes that ``torch.load(..., weights_only=True)`` reads; None if that is not possible.
 
-    Returns None also if pickling the value raises: one unusual setting must not prevent the whole checkpoint. So it does
-    for a mapping by tensors (parameters): they would come back as other tensors, under which nobody looks.
+    Returns None also if pickling the value raises: one unusual setting must not prevent the whole checkpoint. So it
+    does for a mapping by tensors (parameters): they would come back as other tensors, under which nobody looks.
     Numpy scalars, also as keys, become Python numbers: schedules that compute with numpy leave them in
     ``param_groups``, and torch refuses to load them.
     """
