@@ -47,7 +47,8 @@ _AVERAGE = (
     "%s seems to be an average of the weights, and changes between the end of an update and the next backward pass: a "
     "checkpoint has it as it was when the update ended, and a resumed run lacks the last change. Call ttp.step_done() "
     "after that change, at the end of each iteration, and once before the loop, right after ttp.restore(); or give the "
-    "average as an nn.Module"
+    "average as an nn.Module. If a resumed run makes the change again (the best weights, kept by an evaluation at the "
+    "top of the next iteration), there is nothing to do"
 )
 _LARGE = ""
 """Stands for the large arrays of a state among its keys, and for the whole of a state that is no dict."""
