@@ -22,6 +22,7 @@ import pytest
 from tests.controller.conftest import Controller, ended, hello
 from tests.launch.conftest import Unread
 from tests.waiting import until
+from ttp._version import __version__
 from ttp.cli.incident_reader import incident_files, read_incident
 from ttp.cli.main import main as cli
 from ttp.config import Config
@@ -49,15 +50,16 @@ def save_whatever_is_asked(rank: Any, order: m.Save) -> m.Commit:
 
 
 def test_a_peer_of_another_major_version_is_refused_in_words(controller: Controller) -> None:
-    stranger = controller.rank(0, protocol_major=m.PROTOCOL_MAJOR + 1)
+    stranger = controller.rank(0, protocol_major=m.PROTOCOL_MAJOR + 1, ttp_version="9.1")
     refused = stranger.expect(m.Refused)
     assert refused.code is m.RefusalCode.PROTOCOL
-    assert "install the same ttp on every host" in refused.text
+    assert all(said in refused.text for said in (f"(ttp {__version__})", "(ttp 9.1): install the same ttp on every"))
     assert stranger.ended()
 
 
 def test_a_peer_of_another_minor_version_is_welcome(controller: Controller) -> None:
-    assert controller.rank(0, protocol_minor=99).expect(m.Welcome)
+    stranger = controller.rank(0, protocol_minor=99, ttp_version="9.1")
+    assert stranger.expect(m.Welcome).ttp_version == __version__  # it compares its own with the controller's
 
 
 def test_a_message_without_content_ends_its_stream_and_nothing_else(controller: Controller) -> None:

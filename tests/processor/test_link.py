@@ -12,6 +12,7 @@ import pytest
 
 from tests.ports import free_port
 from tests.processor.fake_source import no_thread
+from ttp._version import __version__
 from ttp.config import Config, RankEnv
 from ttp.core import messages as m
 from ttp.core.layout import Rank, Version
@@ -103,13 +104,22 @@ def test_a_problem_that_lasts_is_logged_once(
     """With a broken certificate, for example, an attempt fails every few seconds."""
     monkeypatch.setattr(connecting, "aside", lambda name, job: None)
     link = link_of(tmp_path, [])
-    link._joining.joined()
+    link._joining.joined(__version__)
     for times in (1, 2):
         for _ in range(3):
             link.connect(act.Connect(start_controller=False, address="127.0.0.1:1"))
             made[-1].calls["on_down"]("UNAVAILABLE: bad certificate")
         assert caplog.text.count("bad certificate") == times
         made[-1].calls["on_up"]()
+
+
+def test_a_controller_of_another_ttp_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With one protocol they work together, but not as either of them was tested."""
+    link = link_of(tmp_path, [])
+    for _ in range(2):
+        link._joining.joined("0.0.1")
+    (said,) = caplog.messages
+    assert said.endswith(f"runs ttp {__version__}, its controller ttp 0.0.1: install the same ttp on every host")
 
 
 @pytest.mark.parametrize("within_s", [None, 60.0])
@@ -298,7 +308,7 @@ def test_a_setting_that_cannot_be_used_is_raised_in_the_program_or_logged_if_it_
     link, failed = link_of(tmp_path, said), list[Exception]()
     monkeypatch.setattr(link._joining, "failed", failed.append)
     if joined:
-        link._joining.joined()
+        link._joining.joined(__version__)
     link.connect(act.Connect(start_controller=False, address="127.0.0.1:1"))
     assert bool(failed) != joined and ("TTP_TLS_CERT=gone" in caplog.text) == joined
     assert [type(event) for event in said] == [ev.StreamDown]

@@ -7,6 +7,7 @@ import queue
 import threading
 from collections.abc import Callable
 
+from ttp._version import __version__
 from ttp.config import Config, RankEnv
 from ttp.core.layout import Version
 from ttp.core.messages import RefusalCode
@@ -133,8 +134,17 @@ class Joining:
         """Whether the training thread still waits to begin; so no rank has made an update, which needs all."""
         return not self._started
 
-    def joined(self) -> None:
-        """Note that the controller has accepted this rank."""
+    def joined(self, controller: str) -> None:
+        """Note that the controller has accepted this rank.
+
+        Args:
+            controller: its version of ttp. Of several versions in a job, each host's first rank tells once.
+        """
+        if controller != __version__ and self._env.local_rank == 0 and not self._known.is_set():
+            log.warning(
+                "rank %s runs ttp %s, its controller ttp %s: install the same ttp on every host",
+                *(self._env.rank, __version__, controller),
+            )
         if self._put_off and self._env.rank == 0:
             log.warning("rank 0 had to wait: %s", self._put_off)
             self._put_off = ""

@@ -341,9 +341,9 @@ class Processor:
                 self._saver.commit(commit)
             case act.NoteRing():
                 self._lease.writer.submit(lambda: self._link.note(action, self._machine.incarnation))
-            case act.Joined(incarnation, first, joins, guest):
+            case act.Joined(incarnation, first, controller, joins, guest):
                 self.joins, self.was_guest = self.joins or joins, self.was_guest or guest
-                self._on_joined(incarnation, first, replaces=joins or guest)
+                self._on_joined(incarnation, first, controller, replaces=joins or guest)
             case act.Rejected(code, text):
                 self._joining.refused(code, text)
             case act.Decided(decision):
@@ -365,7 +365,7 @@ class Processor:
             case act.ProgramAction():
                 self._perform_program(action)
 
-    def _on_joined(self, incarnation: int, first: bool, *, replaces: bool) -> None:
+    def _on_joined(self, incarnation: int, first: bool, controller: str, *, replaces: bool) -> None:
         self.incarnation = incarnation
         if first:
             try:
@@ -374,7 +374,7 @@ class Processor:
                     self.copying.joined(pages, incarnation, anew=self._joining.holds_training and not replaces)
             except Exception:
                 log.exception("this rank has no rank-local page: if it dies, its random streams are lost")
-        self._joining.joined()
+        self._joining.joined(controller)
 
     def _gate_was_left(self) -> None:
         self._inbox.put(ev.NotRedone("the training thread has left the gate"))

@@ -6,6 +6,7 @@ unless the rank asks this controller to take over. After a takeover ``gathering`
 
 from __future__ import annotations
 
+from ttp._version import __version__
 from ttp.core import messages as m
 from ttp.core.controller import hello_rules as rules
 from ttp.core.controller.events import ConnectionId, LedElsewhere
@@ -121,7 +122,7 @@ class Admission:
 
     def _welcome(self, connection: ConnectionId, hello: m.Hello, *, joins: bool, guest: bool = False) -> None:
         term, incarnation = self._job.term, self._job.incarnation
-        self._outbox.send(connection, m.Welcome(hello.rank, term, incarnation, hello.ttp_version, joins, guest))
+        self._outbox.send(connection, m.Welcome(hello.rank, term, incarnation, __version__, joins, guest))
 
     def guest_said(self, connection: ConnectionId, report: m.Report) -> None:
         """Keep the program reports of a guest; ignore every other report of a process that is not a member."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ttp._version import __version__
 from ttp.core import messages as m
 from ttp.core.controller.membership import Member, Membership, has_trained, is_new
 from ttp.core.layout import Rank, describe, difference
@@ -110,9 +111,9 @@ def malformed(job: Membership, hello: m.Hello) -> Refusal | None:
     """Return why ``hello`` is invalid for any job; ``None`` if it is valid."""
     if hello.protocol_major != m.PROTOCOL_MAJOR:
         return m.RefusalCode.PROTOCOL, (
-            f"this controller speaks protocol {m.PROTOCOL_MAJOR}.{m.PROTOCOL_MINOR}, rank {hello.rank} speaks "
-            f"{hello.protocol_major}.{hello.protocol_minor} (ttp {hello.ttp_version}): install the same ttp on every "
-            "host"
+            f"this controller speaks protocol {m.PROTOCOL_MAJOR}.{m.PROTOCOL_MINOR} (ttp {__version__}), rank "
+            f"{hello.rank} speaks {hello.protocol_major}.{hello.protocol_minor} (ttp {hello.ttp_version}): install the "
+            "same ttp on every host"
         )
     if not 0 <= hello.rank < hello.world_size:
         return m.RefusalCode.MALFORMED, f"rank {hello.rank} is not in a world of {hello.world_size}"

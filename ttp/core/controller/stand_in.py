@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from ttp._version import __version__
 from ttp.core import messages as m
 from ttp.core.controller import events as ev
 from ttp.core.controller.hello_rules import malformed, mismatch
@@ -141,7 +142,7 @@ class StandIn:
         rescue.committing.restored(hello.base_version)
         job.join(connection, hello, now)
         job.term = NO_TERM
-        self._outbox.send(connection, m.Welcome(hello.rank, job.term, job.incarnation, hello.ttp_version))
+        self._outbox.send(connection, m.Welcome(hello.rank, job.term, job.incarnation, __version__))
         if rescue.incident is not None:
             job.gather_until = now + self._timeouts.meanwhile_s
             rescue.joined(hello, now)

@@ -116,12 +116,14 @@ class Joined(Action):
     Args:
         incarnation: the incarnation of the job.
         first: this is the first welcome of this process.
+        controller: the version of ttp that the controller has.
         joins: the process replaces a dead rank in a job that goes on.
         guest: the process waits to replace a living rank.
     """
 
     incarnation: int
     first: bool
+    controller: str
     joins: bool = False
     guest: bool = False
 

@@ -297,7 +297,7 @@ class ProcessorMachine:
         self._route.connected()
         self._note_ring()
         self._beat_at = now + self.timeouts.heartbeat_s
-        self._outbox.do(act.Joined(order.incarnation, first, order.joins, order.guest))
+        self._outbox.do(act.Joined(order.incarnation, first, order.ttp_version, order.joins, order.guest))
         if self._undecided or self.state.version <= self.state.hello.base_version:
             for said in filter(None, (self._view, self._restored if not self._undecided else None)):
                 self._outbox.report(said)  # other ranks may still wait for the decision, and this controller may be new
