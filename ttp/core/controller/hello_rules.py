@@ -114,6 +114,7 @@ def malformed(job: Membership, hello: m.Hello) -> Refusal | None:
             f"this controller speaks protocol {m.PROTOCOL_MAJOR}.{m.PROTOCOL_MINOR} (ttp {__version__}), rank "
             f"{hello.rank} speaks {hello.protocol_major}.{hello.protocol_minor} (ttp {hello.ttp_version}): install the "
             "same ttp on every host"
+            + ("" if job.live else ". If the controller is of an earlier launch, it ends by itself (TTP_ABANDONED_S)")
         )
     if not 0 <= hello.rank < hello.world_size:
         return m.RefusalCode.MALFORMED, f"rank {hello.rank} is not in a world of {hello.world_size}"
