@@ -265,8 +265,7 @@ class Driver:
         for request, future in self._saves.items():
             if not future.done():
                 future.set_result(_no_more(request))
-        with contextlib.suppress(RuntimeError):  # no thread can be started for the journal
-            self._note_beginning()
+        self._note_beginning()
 
     # -------------------------------------------------------------------------------------------------------- outwards
 
@@ -274,7 +273,7 @@ class Driver:
         for action in actions:
             try:
                 self._perform(action)
-            except Exception:  # for example, no thread can be started for the journal; orders must still be sent
+            except Exception:  # orders must still be sent
                 log.exception("the controller could not carry out %s", type(action).__name__)
 
     def _perform(self, action: ce.Action) -> None:

@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ttp.aside import aside
 from ttp.core.controller.hangs import MEMORY_S
 from ttp.launch.run_dir import journals_allowed
 from ttp.store import history
@@ -123,10 +124,9 @@ class Journal:
         """
         if not save_dir:
             return
-        with self._lock:
-            writer = self._writer(Path(save_dir))
         facts = json.loads(happening.facts) | {"controller": self._address, "run_dir": str(self._run_dir)}
-        writer.read((facts["run_id"], facts["incarnation"]) if resumed else None, found)
+        with self._lock:
+            self._writer(Path(save_dir)).read((facts["run_id"], facts["incarnation"]) if resumed else None, found)
         self._note(save_dir, history.LEADS if resumed else happening.kind, happening.unix_s, facts)
 
     def launch_goes_on(self, save_dir: str, happening: Happening, launch: tuple[str, int] | None = None) -> None:
@@ -174,8 +174,9 @@ class Journal:
         deadline = time.monotonic() + timeout_s
         hanging: set[Path] = set()
         while open_ones := {place: w for place, w in self._open_writers().items() if not w.ended}:
-            for writer in open_ones.values():
-                writer.end()
+            with self._lock:
+                for writer in open_ones.values():
+                    writer.end()
             hanging |= {p for p, w in open_ones.items() if not w.join(deadline - time.monotonic())}
         return hanging
 
@@ -223,7 +224,9 @@ class _Batch:
 
 
 class _Writer:
-    """The thread that writes to one directory.
+    """Writes to one directory, on a thread. Where no thread can be started, lines wait until one can.
+
+    Call ``put``, ``note``, ``read`` and ``end`` under the lock of the journal.
 
     Args:
         place: save_dir, the fallback directory or the run directory.
@@ -237,13 +240,12 @@ class _Writer:
         self._place, self._refused, self._may_write_to = place, refused, may_write_to
         self._mounts = Mounts()
         self._inbox: queue.SimpleQueue[tuple[str, str, bool] | Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="ttp-journal", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
 
     def put(self, incident: str, text: str, durable: bool) -> None:
         """Queue ``text``, which is one or more lines of ``incident``; ``durable``: with an fsync after the write."""
         if self._inbox.qsize() < LINES_MAX:
-            self._inbox.put((incident, text, durable))
+            self._queue((incident, text, durable))
 
     def note(self, line: str) -> None:
         """Queue a line of the history of launches. It is dropped if the directory does not exist.
@@ -251,11 +253,17 @@ class _Writer:
         Where the controller may not write yet, the line is written with the next one.
         """
         if self._inbox.qsize() < LINES_MAX:
-            self._inbox.put(lambda: self._note(line))
+            self._queue(lambda: self._note(line))
 
     def read(self, resumed: tuple[str, int] | None, found: Callable[[int, history.Launch | None, float], None]) -> None:
         """Read the history of launches on the writer's thread, and call ``found``; see ``Journal.launch_begins``."""
-        self._inbox.put(lambda: found(*history.behind(self._place, resumed, MEMORY_S)))
+        self._queue(lambda: found(*history.behind(self._place, resumed, MEMORY_S)))
+
+    def _queue(self, item: tuple[str, str, bool] | Callable[[], None] | None) -> None:
+        self._inbox.put(item)
+        if self._thread is None:
+            with contextlib.suppress(RuntimeError):  # no thread can be started: the next item tries again
+                self._thread = aside("ttp-journal", self._run)
 
     def _do(self, job: Callable[[], None]) -> None:
         """Run a job on the history of launches. A failure is only logged: no rescue depends on the history."""
@@ -277,10 +285,12 @@ class _Writer:
     def end(self) -> None:
         """Write the queued lines, then end the thread."""
         self.ended = True
-        self._inbox.put(None)
+        self._queue(None)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait at most ``timeout_s`` seconds. Return whether the thread has ended."""
+        """Wait at most ``timeout_s`` seconds. Return whether everything was written."""
+        if self._thread is None:
+            return False
         self._thread.join(max(0.0, timeout_s))
         return not self._thread.is_alive()
 

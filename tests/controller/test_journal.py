@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -97,6 +98,25 @@ def test_lines_are_made_durable_with_their_name(teller: Teller, monkeypatch: pyt
     teller.finish()
     assert synced[-2:] == [teller.save_dir / NAME, teller.save_dir / "incidents"]
     assert teller.save_dir in synced, "a new directory is a name too"
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_lines_wait_until_a_thread_can_be_started(
+    teller: Teller, monkeypatch: pytest.MonkeyPatch, refused: bool
+) -> None:
+    """A host that is out of threads may be the cause of the incident."""
+    if refused:
+        teller.tell("opened")
+        until(lambda: (teller.save_dir / NAME).exists())
+        shutil.rmtree(teller.save_dir)
+        teller.save_dir.write_text("a file in the way")
+    monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+    teller.tell("evidence")
+    until(lambda: not refused or teller.run_dir in teller.journal._stories["one"].places)
+    monkeypatch.undo()
+    teller.tell("released")
+    teller.finish()
+    assert kinds(teller.run_dir if refused else teller.save_dir) == teller.kinds
 
 
 @pytest.fixture
