@@ -7,11 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from tests.ports import free_port
 from tests.processor.fake_source import no_thread
+from tests.waiting import until
 from ttp._version import __version__
 from ttp.config import Config, RankEnv
 from ttp.core import messages as m
@@ -281,6 +283,15 @@ def test_a_relay_that_stands_still_is_left_at_the_next_heartbeat(
     stream.calls["on_up"]()
     stream.calls["on_down"]("UNAVAILABLE: the relay is gone")
     assert ended == [4711] and isinstance(said[-1], ev.StreamDown)
+
+
+def test_a_relay_that_does_not_answer_knows_nothing() -> None:
+    """The rank asks again with its next look."""
+    said = list[float | None]()
+    stream = Stream("127.0.0.1", 1, "", on_up=Mock(), on_order=Mock(), on_down=Mock(), relay=1)
+    stream.ask(said.append)
+    until(lambda: said == [None])
+    stream.abort()
 
 
 def test_after_the_end_no_second_stream_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -231,7 +231,7 @@ class ProcessorMachine:
                 self._aside.watch(now)
                 return
             case m.Refused(_, code, text):
-                self._refused(code, text, now)
+                self._refused(code, text)
                 return
             case TellLayout(_, digest):
                 self._tell_layout(digest, act.Send)
@@ -309,7 +309,7 @@ class ProcessorMachine:
         if self.state.returned is not None:
             self._outbox.report(m.Goodbye(self.state.rank, self.state.returned.reason, self.state.version))
 
-    def _refused(self, code: m.RefusalCode, text: str, now: float) -> None:
+    def _refused(self, code: m.RefusalCode, text: str) -> None:
         if code is m.RefusalCode.BUSY and not self.incarnation:
             self._outbox.do(act.Rejected(code, text))
         if code is m.RefusalCode.BUSY or (code is m.RefusalCode.OTHER_JOB and self._route.takeover):

@@ -102,7 +102,7 @@ class StandInStream:
             case ev.AsideOrder(order) if self._open:
                 self._ordered(order, now)
             case ev.AsideDown():
-                self._down(now)
+                self._down()
 
     def say(self, beat: m.Heartbeat) -> None:
         """Send a heartbeat to the stand-in too, which follows the progress of a save."""
@@ -136,10 +136,11 @@ class StandInStream:
         self._tries = 0
 
     def _looked(self, silent_s: float | None, now: float) -> None:
-        if silent_s is None or not self._watches:
-            return
         beat_s = self._timeouts.heartbeat_s
-        self._look_at = now + (LOOK_S if silent_s > QUIET * beat_s else max(LOOK_S, beat_s))
+        quiet = silent_s is not None and silent_s > QUIET * beat_s
+        self._look_at = now + (LOOK_S if quiet else max(LOOK_S, beat_s))
+        if silent_s is None or not self._watches:
+            return  # it may be known later: the name service may be slow
         if silent_s < self._timeouts.doubt_s:
             if not self._goes_on:
                 self.close()
@@ -157,7 +158,7 @@ class StandInStream:
         self._outbox.do(act.ConnectAside(self._to, self._timeouts.connect_s))
         self._tries += 1
 
-    def _down(self, now: float) -> None:
+    def _down(self) -> None:
         """Thaw, because the second stream broke. If the controller is still silent, the next look opens another one."""
         if self._open:
             self._open = self.welcomed = False

@@ -73,19 +73,15 @@ class Stream:
         self._outbox.put(report_to_wire(report))
 
     def ask(self, then: Callable[[float | None], None]) -> None:
-        """Ask the relay how many seconds its host has heard nothing of the controller's host; None: unknown.
+        """Ask the relay how many seconds its host has heard nothing of the controller's host.
 
-        ``then`` is called with the answer on another thread. A relay that does not answer is asked until the stream
-        ends.
+        ``then`` is called with the answer on another thread; None: it is unknown, or the relay did not answer within
+        ``ASK_S``.
         """
 
         def answered(call: Any) -> None:
-            code = call.code()
-            if code is grpc.StatusCode.DEADLINE_EXCEEDED and self._call.is_active():
-                self.ask(then)
-            elif code is grpc.StatusCode.OK:
-                answer = call.result()
-                then(answer.silent_s if answer.HasField("silent_s") else None)
+            answer = call.result() if call.code() is grpc.StatusCode.OK else None
+            then(answer.silent_s if answer is not None and answer.HasField("silent_s") else None)
 
         call = wire.stub(self._channel).Look.future(pb.LookRequest(), metadata=self._said, timeout=ASK_S)
         call.add_done_callback(answered)
