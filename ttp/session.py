@@ -173,7 +173,7 @@ class Session:
         self.config, address = admitted(self.config, env.master_addr, several=spans_hosts(os.environ, env.world_size))
         env = dataclasses.replace(env, master_addr=address)
         allow_journal(self.config.resolved_run_dir(), save_dir, self.fallback_dir)
-        survivor = continuing.able(layout, source, in_train=self.in_train)
+        survivor = continuing.able(source, in_train=self.in_train)
         processor = Processor(self.config, env, layout, source, str(save_dir), buddy=buddy, survivor=survivor)
         if prepare is not None:
             prepare(processor)

@@ -107,7 +107,7 @@ def test_lines_wait_until_a_thread_can_be_started(
     """A host that is out of threads may be the cause of the incident."""
     if refused:
         teller.tell("opened")
-        until(lambda: (teller.save_dir / NAME).exists())
+        until((teller.save_dir / NAME).exists)
         shutil.rmtree(teller.save_dir)
         teller.save_dir.write_text("a file in the way")
     monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))

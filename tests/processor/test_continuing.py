@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from ttp.config import Config
-from ttp.core.layout import Layout, Version
+from ttp.core.layout import Version
 from ttp.core.rank import staying
 from ttp.launch.again import Again, NextLaunch
 from ttp.processor import continuing
@@ -24,7 +24,6 @@ from ttp.processor.continuing import Continuing, TrainAgain, watched
 from ttp.processor.gate.gate import Gate, Halted
 from ttp.processor.processor import Processor
 
-LAYOUT = Layout.data_parallel(2)
 TORCH: Any = SimpleNamespace(framework="torch", on_device=False)
 FOLLOWING = NextLaunch(1, (1,), "127.0.0.1", 4711, released=True)
 
@@ -78,19 +77,19 @@ def test_why_a_process_cannot_go_on_is_said_once_when_it_joins(
 ) -> None:
     """Otherwise a user would learn only after a death that all ranks are restarted."""
     survivor.enter()
-    assert survivor.why_not(LAYOUT, TORCH) == "" and continuing.able(LAYOUT, TORCH) is survivor
+    assert survivor.why_not(TORCH) == "" and continuing.able(TORCH) is survivor
     device: Any = SimpleNamespace(framework="torch", on_device=True)
-    assert "TTP_KEEP_CUDA=1" in survivor.why_not(LAYOUT, device)
+    assert "TTP_KEEP_CUDA=1" in survivor.why_not(device)
     survivor.refuse("a stream of its own")
     survivor.refuse("another reason")
-    assert continuing.able(LAYOUT, TORCH) is None
+    assert continuing.able(TORCH) is None
     assert [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING] == [
         "this process will not go on after a failure of another: a stream of its own"
     ]
     survivor._refused, groups.why_not = "", Mock(side_effect=AttributeError("torch has changed"))
-    assert continuing.able(LAYOUT, TORCH) is None and "torch has changed" in caplog.text
+    assert continuing.able(TORCH) is None and "torch has changed" in caplog.text
     survivor._groups = None
-    assert survivor.why_not(LAYOUT, TORCH) == "torch was imported after @ttp_to_persist was applied"
+    assert survivor.why_not(TORCH) == "torch was imported after @ttp_to_persist was applied"
 
 
 @pytest.mark.parametrize(("mode", "decorated"), [("keep", True), ("keep", False), ("warm", False)])
@@ -100,12 +99,12 @@ def test_that_no_rank_can_go_on_outside_of_train_is_said(
     monkeypatch.setenv("TTP_CONTINUITY", mode)
     if not decorated:
         monkeypatch.setattr(continuing, "_continuing", None)
-    assert continuing.able(LAYOUT, TORCH, in_train=decorated and mode != "keep") is None
+    assert continuing.able(TORCH, in_train=decorated and mode != "keep") is None
     said = "of another: wrap_optimizer() was called outside of train(), the function with @ttp_to_persist"
     assert (said in caplog.text) is (mode == "keep")
     caplog.clear()
     other: Any = SimpleNamespace(framework="mindspore", on_device=False)
-    assert continuing.able(LAYOUT, other, in_train=False) is None
+    assert continuing.able(other, in_train=False) is None
     assert ("only torch programs can go on so far" in caplog.text) is (mode == "keep")
     assert "outside of train()" not in caplog.text
 
@@ -117,9 +116,9 @@ def test_a_rank_goes_on_only_under_the_launcher_that_has_started_it(
     survivor.enter()
     above = psutil.Process(os.getppid()).ppid()
     monkeypatch.setattr(os, "getppid", lambda: above)
-    assert continuing.able(LAYOUT, TORCH) is None and "use ttp run --continuity keep" in caplog.text
+    assert continuing.able(TORCH) is None and "use ttp run --continuity keep" in caplog.text
     Again(tmp_path).serve(above)
-    assert continuing.able(LAYOUT, TORCH) is survivor
+    assert continuing.able(TORCH) is survivor
 
 
 def test_whether_the_launcher_lives_is_known_although_the_run_directory_hangs(
@@ -127,7 +126,7 @@ def test_whether_the_launcher_lives_is_known_although_the_run_directory_hangs(
 ) -> None:
     """It is asked for each answer to a freeze, which would not come: nothing of this rank could be saved."""
     survivor.enter()
-    assert continuing.able(LAYOUT, TORCH) is survivor
+    assert continuing.able(TORCH) is survivor
     monkeypatch.setattr(Path, "read_text", Mock(side_effect=AssertionError("hangs")))
     assert survivor.why_no_longer() == ""
     monkeypatch.setattr(os, "getppid", lambda: 1)
@@ -139,7 +138,7 @@ def test_a_program_whose_process_groups_cannot_be_replaced_trains_and_is_restart
 ) -> None:
     groups.enter = Mock(side_effect=RuntimeError("no such function in torch"))
     survivor.enter()
-    assert "no such function in torch" in survivor.why_not(LAYOUT, TORCH)
+    assert "no such function in torch" in survivor.why_not(TORCH)
     survivor._next, survivor._thread = FOLLOWING, None
     with pytest.raises(Left, match=r"this rank could not go on: .*; the job is saved, and all ranks are restarted"):
         survivor.enter()

@@ -66,7 +66,11 @@ class MirrorTo(m.LedOrder):
 
 @dataclass(frozen=True, slots=True)
 class Settled(m.LedOrder):
-    """Order: every rank has stored ``version``, so drop older copies; not ``whole``: some rank cannot, so drop it."""
+    """Order: drop the copy that is no longer needed.
+
+    If ``whole``, every rank has stored its copy of ``version``: drop the older one. Else some rank could not store its
+    copy: drop that of ``version``.
+    """
 
     version: Version
     whole: bool

@@ -259,10 +259,10 @@ class _Known:
         assignments, vote = self._assign(wanted, version, kept), self.vote
         distrusted = {a.shard for a in assignments if a.rank in vote.odd.get(a.shard, ())}
         disputed = tuple(sorted(vote.disputed_at(version) | distrusted))
-        brought = any(a.how is How.KEPT for a in assignments)
+        from_kept = any(a.how is How.KEPT for a in assignments)
         finished = max((a.version for a in self.by_rank.values()), default=version)
-        lost = max(0, finished - version) if brought else max(0, min(finished, newest) - version)
-        dropped = ", ".join(self._doubts) if lost and not brought else ""
+        lost = max(0, finished - version) if from_kept else max(0, min(finished, newest) - version)
+        dropped = ", ".join(filter(None, (self._odd, self._bad))) if lost and not from_kept else ""
         reason = self._reason(version, assignments, disputed) + lost_story(assignments, lost)
         if dropped:
             reason += f"; newer copies are not trusted, so {lost_steps(lost)}"
@@ -276,15 +276,15 @@ class _Known:
         """
         ways, by_rank = self.ways, self.by_rank
         candidates = {shard: [r for r in ranks if version in ways.get(r, {})] for shard, ranks in groups.items()}
-        brought = {shard: kept.get(shard, {}).get(version, ()) for shard, able in candidates.items() if not able}
-        candidates |= {shard: list(ranks) for shard, ranks in brought.items()}
+        from_kept = {shard: kept.get(shard, {}).get(version, ()) for shard, able in candidates.items() if not able}
+        candidates |= {shard: list(ranks) for shard, ranks in from_kept.items()}
         sizes = {s: by_rank[ranks[0]].sizes.get(s, 0) for s, ranks in candidates.items()}
         work = placement.Work(sizes, by_rank.values())
         chosen: list[Assignment] = []
         for shard in sorted(candidates, key=lambda s: (len(candidates[s]), s)):
 
             def how(rank: Rank) -> How:
-                return How.KEPT if shard in brought else ways[rank][version]  # noqa: B023 - called in this round only
+                return How.KEPT if shard in from_kept else ways[rank][version]  # noqa: B023 - called in this round only
 
             def cost(rank: Rank) -> tuple[bool, bool, bool, bool, bool, float, float, int]:
                 answer = by_rank[rank]
@@ -303,17 +303,22 @@ class _Known:
             clean = how(lead) is How.AS_IS
             others = (by_rank[r] for r in candidates[shard] if clean and how(r) is How.AS_IS)
             started, missing = self.begun.get(shard, (None, ()))
-            whole = shard in brought or shard in self.uncut
+            whole = shard in from_kept or shard in self.uncut
             left = None if whole else missing if started == version else ()
             parts = placement.savers(shard, by_rank[lead], others, left, work)
             chosen += [Assignment(part, rank, how(lead)) for part, rank in parts]
         return tuple(sorted(chosen, key=lambda a: a.shard))
 
     @property
-    def _doubts(self) -> list[str]:
-        """Why copies are not trusted, as clauses."""
-        odd, bad = self.vote.odd_ranks, [r for r, answer in self.by_rank.items() if answer.bad]
-        return [*([odd_story(odd)] if odd else []), *([f"NaN or Inf on {ranks_text(bad)}"] if bad else [])]
+    def _odd(self) -> str:
+        """Which copies the vote rejects, as a clause; empty: none."""
+        return odd_story(self.vote.odd_ranks) if self.vote.odd else ""
+
+    @property
+    def _bad(self) -> str:
+        """Which copies hold NaN or Inf, as a clause; empty: none."""
+        bad = [rank for rank, answer in self.by_rank.items() if answer.bad]
+        return f"NaN or Inf on {ranks_text(bad)}" if bad else ""
 
     def _reason(self, version: Version, assignments: tuple[Assignment, ...], disputed: tuple[Shard, ...]) -> str:
         seen: defaultdict[str, list[int]] = defaultdict(list)
@@ -322,12 +327,10 @@ class _Known:
         states = "; ".join(f"{ranks_text(ranks)} {state}" for state, ranks in sorted(seen.items()))
         chores = dict.fromkeys((a.rank, a.how) for a in assignments if a.how in (How.REDO, How.UNDO))
         extra = [*(f"rank {rank} must {how.value}" for rank, how in chores), *_cut_story(assignments)]
-        extra += self._doubts
-        if any(answer.bad for answer in self.by_rank.values()):
-            extra[-1] += ", saved as it is" if any(self.by_rank[a.rank].bad for a in assignments) else ", not used"
-        if disputed:
-            extra.append(dispute_story(disputed))
-        return f"version {version} is the newest that is whole in every shard ({'; '.join([states, *extra])})"
+        used = any(self.by_rank[a.rank].bad for a in assignments)
+        bad = self._bad and f"{self._bad}, {'saved as it is' if used else 'not used'}"
+        clauses = states, *extra, self._odd, bad, dispute_story(disputed) if disputed else ""
+        return f"version {version} is the newest that is whole in every shard ({'; '.join(filter(None, clauses))})"
 
     def why_not(self, layout: Layout) -> str:
         """Return why no version is complete in every shard."""
@@ -367,12 +370,12 @@ def lost_steps(lost: int) -> str:
 
 def lost_story(assignments: tuple[Assignment, ...], lost: int) -> str:
     """Return what is to be added to the reason of a plan that saves kept copies; empty: it saves none."""
-    brought = [a.shard for a in assignments if a.how is How.KEPT]
-    if not brought:
+    shards = [a.shard for a in assignments if a.how is How.KEPT]
+    if not shards:
         return ""
-    more = f" and {len(brought) - SHARDS_SHOWN} more" if len(brought) > SHARDS_SHOWN else ""
+    more = f" and {len(shards) - SHARDS_SHOWN} more" if len(shards) > SHARDS_SHOWN else ""
     cost = lost_steps(lost) if lost else "no step is lost"
-    return f"; from kept copies of {', '.join(brought[:SHARDS_SHOWN])}{more}: {cost}"
+    return f"; from kept copies of {', '.join(shards[:SHARDS_SHOWN])}{more}: {cost}"
 
 
 def _kept_story(kept: KeptCopies) -> str:

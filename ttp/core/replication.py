@@ -186,7 +186,7 @@ class Buddies:
         """Settle the versions whose fate another controller has settled, as far as the report shows it."""
         if report.whole > self.whole:
             self._settle(report.whole, whole=True)
-        for version in [v for v in self._stored if v < report.version and v not in self._fates]:
+        for version in [v for v in self._stored if v < report.version]:
             self._settle(version, whole=False)
 
     def _settle(self, version: Version, *, whole: bool) -> None:

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ttp.config import KEEP, Config, RankEnv
-from ttp.core.layout import Layout, Version
+from ttp.core.layout import Version
 from ttp.core.rank import staying
 from ttp.errors import EXIT_SAVED, ConfigError
 from ttp.launch.again import Again, NextLaunch
@@ -186,7 +186,7 @@ class Continuing:
             self.leave(f"this rank could not go on: {problem!r}")
         return True
 
-    def why_not(self, layout: Layout, source: StateSource) -> str:
+    def why_not(self, source: StateSource) -> str:
         """Return why this process cannot go on after a failure of another; empty: it can."""
         if self._groups is None:
             return "torch was imported after @ttp_to_persist was applied"
@@ -349,7 +349,7 @@ def current() -> Continuing | None:
     return _continuing
 
 
-def able(layout: Layout, source: StateSource, *, in_train: bool = True) -> Continuing | None:
+def able(source: StateSource, *, in_train: bool = True) -> Continuing | None:
     """Return the ``Continuing`` of this process; None: it cannot go on after another rank died, and the log says why.
 
     Nothing is logged if the job's settings do not let survivors go on. ``in_train``: train() has called wrap_optimizer.
@@ -359,7 +359,7 @@ def able(layout: Layout, source: StateSource, *, in_train: bool = True) -> Conti
     reason = _OUTSIDE if source.framework == "torch" else "only torch programs can go on so far"
     try:
         if source.framework == "torch" and in_train and _continuing is not None:
-            reason = _continuing.why_not(layout, source)
+            reason = _continuing.why_not(source)
     except Exception as problem:  # private parts of torch may have changed
         reason = repr(problem)
     if reason:

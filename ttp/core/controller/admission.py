@@ -161,15 +161,16 @@ class Admission:
 
     def _busy(self, hello: m.Hello) -> rules.Refusal | None:
         incident = self._rescue.incident
-        saving = incident is not None and incident.stage is not Stage.RELEASED and bool(self._job.live)
+        if incident is None or incident.stage is Stage.RELEASED or not self._job.live:
+            return None
         known = self._job.members.get(hello.rank)
         another = known is None or (known.hello.nonce != hello.nonce and not self._job.takes_seat(hello))
         newcomer = not hello.incarnation and another
         relaunched = rules.starts_incarnation(self._job, hello)
-        if incident is not None and saving and (newcomer or relaunched):
-            incident.overtaken |= relaunched
-            return m.RefusalCode.BUSY, "the last incarnation of this job is still being saved; try again in a moment"
-        return None
+        if not (newcomer or relaunched):
+            return None
+        incident.overtaken |= relaunched
+        return m.RefusalCode.BUSY, "the last incarnation of this job is still being saved; try again in a moment"
 
     def _abdicate(self, now: float) -> None:
         """Forget the job: another controller has led it meanwhile, so the state of this controller is out of date."""

@@ -32,7 +32,7 @@ class Task:
 
 
 @dataclass(slots=True)
-class Written:
+class Durable:
     """What is durable in one directory: the plan, its durable tasks, and how they have cut the shards."""
 
     directory: str
@@ -73,8 +73,10 @@ class Draft:
     progress: OrderedDict[Rank, tuple[int, float]] = field(default_factory=OrderedDict)
     """Bytes that each saver or the committer has written, and the time of the last change, the oldest change first."""
     committer: Rank | None = None
-    _written_in: dict[str, Written] = field(default_factory=dict)
-    _aside: dict[Version, Written] = field(default_factory=dict)
+    _other_places: dict[str, Durable] = field(default_factory=dict)
+    """What is durable in the directories that were used before."""
+    _other_versions: dict[Version, Durable] = field(default_factory=dict)
+    """What is durable of the versions that were planned before; see ``take_back``."""
 
     @property
     def name(self) -> str:
@@ -184,9 +186,9 @@ class Draft:
 
     def set_aside(self) -> None:
         """Begin without pieces, for a plan of another version; those that are durable are kept, see ``take_back``."""
-        written = self._written()
-        if self.plan is not None and written.tasks:
-            self._aside[self.plan.version] = written
+        durable = self._durable()
+        if self.plan is not None and durable.tasks:
+            self._other_versions[self.plan.version] = durable
         self.tasks, self.pending, self.cuts = [], {}, {}
 
     def take_back(self, saved: Version) -> Version | None:
@@ -198,9 +200,9 @@ class Draft:
         Returns:
             Their version; None: there are no such pieces.
         """
-        while self._aside:
-            version = max(self._aside)
-            before = self._aside.pop(version)
+        while self._other_versions:
+            version = max(self._other_versions)
+            before = self._other_versions.pop(version)
             if version > saved and (before.directory == self.directory or not self.hold):
                 self._go_back_to(before)
                 return version
@@ -208,14 +210,14 @@ class Draft:
 
     def move(self, directory: str) -> None:
         """Write to ``directory`` from now on: of the pieces written so far only those there count."""
-        self._written_in[self.directory] = self._written()
-        self._go_back_to(self._written_in.get(directory, Written(directory)))
+        self._other_places[self.directory] = self._durable()
+        self._go_back_to(self._other_places.get(directory, Durable(directory)))
         self.progress = OrderedDict()
 
-    def _written(self) -> Written:
-        durable = [task for task in self.tasks if task.pieces is not None]
-        return Written(self.directory, self.plan, durable, self.cuts)
+    def _durable(self) -> Durable:
+        tasks = [task for task in self.tasks if task.pieces is not None]
+        return Durable(self.directory, self.plan, tasks, self.cuts)
 
-    def _go_back_to(self, before: Written) -> None:
+    def _go_back_to(self, before: Durable) -> None:
         self.directory, self.plan, self.tasks, self.cuts = before.directory, before.plan, before.tasks, before.cuts
         self.pending, self.dropped, self.committer = {}, [], None

@@ -214,9 +214,10 @@ class Saving:
         draft, failures = incident.draft, incident.ranks.failures
         failed = len(failures)
         while True:
-            rank, since = self._slowest(incident)
-            if rank is None or now < since + patience_s:
+            slowest = self._slowest(incident)
+            if slowest is None or now < slowest[1] + patience_s:
                 break
+            rank = slowest[0]
             if incident.stage is Stage.COMMITTING:
                 report = m.CommitFailed(rank, incident.id, draft.generation, text, may_pass=True)
                 self._committing.failed(incident, report)
@@ -227,25 +228,28 @@ class Saving:
 
     def stall_since(self, incident: Incident) -> float | None:
         """Return the time since which the slowest writer has written nothing; None if no rank writes."""
-        rank, since = self._slowest(incident)
-        return None if rank is None else since
+        slowest = self._slowest(incident)
+        return None if slowest is None else slowest[1]
 
     @staticmethod
-    def _slowest(incident: Incident) -> tuple[Rank | None, float]:
-        """Return the writing rank without progress for longest, and since when. Cheap, as it runs after every event."""
+    def _slowest(incident: Incident) -> tuple[Rank, float] | None:
+        """Return the writing rank without progress for longest, and since when; None if no rank writes.
+
+        Cheap, as it is called after every event.
+        """
         draft = incident.draft
         if incident.stage is Stage.COMMITTING:
             writing: Container[Rank | None] = (draft.committer,)
         elif incident.stage is Stage.SAVING:
             writing = draft.pending
         else:
-            return None, 0.0
+            return None
         while draft.progress:
             rank, (_, since) = next(iter(draft.progress.items()))
             if rank in writing and rank not in incident.ranks.failures:
                 return rank, since
             del draft.progress[rank]
-        return None, 0.0
+        return None
 
     def check(self, incident: Incident, now: float) -> None:
         """Begin the commit when all pieces are durable; have the plan made again when savers were lost or failed."""

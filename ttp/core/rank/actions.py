@@ -189,7 +189,7 @@ class NoteRing(Action):
 
 @dataclass(frozen=True, slots=True)
 class SettleCopy(Action):
-    """Note whether every rank has stored its copy of ``version``, and drop the copy that is no longer needed."""
+    """Drop the copy that is no longer needed, as in ``Settled``."""
 
     version: Version
     whole: bool

@@ -96,6 +96,6 @@ def givers(layout: Layout, holders: Collection[Rank]) -> dict[Rank, Rank]:
 
 
 def _changed(before: tuple[Hashable, ...], after: tuple[Hashable, ...]) -> str:
-    differing = [one for one in after if one not in set(before)] or list(after)
-    first = differing[0] if differing else "a tensor"
+    known = set(before)
+    first = next((one for one in after if one not in known), after[0] if after else "a tensor")
     return str(first[0] if isinstance(first, tuple) and first else first)
