@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from ttp.controller.connection import Connection, Peer
-from ttp.controller.journal import Happening, Journal
+from ttp.controller.journal import Journal, RecordedEvent
 from ttp.controller.log_output import RecordLog
 from ttp.core import messages as m
 from ttp.core.controller import events as ce
@@ -54,16 +54,16 @@ class Watch:
         past: earlier events that the watcher gets first.
     """
 
-    def __init__(self, past: Iterable[Happening]) -> None:
+    def __init__(self, past: Iterable[RecordedEvent]) -> None:
         self.lagging = False
-        self.queue: asyncio.Queue[Happening | None] = asyncio.Queue()
-        for happening in past:
-            self.queue.put_nowait(happening)
+        self.queue: asyncio.Queue[RecordedEvent | None] = asyncio.Queue()
+        for recorded in past:
+            self.queue.put_nowait(recorded)
 
-    def add(self, happening: Happening) -> bool:
+    def add(self, recorded: RecordedEvent) -> bool:
         """Queue an event. Return False if the watcher is too far behind, and is dropped."""
         self.lagging = self.queue.qsize() >= WATCH_MAX
-        self.queue.put_nowait(None if self.lagging else happening)
+        self.queue.put_nowait(None if self.lagging else recorded)
         return not self.lagging
 
     def end(self) -> None:
@@ -95,10 +95,10 @@ class Driver:
         self.closed = False
         """Whether the controller is stopping: then the end of a stream is no evidence of a fault of its rank."""
         self.started_at = time.monotonic()
-        self.history: collections.deque[Happening] = collections.deque()
+        self.history: collections.deque[RecordedEvent] = collections.deque()
         self._history_bytes = 0
         self._journal, self._log = journal, RecordLog()
-        self._beginning: Happening | None = None  # of a launch of which no rank of this host has joined
+        self._beginning: RecordedEvent | None = None  # of a launch of which no rank of this host has joined
         self._connections: dict[ce.ConnectionId, Peer] = {}
         self._ids = itertools.count(1)
         self._sequence = itertools.count(1)
@@ -306,32 +306,32 @@ class Driver:
 
     def _record(self, kind: str, incident: str, facts: dict[str, object]) -> None:
         text = _to_json(facts)
-        happening = Happening(next(self._sequence), time.time(), time.monotonic(), kind, incident, text)
-        self._remember(happening)
+        recorded = RecordedEvent(next(self._sequence), time.time(), time.monotonic(), kind, incident, text)
+        self._remember(recorded)
         self._log.take(kind, incident, facts, text)
         if self._watchers:
-            self._watchers = {watch for watch in self._watchers if watch.add(happening)}
+            self._watchers = {watch for watch in self._watchers if watch.add(recorded)}
         if incident:
-            self._journal.write(self.machine.job.save_dir, happening)
+            self._journal.write(self.machine.job.save_dir, recorded)
         if kind == BEGINS:
             self._note_beginning()  # of the launch before, which no rank of this host has joined
-            self._beginning = happening
+            self._beginning = recorded
         if facts.get("resumed") or kind in HISTORY_KINDS or self.machine.job.at_home >= 0:
             self._note_beginning()
         if kind in HISTORY_KINDS:
             job = self.machine.job
-            self._journal.launch_goes_on(job.save_dir, happening, (job.run_id, job.incarnation))
+            self._journal.launch_goes_on(job.save_dir, recorded, (job.run_id, job.incarnation))
         for observe in self.observers:
-            observe(kind, facts, happening.monotonic_s, happening.unix_s)
+            observe(kind, facts, recorded.monotonic_s, recorded.unix_s)
 
     def _note_beginning(self) -> None:
         """Record that a launch begins, once it is known how this host names the directory of the job."""
-        happening, self._beginning = self._beginning, None
-        if happening is not None:
-            facts = json.loads(happening.facts)
+        recorded, self._beginning = self._beginning, None
+        if recorded is not None:
+            facts = json.loads(recorded.facts)
             save_dir = self.machine.job.save_dir or facts["save_dir"]
             found = functools.partial(self._remembered, facts["incarnation"])
-            self._journal.launch_begins(save_dir, happening, bool(facts["resumed"]), found)
+            self._journal.launch_begins(save_dir, recorded, bool(facts["resumed"]), found)
 
     def _remembered(self, incarnation: int, fruitless: int, present: Launch | None, stood_s: float) -> None:
         """Give the machine the result of ``Journal.launch_begins``. Called on the journal's thread."""
@@ -349,9 +349,9 @@ class Driver:
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(feed)
 
-    def _remember(self, happening: Happening) -> None:
-        self.history.append(happening)
-        self._history_bytes += len(happening.facts)
+    def _remember(self, recorded: RecordedEvent) -> None:
+        self.history.append(recorded)
+        self._history_bytes += len(recorded.facts)
         while len(self.history) > HISTORY_MAX or (self._history_bytes > HISTORY_BYTES_MAX and len(self.history) > 1):
             self._history_bytes -= len(self.history.popleft().facts)
 

@@ -48,7 +48,7 @@ EARLY_MAX = 100
 """Most lines of the history of launches that wait until the controller may write to the directory."""
 GATHER_S = 0.005
 """Seconds that a line waits, so that further lines are written together with it."""
-STORIES_MAX = 8
+INCIDENTS_MAX = 8
 """Number of incidents whose lines are kept in memory."""
 NOT_TOLD = (
     "no rank on this host saves there, so the controller may not write there: start a controller without a rank on its "
@@ -59,7 +59,7 @@ _FSYNC_AFTER = {"committed", "released", "closed", "thawed"}
 
 
 @dataclass(frozen=True, slots=True)
-class Happening:
+class RecordedEvent:
     """One recorded event, as watchers and the journal get it.
 
     Args:
@@ -80,7 +80,7 @@ class Happening:
 
 
 @dataclass(slots=True)
-class _Story:
+class _IncidentLines:
     """The lines of one incident, and the directories to which they are written."""
 
     lines: list[str] = field(default_factory=list)
@@ -102,14 +102,14 @@ class Journal:
     ) -> None:
         self._run_dir, self._fallback, self._address = run_dir, fallback_dir, address
         self._told = {str(run_dir), *filter(None, told)}
-        self._stories: dict[str, _Story] = {}
+        self._incidents: dict[str, _IncidentLines] = {}
         self._writers: dict[Path, _Writer] = {}
         self._lock = threading.Lock()  # never held during a disk call
 
     def launch_begins(
         self,
         save_dir: str,
-        happening: Happening,
+        recorded: RecordedEvent,
         resumed: bool,
         found: Callable[[int, history.Launch | None, float], None],
     ) -> None:
@@ -117,30 +117,30 @@ class Journal:
 
         Args:
             save_dir: the job's directory of checkpoints; empty: nothing is recorded.
-            happening: the event, with the facts of the launch.
+            recorded: the event, with the facts of the launch.
             resumed: whether this controller took over during the launch; then the controller before it has recorded the
                 start.
             found: called on another thread with what ``history.behind`` returns.
         """
         if not save_dir:
             return
-        facts = json.loads(happening.facts) | {"controller": self._address, "run_dir": str(self._run_dir)}
+        facts = json.loads(recorded.facts) | {"controller": self._address, "run_dir": str(self._run_dir)}
         with self._lock:
             self._writer(Path(save_dir)).read((facts["run_id"], facts["incarnation"]) if resumed else None, found)
-        self._note(save_dir, history.LEADS if resumed else happening.kind, happening.unix_s, facts)
+        self._note(save_dir, history.LEADS if resumed else recorded.kind, recorded.unix_s, facts)
 
-    def launch_goes_on(self, save_dir: str, happening: Happening, launch: tuple[str, int] | None = None) -> None:
+    def launch_goes_on(self, save_dir: str, recorded: RecordedEvent, launch: tuple[str, int] | None = None) -> None:
         """Record an event of the launch. A failed line is not tried again: the incident's file has the event too.
 
         Args:
             save_dir: the job's directory of checkpoints; empty: nothing is recorded.
-            happening: the event.
+            recorded: the event.
             launch: run id and incarnation of the launch; None: it is the last one that was recorded.
         """
         if save_dir:
             named = dict(zip(("run_id", "incarnation"), launch, strict=True)) if launch else {}
-            facts = named | json.loads(happening.facts) | {"controller": self._address}
-            self._note(save_dir, happening.kind, happening.unix_s, facts)
+            facts = named | json.loads(recorded.facts) | {"controller": self._address}
+            self._note(save_dir, recorded.kind, recorded.unix_s, facts)
 
     def _note(self, save_dir: str, kind: str, unix_s: float, facts: dict[str, Any]) -> None:
         line = history.line_of(kind, unix_s, facts)
@@ -148,24 +148,24 @@ class Journal:
             for place in filter(None, (save_dir, self._fallback)):
                 self._writer(Path(place)).note(line)
 
-    def write(self, save_dir: str, happening: Happening) -> None:
+    def write(self, save_dir: str, recorded: RecordedEvent) -> None:
         """Queue the line of an event; never blocks. If ``LINES_MAX`` lines wait for a hanging disk, it is dropped."""
-        incident, line = happening.incident, line_of(happening)
+        incident, line = recorded.incident, line_of(recorded)
         with self._lock:
-            story = self._stories.get(incident) or self._begin(incident, Path(save_dir) if save_dir else self._run_dir)
-            if len(story.lines) < LINES_MAX:
-                story.lines.append(line)
-            for place in story.places:
-                self._writer(place).put(incident, line, happening.kind in _FSYNC_AFTER)
-            if happening.kind == "fallback" and (place := json.loads(happening.facts).get("directory")):
+            kept = self._incidents.get(incident) or self._begin(incident, Path(save_dir or self._run_dir))
+            if len(kept.lines) < LINES_MAX:
+                kept.lines.append(line)
+            for place in kept.places:
+                self._writer(place).put(incident, line, recorded.kind in _FSYNC_AFTER)
+            if recorded.kind == "fallback" and (place := json.loads(recorded.facts).get("directory")):
                 self._also_to(Path(place), incident)
 
     def close(self, timeout_s: float) -> None:
         """Write the queued lines, for at most ``timeout_s`` seconds; half as long again if a directory hangs."""
         if hanging := self._finish(timeout_s):
             with self._lock:
-                for incident, story in self._stories.items():
-                    if set(story.places) <= hanging:
+                for incident, kept in self._incidents.items():
+                    if set(kept.places) <= hanging:
                         self._also_to(self._run_dir, incident)
             self._finish(timeout_s / 2)
 
@@ -184,11 +184,11 @@ class Journal:
         with self._lock:
             return dict(self._writers)
 
-    def _begin(self, incident: str, place: Path) -> _Story:
-        while len(self._stories) >= STORIES_MAX:
-            del self._stories[next(iter(self._stories))]
-        story = self._stories[incident] = _Story(places=[place])
-        return story
+    def _begin(self, incident: str, place: Path) -> _IncidentLines:
+        while len(self._incidents) >= INCIDENTS_MAX:
+            del self._incidents[next(iter(self._incidents))]
+        kept = self._incidents[incident] = _IncidentLines(places=[place])
+        return kept
 
     def _writer(self, place: Path) -> _Writer:
         if place not in self._writers or self._writers[place].ended:
@@ -209,10 +209,10 @@ class Journal:
             self._also_to(self._run_dir, incident)
 
     def _also_to(self, place: Path, incident: str) -> None:
-        story = self._stories.get(incident)
-        if story is not None and place not in story.places:
-            story.places.append(place)
-            self._writer(place).put(incident, "".join(story.lines), True)
+        kept = self._incidents.get(incident)
+        if kept is not None and place not in kept.places:
+            kept.places.append(place)
+            self._writer(place).put(incident, "".join(kept.lines), True)
 
 
 @dataclass(slots=True)
@@ -345,9 +345,9 @@ class _Writer:
         return batch
 
 
-def line_of(happening: Happening) -> str:
+def line_of(recorded: RecordedEvent) -> str:
     """Return an event as a line (JSON) of its incident's file."""
-    h = happening
+    h = recorded
     facts = h.facts[1:-1]  # without the braces; the facts are already JSON
     return (
         f'{{"sequence": {h.sequence}, "unix_s": {h.unix_s:.6f}, "monotonic_s": {h.monotonic_s:.6f}, '

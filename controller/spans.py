@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ttp.controller.journal import Happening, line_of
+from ttp.controller.journal import RecordedEvent, line_of
 from ttp.launch.memory_file import memory_file
 from ttp.launch.own_module import own_module
 from ttp.store.history import BEGINS, HISTORY_KINDS
@@ -42,7 +42,7 @@ class SpanSender:
         history: the controller's events; its last element is the event for which ``take`` is called.
     """
 
-    def __init__(self, history: Sequence[Happening]) -> None:
+    def __init__(self, history: Sequence[RecordedEvent]) -> None:
         self._history = history
         self._threads: list[threading.Thread] = []
         self._said: set[str] = set()
@@ -51,15 +51,15 @@ class SpanSender:
         """Take an event that the controller records. Never blocks."""
         incident = self._history[-1].incident
         if kind in OVER and incident:
-            story = [happening for happening in self._history if happening.incident == incident]
-            self._start((incident,), lambda: "".join(map(line_of, story)))
+            events = [recorded for recorded in self._history if recorded.incident == incident]
+            self._start((incident,), lambda: "".join(map(line_of, events)))
         elif kind == "restored" and facts.get("version"):
-            story = [happening for happening in self._history if happening.kind in (BEGINS, *HISTORY_KINDS)]
-            released = (happening.incident for happening in reversed(story) if happening.kind == "released")
-            self._start((next(released, ""), "--restore"), lambda: "".join(map(_noted, story)))
+            events = [recorded for recorded in self._history if recorded.kind in (BEGINS, *HISTORY_KINDS)]
+            released = (recorded.incident for recorded in reversed(events) if recorded.kind == "released")
+            self._start((next(released, ""), "--restore"), lambda: "".join(map(_noted, events)))
 
-    def _start(self, arguments: tuple[str, ...], story: Callable[[], str]) -> None:
-        thread = threading.Thread(target=self._send, args=(arguments, story), name="ttp-spans", daemon=True)
+    def _start(self, arguments: tuple[str, ...], text: Callable[[], str]) -> None:
+        thread = threading.Thread(target=self._send, args=(arguments, text), name="ttp-spans", daemon=True)
         self._threads = [*(t for t in self._threads if t.is_alive()), thread]
         thread.start()
 
@@ -68,11 +68,11 @@ class SpanSender:
         for thread in self._threads:
             thread.join(LEAVING_S / len(self._threads))
 
-    def _send(self, arguments: tuple[str, ...], story: Callable[[], str]) -> None:
+    def _send(self, arguments: tuple[str, ...], text: Callable[[], str]) -> None:
         command = [*own_module("ttp.cli.spans"), *arguments]
         try:
             with memory_file() as lines:
-                lines.write(story().encode())
+                lines.write(text().encode())
                 lines.seek(0)
                 done = subprocess.run(
                     command, stdin=lines, capture_output=True, timeout=SENDING_S, start_new_session=True, check=False
@@ -90,5 +90,5 @@ class SpanSender:
         )
 
 
-def _noted(happening: Happening) -> str:
-    return history_line(happening.kind, happening.unix_s, json.loads(happening.facts))
+def _noted(recorded: RecordedEvent) -> str:
+    return history_line(recorded.kind, recorded.unix_s, json.loads(recorded.facts))

@@ -21,7 +21,7 @@ from ttp.cli import incident_reader
 from ttp.cli.incident_reader import incident_files, read_incident
 from ttp.cli.main import main
 from ttp.cli.timeline import _WORDS, ALIKE_MAX, rows, words
-from ttp.controller.journal import Happening, Journal
+from ttp.controller.journal import Journal, RecordedEvent
 from ttp.core.controller.evidence import EXPLAINS
 from ttp.core.messages import FaultKind
 from ttp.store.history import FILE, line_of
@@ -51,8 +51,8 @@ def write(save_dir: Path, incident: str, story: Story, started_s: float = 50.0) 
     journal = Journal(save_dir / "elsewhere", [str(save_dir)])
     for sequence, (at_ms, kind, facts) in enumerate(story, start=1):
         at_s = at_ms / 1e3
-        happening = Happening(sequence, 1.8e9 + at_s, started_s + at_s, kind, incident, json.dumps(facts))
-        journal.write(str(save_dir), happening)
+        recorded = RecordedEvent(sequence, 1.8e9 + at_s, started_s + at_s, kind, incident, json.dumps(facts))
+        journal.write(str(save_dir), recorded)
     journal.close(30)
     return save_dir / "incidents" / f"{incident}.jsonl"
 

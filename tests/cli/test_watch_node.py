@@ -13,7 +13,7 @@ import pytest
 
 from tests.cli.conftest import Controller, Ttp
 from tests.waiting import has_ended, until
-from ttp.launch.node_check import Course, Finding, Health, read_reset, run_check
+from ttp.launch.node_check import Finding, Health, ReportPolicy, read_reset, run_check
 
 Start = Callable[..., Controller]
 BROKEN = {"RankId": 3, "LogicId": 1, "Status": "unrecovered", "Policy": "reset", "ErrorCodeHex": ["0x80C98000"]}
@@ -86,30 +86,30 @@ def test_what_reset_json_says(tmp_path: Path, written: str, found: Any) -> None:
 
 def test_when_a_job_is_told() -> None:
     bad, ill, well = Finding(Health.FAULTY, "x"), Finding(Health.SUB_HEALTHY), Finding(Health.HEALTHY)
-    course = Course(2, report_sub_healthy=False)
-    assert [course.report(each) for each in (bad, well, bad, ill, bad, bad, bad)] == [*[False] * 5, True, True]
-    course.told(bad)
-    assert not course.report(bad) and not course.take_back(ill) and course.take_back(well)
-    course.told(None)
-    assert not course.take_back(well) and not course.report(bad) and course.report(bad)
-    assert Course(1, report_sub_healthy=True).report(ill)
+    policy = ReportPolicy(2, report_sub_healthy=False)
+    assert [policy.report(each) for each in (bad, well, bad, ill, bad, bad, bad)] == [*[False] * 5, True, True]
+    policy.told(bad)
+    assert not policy.report(bad) and not policy.take_back(ill) and policy.take_back(well)
+    policy.told(None)
+    assert not policy.take_back(well) and not policy.report(bad) and policy.report(bad)
+    assert ReportPolicy(1, report_sub_healthy=True).report(ill)
 
 
 def test_a_job_is_told_again_when_it_gets_worse() -> None:
     """A sub-healthy host, or one with one broken rank, gets worse without recovering in between."""
     bad, ill = Finding(Health.FAULTY, "x"), Finding(Health.SUB_HEALTHY)
-    course = Course(2, report_sub_healthy=True)
-    assert not course.report(ill) and course.report(ill)
-    course.told(ill)
-    assert not course.report(bad) and course.report(bad)
-    course.told(bad)
-    assert not any(map(course.report, (ill, ill, bad, bad)))
+    policy = ReportPolicy(2, report_sub_healthy=True)
+    assert not policy.report(ill) and policy.report(ill)
+    policy.told(ill)
+    assert not policy.report(bad) and policy.report(bad)
+    policy.told(bad)
+    assert not any(map(policy.report, (ill, ill, bad, bad)))
     one, other, both = (Finding(Health.FAULTY, ranks=ranks) for ranks in ((1,), (2,), (1, 2)))
     for told, news, old in ((one, both, one), (both, bad, other), (one, other, one), (bad, None, both)):
-        course = Course(1, report_sub_healthy=True)
-        course.told(told)
-        assert not course.report(old) and not course.report(ill)
-        assert news is None or course.report(news)
+        policy = ReportPolicy(1, report_sub_healthy=True)
+        policy.told(told)
+        assert not policy.report(old) and not policy.report(ill)
+        assert news is None or policy.report(news)
 
 
 def test_a_faulty_host_is_reported_to_its_job(ttp: Ttp, start: Start) -> None:

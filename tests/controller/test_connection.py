@@ -17,7 +17,7 @@ from ttp.controller import connection as subject
 from ttp.controller import driver as driving
 from ttp.controller.connection import Connection
 from ttp.controller.driver import Driver, Watch
-from ttp.controller.journal import Happening, Journal
+from ttp.controller.journal import Journal, RecordedEvent
 from ttp.core import messages as m
 from ttp.core.controller import events as ce
 from ttp.core.layout import Rank
@@ -43,14 +43,14 @@ def test_a_stream_that_nobody_reads_is_ended() -> None:
     assert ended == [True]
 
 
-def happening(facts: str = "{}") -> Happening:
-    return Happening(1, 0.0, 0.0, "x", "", facts)
+def recorded(facts: str = "{}") -> RecordedEvent:
+    return RecordedEvent(1, 0.0, 0.0, "x", "", facts)
 
 
 def test_a_watcher_that_lags_is_let_go() -> None:
-    watch = Watch([happening()])
-    assert all(watch.add(happening()) for _ in range(driving.WATCH_MAX - 1))
-    assert not watch.add(happening())
+    watch = Watch([recorded()])
+    assert all(watch.add(recorded()) for _ in range(driving.WATCH_MAX - 1))
+    assert not watch.add(recorded())
     assert watch.queue.qsize() == driving.WATCH_MAX + 1
 
 
@@ -87,5 +87,5 @@ async def test_after_a_tick_that_fails_there_is_another(
 
 def test_a_save_dir_that_cannot_be_a_path_does_not_stop_the_journal(journal: Journal, tmp_path: Path) -> None:
     for save_dir, incident in (("\0", "one"), ("", "two")):
-        journal.write(save_dir, Happening(1, 0.0, 0.0, "opened", incident, "{}"))
+        journal.write(save_dir, RecordedEvent(1, 0.0, 0.0, "opened", incident, "{}"))
     until(lambda: all((tmp_path / "incidents" / f"{name}.jsonl").exists() for name in ("one", "two")))

@@ -18,7 +18,7 @@ from tests.store.storage import fill, small_disk
 from tests.waiting import until
 from ttp.cli.incident_reader import read_incident
 from ttp.controller import journal as module
-from ttp.controller.journal import Happening, Journal
+from ttp.controller.journal import Journal, RecordedEvent
 from ttp.launch.run_dir import allow_journal
 from ttp.store.history import FILE, Launch, fruitless, line_of, read_launches
 
@@ -34,10 +34,10 @@ class Teller:
         self.kinds: list[str] = []
 
     def tell(self, kind: str, **facts: Any) -> None:
-        happening = Happening(len(self.kinds) + 1, 1.8e9, 50.0, kind, "one", json.dumps(facts))
+        recorded = RecordedEvent(len(self.kinds) + 1, 1.8e9, 50.0, kind, "one", json.dumps(facts))
         self.kinds.append(kind)
         self.journal._told |= {str(self.save_dir)}  # which tests change
-        self.journal.write(str(self.save_dir), happening)
+        self.journal.write(str(self.save_dir), recorded)
 
     def finish(self, timeout_s: float = 60) -> None:
         self.journal.close(timeout_s)
@@ -53,8 +53,8 @@ def teller(tmp_path: Path) -> Iterator[Teller]:
 def begin_launch(journal: Journal, save_dir: Path, *, run_id: str = "job", resumed: bool = False) -> None:
     """Record that a launch begins, or, if ``resumed``, that another controller has begun to lead it."""
     facts = json.dumps({"run_id": run_id, "incarnation": 1})
-    happening = Happening(1, 1.8e9, 50.0, "incarnation", "", facts)
-    journal.launch_begins(str(save_dir), happening, resumed, lambda *_: None)
+    recorded = RecordedEvent(1, 1.8e9, 50.0, "incarnation", "", facts)
+    journal.launch_begins(str(save_dir), recorded, resumed, lambda *_: None)
 
 
 def kinds(place: Path) -> list[str]:
@@ -112,7 +112,7 @@ def test_lines_wait_until_a_thread_can_be_started(
         teller.save_dir.write_text("a file in the way")
     monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
     teller.tell("evidence")
-    until(lambda: not refused or teller.run_dir in teller.journal._stories["one"].places)
+    until(lambda: not refused or teller.run_dir in teller.journal._incidents["one"].places)
     monkeypatch.undo()
     teller.tell("released")
     teller.finish()
@@ -201,11 +201,11 @@ def test_a_directory_that_hangs_keeps_nobody_waiting(tmp_path: Path, teller: Tel
 
 def test_memory_is_bounded(teller: Teller, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LINES_MAX", 10)
-    for incident in range(3 * module.STORIES_MAX):
+    for incident in range(3 * module.INCIDENTS_MAX):
         for _ in range(20):
-            teller.journal.write("", Happening(1, 0.0, 0.0, "answer", str(incident), "{}"))
-    assert len(teller.journal._stories) == module.STORIES_MAX
-    assert all(len(story.lines) == 10 for story in teller.journal._stories.values())
+            teller.journal.write("", RecordedEvent(1, 0.0, 0.0, "answer", str(incident), "{}"))
+    assert len(teller.journal._incidents) == module.INCIDENTS_MAX
+    assert all(len(written.lines) == 10 for written in teller.journal._incidents.values())
 
 
 def test_what_has_come_meanwhile_is_one_write(teller: Teller, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +243,7 @@ def test_a_directory_that_was_named_once_is_remembered_when_a_cleaner_has_remove
     begin_launch(journal, save_dir, run_id="a")
     until(lambda: bool(read_launches(save_dir)))
     shutil.rmtree(run_dir)
-    journal.write(str(save_dir), Happening(2, 1.8e9, 50.0, "opened", "one", "{}"))
+    journal.write(str(save_dir), RecordedEvent(2, 1.8e9, 50.0, "opened", "one", "{}"))
     journal.close(60)
     assert kinds(save_dir) == ["opened"] and not run_dir.exists()
 
@@ -259,7 +259,7 @@ def test_a_launch_whose_first_rank_joins_from_another_host_is_written_down(tmp_p
     assert passed.wait(60)
     assert not (save_dir / "incidents").exists()
     allow_journal(tmp_path / "run", save_dir)
-    journal.launch_goes_on(str(save_dir), Happening(2, 1.8e9, 50.0, "finished", "", '{"version": 7}'))
+    journal.launch_goes_on(str(save_dir), RecordedEvent(2, 1.8e9, 50.0, "finished", "", '{"version": 7}'))
     journal.close(60)
     (launch,) = read_launches(save_dir)
     assert (launch.run_id, launch.code) == ("job", 0)
@@ -273,7 +273,7 @@ def test_launches_are_written_down_in_the_fallback_directory_too(tmp_path: Path)
     journal = Journal(tmp_path / "run", map(str, places), str(places[1]))
     (places[0] / "incidents").write_text("in the way")
     begin_launch(journal, places[0])
-    journal.launch_goes_on(str(places[0]), Happening(2, 1.8e9, 50.0, "finished", "", '{"version": 7}'))
+    journal.launch_goes_on(str(places[0]), RecordedEvent(2, 1.8e9, 50.0, "finished", "", '{"version": 7}'))
     journal.close(60)
     (launch,) = read_launches(places[1])
     assert (launch.run_id, launch.code) == ("job", 0)
@@ -295,8 +295,8 @@ def test_a_controller_that_was_replaced_does_not_tell_how_the_launch_ended(tmp_p
     old, new = (Journal(tmp_path / "run", [str(tmp_path)], address=address) for address in ("first:1", "second:2"))
 
     def released(journal: Journal, code: int) -> int | None:
-        happening = Happening(2, 1.8e9, 50.0, "released", "one", json.dumps({"exit_code": code}))
-        journal.launch_goes_on(str(tmp_path), happening)
+        recorded = RecordedEvent(2, 1.8e9, 50.0, "released", "one", json.dumps({"exit_code": code}))
+        journal.launch_goes_on(str(tmp_path), recorded)
         journal.close(60)
         (launch,) = read_launches(tmp_path)
         return launch.code
@@ -335,7 +335,7 @@ def test_the_incident_is_written_before_the_history_of_launches(
     monkeypatch.setattr(module, "_append", lambda _folder, name, _data, _durable: written.append(name))
     teller.save_dir.mkdir(parents=True)
     teller.tell("opened")
-    teller.journal.launch_goes_on(str(teller.save_dir), Happening(2, 1.8e9, 50.0, "released", "one", "{}"))
+    teller.journal.launch_goes_on(str(teller.save_dir), RecordedEvent(2, 1.8e9, 50.0, "released", "one", "{}"))
     teller.tell("released")
     both_queued.set()
     teller.finish()

@@ -18,7 +18,7 @@ from ttp.controller import driver as driving
 from ttp.controller import spans
 from ttp.controller.__main__ import main
 from ttp.controller.driver import Driver
-from ttp.controller.journal import Happening, Journal
+from ttp.controller.journal import Journal, RecordedEvent
 from ttp.controller.spans import SpanSender
 from ttp.core import messages as m
 from ttp.core.controller.events import Received
@@ -115,8 +115,8 @@ def test_a_controller_without_a_port_says_how_to_give_one(
 # --------------------------------------------------------------------------------------------------------------- traces
 
 
-def happening(kind: str, incident: str = "", **facts: object) -> Happening:
-    return Happening(1, 1.0, 2.0, kind, incident, json.dumps(facts))
+def recorded(kind: str, incident: str = "", **facts: object) -> RecordedEvent:
+    return RecordedEvent(1, 1.0, 2.0, kind, incident, json.dumps(facts))
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def sender(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SpanSender:
     return SpanSender([])
 
 
-def send(sender: SpanSender, *story: Happening) -> None:
+def send(sender: SpanSender, *story: RecordedEvent) -> None:
     sender._history = story
     sender.take(story[-1].kind, {"version": 7}, 0.0, 0.0)
     sender.close()
@@ -137,11 +137,11 @@ def test_a_trace_has_the_events_of_its_incident_and_a_restore_those_of_the_launc
     sender: SpanSender, tmp_path: Path
 ) -> None:
     """An event that ends no incident sends nothing."""
-    send(sender, happening("opened", "one"), happening("joined"))
+    send(sender, recorded("opened", "one"), recorded("joined"))
     assert not list(tmp_path.iterdir())
-    send(sender, happening("opened", "one"), happening("opened", "two"), happening("closed", "one"))
+    send(sender, recorded("opened", "one"), recorded("opened", "two"), recorded("closed", "one"))
     assert [line.count('"one"') for line in (tmp_path / "one.lines").read_text().splitlines()] == [1, 1]
-    send(sender, happening("released", "one"), happening("joined"), happening("restored"))
+    send(sender, recorded("released", "one"), recorded("joined"), recorded("restored"))
     lines = (tmp_path / "one.lines").read_text().split("\n")
     assert [json.loads(line)["kind"] for line in lines if line] == ["released", "restored"]
 
@@ -151,8 +151,8 @@ def test_that_traces_are_not_sent_is_said_once_and_stops_nothing(
 ) -> None:
     """Neither a collector that refuses, nor a host on which no program can be started, may disturb a controller."""
     for incident in ("one", "two"):
-        send(sender, happening("closed", incident))
+        send(sender, recorded("closed", incident))
     monkeypatch.setattr(spans, "own_module", lambda _: ["/nowhere/python"])
-    send(sender, happening("closed", "three"))
+    send(sender, recorded("closed", "three"))
     said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert said == ["sending incident one as an OpenTelemetry trace: not sent: refused"]

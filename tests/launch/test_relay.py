@@ -26,7 +26,7 @@ from ttp.core import messages as m
 from ttp.core.layout import Rank, Version
 from ttp.launch.relay import RelayServer
 from ttp.launch.relay_file import AUTO_RANKS, RELAYED, TO_KEY, relay_of, wanted
-from ttp.processor.link.shortcut import Shortcut
+from ttp.processor.link.relay_choice import RelayChoice
 from ttp.wire.channel import metadata, open_channel, stub
 from ttp.wire.relay import PROTOCOL
 from ttp.wire.sockets import peers
@@ -212,26 +212,26 @@ def test_a_relay_that_is_stopped_is_left_and_one_that_goes_on_is_not(tmp_path: P
     with subprocess.Popen(["sleep", "600"]) as process:
         config = Config(token="secret", host="here", relay="on", run_dir=str(tmp_path))
         (tmp_path / "relay-here.json").write_text(json.dumps({"port": 4711, "pid": process.pid}))
-        shortcut = Shortcut(config, RankEnv(1, 2, 1, "127.0.0.1", "job", 0))
-        shortcut.ended(4711, "the controller ended the stream")
-        assert shortcut.port() == 4711 and not shortcut.stands_still()
+        choice = RelayChoice(config, RankEnv(1, 2, 1, "127.0.0.1", "job", 0))
+        choice.ended(4711, "the controller ended the stream")
+        assert choice.port() == 4711 and not choice.stands_still()
         process.send_signal(signal.SIGSTOP)
         until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
-        assert [shortcut.stands_still() for _ in range(4)] == [False, True, False, False], "it is left once"
-        shortcut.ended(4711, "CANCELLED: it was left")
-        assert shortcut.port() is None
+        assert [choice.stands_still() for _ in range(4)] == [False, True, False, False], "it is left once"
+        choice.ended(4711, "CANCELLED: it was left")
+        assert choice.port() is None
         process.send_signal(signal.SIGCONT)
-        until(lambda: not shortcut.stands_still())
+        until(lambda: not choice.stands_still())
         process.kill()
-    assert not shortcut.stands_still(), "it is gone, and its streams tell that"
+    assert not choice.stands_still(), "it is gone, and its streams tell that"
 
 
 def test_a_rank_that_is_alone_on_its_host_starts_no_relay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     env = RankEnv(0, AUTO_RANKS, 0, "127.0.0.1", "job", 0)
     config = Config(token="secret", host="here", run_dir=str(tmp_path))
-    assert Shortcut(config, env).port() is None
-    told_to = Shortcut(replace(config, relay="on"), env)
+    assert RelayChoice(config, env).port() is None
+    told_to = RelayChoice(replace(config, relay="on"), env)
     assert told_to.port() is not None
     told_to.close()
 

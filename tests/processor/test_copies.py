@@ -248,24 +248,24 @@ def order(version: int, **more: Any) -> m.Save:
 def test_what_is_brought_and_what_is_written_anew(copies: Copies) -> None:
     copies.made(10)
     kept_orders = order(10, kept=(Shard("s0"),), pages=(ME, OTHER), job=True)
-    live, brought = copies.copying.split(kept_orders, Version(17))
+    live, from_kept = copies.copying.split(kept_orders, Version(17))
     assert (live.shards, live.pages, live.job_state, live.kept) == ((), (OTHER,), False, ())
-    assert (brought.shards, brought.pages, brought.job_state, brought.kept) == ((), (ME,), True, ("s0",))
+    assert (from_kept.shards, from_kept.pages, from_kept.job_state, from_kept.kept) == ((), (ME,), True, ("s0",))
     usual = order(17, shards=(Shard("s0"),), pages=(ME, OTHER), job=True)
-    live, brought = copies.copying.split(usual, Version(17))
+    live, from_kept = copies.copying.split(usual, Version(17))
     assert live == usual.order
-    assert not (brought.pages or brought.job_state or brought.kept)
+    assert not (from_kept.pages or from_kept.job_state or from_kept.kept)
 
 
 def test_a_page_that_is_alive_is_taken_before_a_kept_one(copies: Copies) -> None:
     copies.made(10)
-    live, brought = copies.copying.split(order(10, pages=(ME,)), Version(10))
-    assert (live.pages, brought.pages) == ((), (ME,))
+    live, from_kept = copies.copying.split(order(10, pages=(ME,)), Version(10))
+    assert (live.pages, from_kept.pages) == ((), (ME,))
     writer = PageWriter(copies.pages, ME, incarnation=3)
     assert writer.write(10, True, [b"page"])
-    live, brought = copies.copying.split(order(10, pages=(ME,)), Version(10))
+    live, from_kept = copies.copying.split(order(10, pages=(ME,)), Version(10))
     writer.close()
-    assert (live.pages, brought.pages) == ((ME,), ())
+    assert (live.pages, from_kept.pages) == ((ME,), ())
 
 
 def test_pieces_of_a_copy_come_into_the_draft(copies: Copies, tmp_path: Path) -> None:
@@ -273,8 +273,8 @@ def test_pieces_of_a_copy_come_into_the_draft(copies: Copies, tmp_path: Path) ->
     draft = tmp_path / "draft"
     draft.mkdir()
     save = order(10, kept=(Shard("s0"),), pages=(ME,), job=True)
-    _, brought = copies.copying.split(save, Version(17))
-    pieces = copies.copying.bring(brought, save, draft, lambda: False, lambda _: None)
+    _, from_kept = copies.copying.split(save, Version(17))
+    pieces = copies.copying.write_kept(from_kept, save, draft, lambda: False, lambda _: None)
     assert [(p.kind, p.shard, p.file) for p in pieces] == [
         ("shard", "s0", "shard_0_10-k7.bin"),
         ("rank_local", "", "rank_local_0_10-k7.bin"),
@@ -282,9 +282,9 @@ def test_pieces_of_a_copy_come_into_the_draft(copies: Copies, tmp_path: Path) ->
     ]
     assert all((draft / p.file).stat().st_size == p.size and p.table == "a table" for p in pieces)
     with pytest.raises(Cancelled):
-        copies.copying.bring(brought, save, draft, lambda: True, lambda _: None)
+        copies.copying.write_kept(from_kept, save, draft, lambda: True, lambda _: None)
     with pytest.raises(CheckpointError, match="cannot be read"):
-        copies.copying.bring(brought, order(20), draft, lambda: False, lambda _: None)
+        copies.copying.write_kept(from_kept, order(20), draft, lambda: False, lambda _: None)
 
 
 # ------------------------------------------------------------------------------------------------------------ processor

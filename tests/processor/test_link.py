@@ -267,10 +267,10 @@ def test_a_relay_that_stands_still_is_left_at_the_next_heartbeat(
     monkeypatch.setattr(connecting, "aside", lambda name, job: job())
     said: list[ev.Event] = []
     link, ended = link_of(tmp_path, said), list[int]()
-    shortcut: Any = SimpleNamespace(
+    choice: Any = SimpleNamespace(
         port=lambda: 4711, stands_still=lambda: still, ended=lambda relay, why: ended.append(relay)
     )
-    link._shortcut = shortcut
+    link._relay_choice = choice
     link.perform(act.Send(BEAT))  # there is no stream yet
     link.perform(act.Connect(start_controller=False, address="127.0.0.1:1"))
     (stream,) = made

@@ -23,7 +23,7 @@ from ttp.errors import ConfigError
 from ttp.launch.admission import admitted
 from ttp.launch.run_dir import allow_journal, journals_allowed
 from ttp.wire import access, tls
-from ttp.wire.access import UNKNOWN, Door, listening_address, owner_of
+from ttp.wire.access import UNKNOWN, AccessCheck, listening_address, owner_of
 
 ELSEWHERE = "192.0.2.1"
 """An address of no machine."""
@@ -154,13 +154,15 @@ def connection() -> Iterator[tuple[socket.socket, str]]:
 def test_the_kernel_says_whose_a_connection_is(connection: tuple[socket.socket, str]) -> None:
     opened, peer = connection
     assert owner_of(peer) == os.getuid()
-    assert Door(Config()).about_peer(peer, {}) == ""
+    assert AccessCheck(Config()).about_peer(peer, {}) == ""
     opened.close()  # what is over is nobody's; the kernel says root's
     assert owner_of(peer) == UNKNOWN
-    assert "of another user" in Door(Config()).about_peer(peer, {})
+    assert "of another user" in AccessCheck(Config()).about_peer(peer, {})
     for strange in ("ipv4:192.0.2.1:80", "unix:/run/x", "ipv4:nonsense", "", "ipv6:%5B::1%5D:1"):
         assert owner_of(strange) == UNKNOWN
-    assert Door(Config(token="t")).about_peer("", {}) == Door(Config(insecure=True)).about_peer("", {}) == ""
+    assert (
+        AccessCheck(Config(token="t")).about_peer("", {}) == AccessCheck(Config(insecure=True)).about_peer("", {}) == ""
+    )
 
 
 SAME_PORT = """
@@ -252,7 +254,7 @@ def test_ipv6_is_looked_up_too() -> None:
 
 def test_where_the_kernel_says_nothing_the_loopback_is_all_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(access, "_connections", lambda table, names: None)
-    assert owner_of("ipv4:127.0.0.1:1") is None and Door(Config()).about_peer("ipv4:127.0.0.1:1", {}) == ""
+    assert owner_of("ipv4:127.0.0.1:1") is None and AccessCheck(Config()).about_peer("ipv4:127.0.0.1:1", {}) == ""
 
 
 # --------------------------------------------------------------------------------------------------------- directories

@@ -30,7 +30,7 @@ from ttp.errors import (
 )
 from ttp.launch.token_file import read_token
 from ttp.polling import poll
-from ttp.store.history import Launch, WrongWord, fruitless, read_launches, read_word
+from ttp.store.history import Launch, WrongConfig, fruitless, read_launches, read_word
 from ttp.store.names import INCIDENTS
 
 EXIT_RUNNING = 1
@@ -323,7 +323,7 @@ def _moved_from(save_dir: Path, launch: Launch) -> bool:
 
 
 def _judge(
-    launches: list[Launch], incident: IncidentLog | None, word: WrongWord | None, launcher_code: int | None
+    launches: list[Launch], incident: IncidentLog | None, word: WrongConfig | None, launcher_code: int | None
 ) -> Verdict:
     """Return the verdict on the last launch. Where its end was not recorded, the newest incident decides."""
     if word is not None and word.holds(launches) and (incident is None or word.unix_s >= incident.opened_unix_s):
@@ -362,7 +362,7 @@ def _last_fault(place: Path, run_id: str | None, since: float | None) -> Inciden
     return None
 
 
-def _word(place: Path, run_id: str | None, since: float | None) -> WrongWord | None:
+def _word(place: Path, run_id: str | None, since: float | None) -> WrongConfig | None:
     """Return the message of a rank that exited with 64, which no controller or launcher may have recorded; or None."""
     word = read_word(place)
     if word is None or (run_id is not None and word.run_id != run_id) or (since is not None and word.unix_s < since):

@@ -14,7 +14,7 @@ from ttp.cli.output import Complaints, seconds
 from ttp.cli.report_fault import accuse
 from ttp.config import Config
 from ttp.errors import TtpError, UsageError
-from ttp.launch.node_check import Course, Finding, Health, read_reset, run_check
+from ttp.launch.node_check import Finding, Health, ReportPolicy, read_reset, run_check
 
 EXIT_UNKNOWN = 3
 """Exit code of ``--once`` when no check has found out the health of the host; monitors such as Nagios use it, too."""
@@ -74,24 +74,24 @@ def watch_node(
     if not check and reset_json is None:
         raise UsageError("watch-node needs a check (ttp watch-node -- COMMAND ...) or --reset-json FILE")
     name = host or Config.from_env().host or socket.gethostname()
-    course = Course(1 if once else strikes, report_sub_healthy=report_sub_healthy)
+    policy = ReportPolicy(1 if once else strikes, report_sub_healthy=report_sub_healthy)
     tell, tell_unknown = Complaints(), Complaints()
     while True:
         worst = _look(check, timeout, reset_json, tell_unknown)
         try:
             if worst is None:
                 pass  # unknown: the host may be as before
-            elif course.report(worst):
+            elif policy.report(worst):
                 with connected(find(address, port, token)) as client:
                     ranks, whole = list(worst.ranks), "" if worst.ranks else name
                     done, _, text = accuse(client, ranks, whole, worst.text, drain=drain and bool(whole))
                 tell(f"{name} is {worst}. {text}")
-                course.told(worst if done else None)
-            elif course.take_back(worst):
+                policy.told(worst if done else None)
+            elif policy.take_back(worst):
                 with connected(find(address, port, token)) as client:
                     client.report_fault([], name, "it is healthy again", recovered=True)
                 tell(f"{name} is healthy again")
-                course.told(None)
+                policy.told(None)
             elif worst.health is not Health.HEALTHY:
                 tell(f"{name} is {worst}")
         except TtpError as problem:  # no job runs (yet): the next round tries again

@@ -96,8 +96,8 @@ class Plan:
         disputed = tuple(sorted(vote.disputed_at(self.version).union(wrong)))
         if (disputed, vote.odd_ranks) == (self.disputed, self.odd):
             return self
-        words = [odd_story(vote.odd_ranks)] if vote.odd else []
-        words += [dispute_story(disputed)] if disputed else []
+        words = [odd_text(vote.odd_ranks)] if vote.odd else []
+        words += [dispute_text(disputed)] if disputed else []
         reason = f"{self.reason}; as later answers show, {'; '.join(words)}"
         return replace(self, disputed=disputed, odd=vote.odd_ranks, reason=reason)
 
@@ -106,7 +106,7 @@ class Plan:
         """What is wrong with the checkpoint, as clauses to append to its version; empty: nothing is known."""
         lost = f"; {lost_steps(self.lost)}" if self.lost else ""
         why = f": {self.dropped}" if self.dropped else ""
-        disputed = f"; {dispute_story(self.disputed)}" if self.disputed else ""
+        disputed = f"; {dispute_text(self.disputed)}" if self.disputed else ""
         return f"{' from kept copies' if lost and not why else ''}{lost}{why}{disputed}"
 
     @property
@@ -173,7 +173,7 @@ def decide(
     common = known.common_versions(everybody, kept)
     if common:
         return known.plan(max(common), everybody, kept)
-    return NoPlan(known.why_not(layout) + _kept_story(kept))
+    return NoPlan(known.why_not(layout) + _kept_text(kept))
 
 
 Copies = Mapping[Shard, Sequence[Rank]]
@@ -263,7 +263,7 @@ class _Known:
         finished = max((a.version for a in self.by_rank.values()), default=version)
         lost = max(0, finished - version) if from_kept else max(0, min(finished, newest) - version)
         dropped = ", ".join(filter(None, (self._odd, self._bad))) if lost and not from_kept else ""
-        reason = self._reason(version, assignments, disputed) + lost_story(assignments, lost)
+        reason = self._reason(version, assignments, disputed) + lost_text(assignments, lost)
         if dropped:
             reason += f"; newer copies are not trusted, so {lost_steps(lost)}"
         return Plan(version, assignments, reason, disputed, vote.odd_ranks, lost, dropped)
@@ -312,7 +312,7 @@ class _Known:
     @property
     def _odd(self) -> str:
         """Which copies the vote rejects, as a clause; empty: none."""
-        return odd_story(self.vote.odd_ranks) if self.vote.odd else ""
+        return odd_text(self.vote.odd_ranks) if self.vote.odd else ""
 
     @property
     def _bad(self) -> str:
@@ -326,17 +326,17 @@ class _Known:
             seen[f"torn after {answer.version}" if answer.torn else f"at {answer.version}"].append(rank)
         states = "; ".join(f"{ranks_text(ranks)} {state}" for state, ranks in sorted(seen.items()))
         chores = dict.fromkeys((a.rank, a.how) for a in assignments if a.how in (How.REDO, How.UNDO))
-        extra = [*(f"rank {rank} must {how.value}" for rank, how in chores), *_cut_story(assignments)]
+        extra = [*(f"rank {rank} must {how.value}" for rank, how in chores), *_cut_text(assignments)]
         used = any(self.by_rank[a.rank].bad for a in assignments)
         bad = self._bad and f"{self._bad}, {'saved as it is' if used else 'not used'}"
-        clauses = states, *extra, self._odd, bad, dispute_story(disputed) if disputed else ""
+        clauses = states, *extra, self._odd, bad, dispute_text(disputed) if disputed else ""
         return f"version {version} is the newest that is whole in every shard ({'; '.join(filter(None, clauses))})"
 
     def why_not(self, layout: Layout) -> str:
         """Return why no version is complete in every shard."""
         for shard, ranks in layout.groups.items():
             if not self._versions(shard, ranks):
-                return f"shard {shard!r} has no whole copy left: {_story(ranks, self.by_rank)}"
+                return f"shard {shard!r} has no whole copy left: {_holders_text(ranks, self.by_rank)}"
         shown = [
             f"{shard} has {sorted(self._versions(shard, ranks))}"
             for shard, ranks in islice(layout.groups.items(), SHARDS_SHOWN)
@@ -346,19 +346,19 @@ class _Known:
         return f"no version is whole in every shard: {'; '.join(shown)}"
 
 
-def _cut_story(assignments: tuple[Assignment, ...]) -> list[str]:
+def _cut_text(assignments: tuple[Assignment, ...]) -> list[str]:
     cut = {part.shard: part.count for part in (stripes.parse(a.shard) for a in assignments) if part.count > 1}
     if len(cut) > SHARDS_SHOWN:
         return [f"{len(cut)} shards in parts"]
     return [f"{shard} in {count} parts" for shard, count in cut.items()]
 
 
-def odd_story(ranks: Iterable[Rank]) -> str:
+def odd_text(ranks: Iterable[Rank]) -> str:
     """Return in words that the vote rejects the copies of these ranks."""
     return f"the copies of {ranks_text(ranks)} differ from most others"
 
 
-def dispute_story(shards: tuple[Shard, ...]) -> str:
+def dispute_text(shards: tuple[Shard, ...]) -> str:
     """Return in words what it means that the replicas of these shards differ."""
     return f"replicas of {', '.join(shards[:SHARDS_SHOWN])} differ, and the saved copy may be the wrong one"
 
@@ -368,7 +368,7 @@ def lost_steps(lost: int) -> str:
     return "1 finished step is lost" if lost == 1 else f"{lost} finished steps are lost"
 
 
-def lost_story(assignments: tuple[Assignment, ...], lost: int) -> str:
+def lost_text(assignments: tuple[Assignment, ...], lost: int) -> str:
     """Return what is to be added to the reason of a plan that saves kept copies; empty: it saves none."""
     shards = [a.shard for a in assignments if a.how is How.KEPT]
     if not shards:
@@ -378,14 +378,14 @@ def lost_story(assignments: tuple[Assignment, ...], lost: int) -> str:
     return f"; from kept copies of {', '.join(shards[:SHARDS_SHOWN])}{more}: {cost}"
 
 
-def _kept_story(kept: KeptCopies) -> str:
+def _kept_text(kept: KeptCopies) -> str:
     if not kept:
         return ""
     shown = [f"{shard} {sorted(versions)}" for shard, versions in islice(sorted(kept.items()), SHARDS_SHOWN)]
     return f"; kept copies do not help either: {', '.join(shown)}"
 
 
-def _story(ranks: Iterable[Rank], by_rank: Mapping[Rank, Answer]) -> str:
+def _holders_text(ranks: Iterable[Rank], by_rank: Mapping[Rank, Answer]) -> str:
     torn = [r for r in ranks if r in by_rank and by_rank[r].can_save]
     failed = [r for r in ranks if r in by_rank and not by_rank[r].can_save]
     gone = [r for r in ranks if r not in by_rank]

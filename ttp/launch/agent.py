@@ -21,8 +21,8 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from ttp.errors import EXIT_TRAINED
 from ttp.launch.deaths import ORDERLY_EXITS
+from ttp.launch.held_signals import obey
 from ttp.launch.host import Host
-from ttp.launch.later import obey
 from ttp.launch.moved_ranks import MovedRanks, job_address, may_move
 from ttp.launch.preparation import EXIT_FAILED, verdict
 from ttp.launch.rendezvous import give_fresh_stores, keep_own_time, told_if_late

@@ -54,7 +54,7 @@ class Finding:
         return f"{self.health.name.lower().replace('_', '-')}: {self.text}"
 
 
-class Course:
+class ReportPolicy:
     """Decides when to report to the job, from one finding after the other.
 
     Args:

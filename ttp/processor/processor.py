@@ -315,7 +315,7 @@ class Processor:
         state = self.gate.state()
         if self._saver.busy and not self.source.counts_bytes:
             self.written += 1  # this source counts no bytes, so a running write always counts as progress
-        return ev.Observed(*self._inspector.standing(state), self.mark, self.activity, self.written)
+        return ev.Observed(*self._inspector.reported(state), self.mark, self.activity, self.written)
 
     def _perform(self, action: act.Action) -> None:
         match action:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 from collections.abc import Callable
@@ -152,17 +153,21 @@ class Saver:
 
     def pieces(self, order: m.Save, draft: Path, cancelled: Callable[[], bool]) -> list[m.Piece]:
         """Write the pieces of an order, from the live state and from kept copies."""
-        copying, live, brought = self._copying, order.order, None
-        if copying is not None:
-            copying.quiesce()
-            live, brought = copying.split(order, self._version())
-        pieces: list[m.Piece] = []
-        if live.shards or live.pages or live.job_state or brought is None:
-            pieces += self._source.write_pieces(
-                order=live, version=order.version, draft=draft, generation=order.generation, cancelled=cancelled
-            )
-        if copying is not None and brought is not None and (brought.kept or brought.pages):
-            pieces += copying.bring(brought, order, draft, cancelled, self._wrote)
+        write = functools.partial(
+            self._source.write_pieces,
+            version=order.version,
+            draft=draft,
+            generation=order.generation,
+            cancelled=cancelled,
+        )
+        copying = self._copying
+        if copying is None:
+            return write(order=order.order)
+        copying.quiesce()
+        live, from_kept = copying.split(order, self._version())
+        pieces = [*write(order=live)] if live.shards or live.pages or live.job_state else []
+        if from_kept.kept or from_kept.pages:
+            pieces += copying.write_kept(from_kept, order, draft, cancelled, self._wrote)
         return pieces
 
     def _commit_and_tidy(self, order: m.Commit) -> None:

@@ -134,7 +134,7 @@ class StateInspector:
             except Exception:  # such as no thread to be started; this is the training thread
                 log.exception("cannot tell the controller that the training thread has reached the gate")
 
-    def standing(self, state: GateState) -> tuple[Version, m.Phase]:
+    def reported(self, state: GateState) -> tuple[Version, m.Phase]:
         """Return version and phase as they were reported for this state of the gate, or else those of the gate.
 
         The reported ones differ from the gate's if a device is behind its host.

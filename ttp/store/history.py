@@ -119,7 +119,7 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True)
-class WrongWord:
+class WrongConfig:
     """The file that a rank wrote before it exited with 64 (bad configuration).
 
     Args:
@@ -196,7 +196,7 @@ def leave_word(save_dir: Path, run_id: str, text: str) -> None:
     writer.join(WORD_S)
 
 
-def read_word(save_dir: Path) -> WrongWord | None:
+def read_word(save_dir: Path) -> WrongConfig | None:
     """Read the last file that ``leave_word`` wrote; return None if there is none or it cannot be read."""
     try:
         found = parse_json(read_plain(save_dir / INCIDENTS / WORD, WORD_BYTES_MAX))
@@ -205,7 +205,7 @@ def read_word(save_dir: Path) -> WrongWord | None:
     if not isinstance(found, dict) or not (at_s := _seconds(found.get("unix_s"))):
         return None
     after_s, ended = _seconds(found.get("after")), found.get("after_its_end") is True
-    return WrongWord(str(found.get("run_id", "")), at_s, str(found.get("text", ""))[:TEXT_MAX], after_s, ended)
+    return WrongConfig(str(found.get("run_id", "")), at_s, str(found.get("text", ""))[:TEXT_MAX], after_s, ended)
 
 
 def line_of(kind: str, unix_s: float, facts: Mapping[str, Any]) -> str:

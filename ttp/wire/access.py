@@ -86,7 +86,7 @@ def warn_if_open(insecure: bool) -> None:
         )
 
 
-class Door:
+class AccessCheck:
     """Decides which requests a server accepts.
 
     Args:
@@ -184,21 +184,21 @@ def _as_in_proc(address: ipaddress.IPv4Address | ipaddress.IPv6Address, port: in
 
 
 def guards(config: Config) -> list[grpc.ServerInterceptor]:
-    """Return interceptors that make a threaded gRPC server refuse the requests that ``Door`` refuses.
+    """Return interceptors that make a threaded gRPC server refuse the requests that ``AccessCheck`` refuses.
 
     Raises:
         ConfigError: TLS is configured and cannot be used.
     """
-    return [_Guard(Door(config))]
+    return [_Guard(AccessCheck(config))]
 
 
 def aio_guards(config: Config) -> list[grpc.aio.ServerInterceptor]:
-    """Return interceptors that make an asyncio gRPC server refuse the requests that ``Door`` refuses.
+    """Return interceptors that make an asyncio gRPC server refuse the requests that ``AccessCheck`` refuses.
 
     Raises:
         ConfigError: TLS is configured and cannot be used.
     """
-    return [_AioGuard(Door(config))]
+    return [_AioGuard(AccessCheck(config))]
 
 
 _MAKERS = {
@@ -216,22 +216,22 @@ def _like(handler: Any, behaviour: Callable[[Any], Any]) -> Any:
 
 
 class _Guard(grpc.ServerInterceptor):
-    def __init__(self, door: Door) -> None:
-        self._door = door
+    def __init__(self, check: AccessCheck) -> None:
+        self._check = check
 
     def intercept_service(self, continuation: Callable[[Any], Any], handler_call_details: Any) -> Any:
         """Refuse a request without the token now, and wrap the handler so that the caller is checked before it runs."""
         handler = continuation(handler_call_details)
         if handler is None:
             return handler
-        if problem := self._door.about_token(handler_call_details.invocation_metadata):
+        if problem := self._check.about_token(handler_call_details.invocation_metadata):
 
             def refuse(requests: Any, context: Any) -> Iterator[Any]:
                 context.abort(grpc.StatusCode.UNAUTHENTICATED, problem)
                 yield  # makes this a generator
 
             return grpc.stream_stream_rpc_method_handler(refuse)  # fits any method, because it reads no request
-        if not self._door.looks_at_peers:
+        if not self._check.looks_at_peers:
             return handler
 
         def behaviour(inner: Any) -> Any:
@@ -248,27 +248,27 @@ class _Guard(grpc.ServerInterceptor):
         return _like(handler, behaviour)
 
     def _admit(self, context: Any) -> None:
-        if problem := self._door.about_peer(context.peer(), context.auth_context()):
+        if problem := self._check.about_peer(context.peer(), context.auth_context()):
             context.abort(grpc.StatusCode.UNAUTHENTICATED, problem)
 
 
 class _AioGuard(grpc.aio.ServerInterceptor):
-    def __init__(self, door: Door) -> None:
-        self._door = door
+    def __init__(self, check: AccessCheck) -> None:
+        self._check = check
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
         """Refuse a request without the token now, and wrap the handler so that the caller is checked before it runs."""
         handler = await continuation(handler_call_details)
         if handler is None or handler_call_details.method.startswith(OPEN_TO_ALL):
             return handler
-        if problem := self._door.about_token(handler_call_details.invocation_metadata):
+        if problem := self._check.about_token(handler_call_details.invocation_metadata):
 
             async def refuse(requests: Any, context: Any) -> AsyncIterator[Any]:
                 await context.abort(grpc.StatusCode.UNAUTHENTICATED, problem)
                 yield  # makes this a generator
 
             return grpc.stream_stream_rpc_method_handler(refuse)  # fits any method, because it reads no request
-        if not self._door.looks_at_peers:
+        if not self._check.looks_at_peers:
             return handler
 
         def behaviour(inner: Any) -> Any:
@@ -287,6 +287,6 @@ class _AioGuard(grpc.aio.ServerInterceptor):
         return _like(handler, behaviour)
 
     async def _admit(self, context: Any) -> None:
-        problem = await asyncio.to_thread(self._door.about_peer, context.peer(), context.auth_context())
+        problem = await asyncio.to_thread(self._check.about_peer, context.peer(), context.auth_context())
         if problem:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, problem)

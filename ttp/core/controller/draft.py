@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from ttp.core import messages as m
 from ttp.core import stripes
-from ttp.core.decide import Assignment, How, Plan, lost_story
+from ttp.core.decide import Assignment, How, Plan, lost_text
 from ttp.core.layout import Rank, Shard, Version
 
 Odd = frozenset[tuple[Rank, Shard]]
@@ -162,10 +162,10 @@ class Draft:
         listed = [Assignment(s, t.order.rank, t.order.how) for t in self.tasks for s in t.order.shards]
         listed += [Assignment(s, t.order.rank, How.KEPT) for t in self.tasks for s in t.order.kept]
         assignments = tuple(sorted(listed, key=lambda a: a.shard))
-        story = "" if any(a.how is How.KEPT for a in plan.assignments) else lost_story(assignments, lost)
-        if not (lost and story):
+        text = "" if any(a.how is How.KEPT for a in plan.assignments) else lost_text(assignments, lost)
+        if not (lost and text):
             return replace(plan, assignments=assignments)
-        return replace(plan, assignments=assignments, reason=plan.reason + story, lost=lost)
+        return replace(plan, assignments=assignments, reason=plan.reason + text, lost=lost)
 
     def forget_parts(self, wanted: Mapping[Shard, int]) -> None:
         """Forget the pieces of shards that were cut into another number of parts than ``wanted`` says."""

@@ -21,7 +21,7 @@ from ttp.core.controller.mirrors import Mirrors
 from ttp.core.controller.outbox import Outbox
 from ttp.core.controller.page_collectors import PageCollectors
 from ttp.core.controller.planning import rest_s
-from ttp.core.decide import How, Plan, odd_story
+from ttp.core.decide import How, Plan, odd_text
 from ttp.core.layout import Rank, Shard
 
 GENERATIONS_PER_TERM = 1 << 16
@@ -271,7 +271,7 @@ class Saving:
                 ranks = sorted({rank for rank, _ in odd})
                 self._outbox.record("outvoted", ranks=ranks, shards=sorted({shard for _, shard in odd}))
                 draft.distrust(odd)
-                incident.enter(Stage.FREEZING, odd_story(ranks))
+                incident.enter(Stage.FREEZING, odd_text(ranks))
             else:
                 self._committing.begin(incident, "all pieces are durable", now)
 

@@ -18,8 +18,8 @@ from ttp.compat.mindio.placing import ours_counts
 from ttp.config import Config
 from ttp.errors import EXIT_TRAINED, ConfigError
 from ttp.launch.admission import admitted
+from ttp.launch.held_signals import obey, signals_held
 from ttp.launch.host import Host
-from ttp.launch.later import later, obey
 from ttp.launch.mindspore.environment import patience
 from ttp.launch.mindspore.flags import LOOK_S, Job, parse, waiting_s, with_names
 from ttp.launch.mindspore.processes import Processes
@@ -170,7 +170,7 @@ class _Starts:
         )
         processes = Processes(job, self._environ, self._log_dir, self._host.warm)
         try:
-            with later():
+            with signals_held():
                 processes.start(address, self._run_id, launch)
             _fail_open(lambda: self._host.watch(processes.workers))
             trained = self._wait(processes)
@@ -183,7 +183,7 @@ class _Starts:
             obey(lambda: _fail_open(lambda: self._stop(processes)), Interrupted)
             raise
         finally:
-            with later():  # a repeated signal must leave no worker behind, nor lose the exit codes
+            with signals_held():  # a repeated signal must leave no worker behind, nor lose the exit codes
                 _fail_open(lambda: self._host.stops.expect(processes.workers))
                 processes.stop()
                 self.codes = self._codes_of(processes)

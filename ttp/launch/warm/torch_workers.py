@@ -14,7 +14,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-from ttp.launch.later import later
+from ttp.launch.held_signals import signals_held
 from ttp.launch.warm.starter import WarmStarter
 
 logger = logging.getLogger("ttp.launch")
@@ -46,8 +46,8 @@ def forking(warm: WarmStarter, go_on: tuple[str, str] = ("", ""), *, together: b
     class Handler(SubprocessHandler):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             if together and not made:  # not before the block: torch puts its handlers into place first
-                held.enter_context(later())
-            with later():
+                held.enter_context(signals_held())
+            with signals_held():
                 super().__init__(*args, **kwargs)
                 made.append(self)
 
@@ -61,7 +61,7 @@ def forking(warm: WarmStarter, go_on: tuple[str, str] = ("", ""), *, together: b
         try:
             yield
         except BaseException:  # such as a signal: torch does not know the workers that it has started so far
-            with later():
+            with signals_held():
                 for handler in made:
                     with suppress(ProcessLookupError):
                         handler.close(signal.SIGKILL)

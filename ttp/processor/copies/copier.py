@@ -273,29 +273,29 @@ class Copying:
                 attempt.version,
             )
 
-    def split(self, order: m.Save, alive: Version) -> tuple[m.SaverOrder, m.SaverOrder]:
+    def split(self, order: m.Save, live_version: Version) -> tuple[m.SaverOrder, m.SaverOrder]:
         """Split a save order.
 
         Args:
             order: the whole order.
-            alive: version of the live state.
+            live_version: version of the live state.
 
         Returns:
             The part to write from the live state, and the part to write from kept copies.
         """
         wanted, there = order.order, set(self.held())
-        old = order.version < alive
-        brought = tuple(
+        old = order.version < live_version
+        from_kept = tuple(
             rank
             for rank in wanted.pages
             if m.KeptCopy(rank, order.version) in there and (old or not self._has_page(rank, order.version))
         )
         job = wanted.job_state and bool(wanted.kept) and not wanted.shards
-        pages = tuple(rank for rank in wanted.pages if rank not in brought)
+        pages = tuple(rank for rank in wanted.pages if rank not in from_kept)
         live = replace(wanted, pages=pages, job_state=wanted.job_state and not job, kept=())
-        return live, replace(wanted, shards=(), pages=brought, job_state=job)
+        return live, replace(wanted, shards=(), pages=from_kept, job_state=job)
 
-    def bring(
+    def write_kept(
         self,
         order: m.SaverOrder,
         save: m.Save,

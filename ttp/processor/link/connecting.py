@@ -17,8 +17,8 @@ from ttp.launch.controller_process import ensure_controller
 from ttp.launch.presence import is_local
 from ttp.launch.ring import Ring, write_ring
 from ttp.processor.joining import JOIN_PATIENCE_S, Joining
+from ttp.processor.link.relay_choice import RelayChoice
 from ttp.processor.link.second import SecondStream
-from ttp.processor.link.shortcut import Shortcut
 from ttp.processor.link.stream import Stream
 from ttp.wire import tls
 from ttp.wire.address import split, target
@@ -51,8 +51,8 @@ class ControllerLink:
         self._lock = threading.Lock()  # other threads may still connect while ``finish`` is called
         self._finished = False
         self._stream: Stream | None = None
-        self._shortcut = Shortcut(config, env)
-        self._second = SecondStream(config.token, put, self._shortcut.port)
+        self._relay_choice = RelayChoice(config, env)
+        self._second = SecondStream(config.token, put, self._relay_choice.port)
         self._sockets = Sockets()
         self._peers: tuple[str, ...] = ()
         """Addresses of the controller's end of the stream; empty if the stream goes through the relay."""
@@ -66,7 +66,7 @@ class ControllerLink:
             case act.Send(report):
                 if self._stream is not None:
                     self._stream.send(report)
-                    if self._relayed and isinstance(report, m.Heartbeat) and self._shortcut.stands_still():
+                    if self._relayed and isinstance(report, m.Heartbeat) and self._relay_choice.stands_still():
                         aside("ttp-connect", self._stream.abort)  # the machine then opens another one
             case act.Connect():
                 aside("ttp-connect", lambda: self.connect(action))
@@ -87,7 +87,7 @@ class ControllerLink:
         if stream is not None:
             stream.finish(timeout_s=timeout_s)
         self._second.perform(act.CloseAside())
-        self._shortcut.close()
+        self._relay_choice.close()
 
     def connect(self, action: act.Connect) -> None:
         """Open a stream; first start a controller if the action says so, which may take as long as its start does."""
@@ -120,7 +120,7 @@ class ControllerLink:
         if self._stream is not None:
             before, self._stream = self._stream, None
             before.abort()
-        relay = self._shortcut.port()
+        relay = self._relay_choice.port()
         self._peers, self._relayed = (), relay is not None
         stream = Stream(
             host,
@@ -160,7 +160,7 @@ class ControllerLink:
 
     def _on_down(self, reason: str, relay: int | None) -> None:
         if relay is not None:
-            self._shortcut.ended(relay, reason)
+            self._relay_choice.ended(relay, reason)
         if not self._over():
             level = logging.DEBUG if self._joining.pending() else logging.WARNING
             self._say(level, f"stream to the controller ended: {reason}")

@@ -26,7 +26,7 @@ def watch(thread: tuple[int, int], awaited: Callable[[], bool], found: Callable[
 
     Args:
         thread: ``threading.get_ident()`` and ``get_native_id()`` of the thread.
-        awaited: returns whether the thread is to be watched on.
+        awaited: returns whether to go on watching.
         found: ends the process.
     """
 
@@ -44,7 +44,10 @@ def watch(thread: tuple[int, int], awaited: Callable[[], bool], found: Callable[
 
 
 def _sleep(ident: int, native_id: int) -> str:
-    """Return how often the sleeping thread has slept; empty: it does not sleep in torch, or that is not known."""
+    """Return the thread's count of sleeps, as text, if it sleeps in torch now; else, or if that is not known, empty.
+
+    If two results are equal, the thread has slept in between without a break.
+    """
     frame = sys._current_frames().get(ident)
     if frame is None or not _in_torch(frame):
         return ""

@@ -28,7 +28,7 @@ STILL_BEATS = 2
 """Number of heartbeats in a row that find the relay stopped after which the rank leaves the relay."""
 
 
-class Shortcut:
+class RelayChoice:
     """Decides whether this rank goes through the relay of its host.
 
     Args:

@@ -33,7 +33,7 @@ def obey(stop: Callable[[], object], interruption: Any) -> None:
 
 
 @contextlib.contextmanager
-def later() -> Iterator[None]:
+def signals_held() -> Iterator[None]:
     """Call the handlers of ``SIGNALS`` after the block: a started process must be recorded, a stopped one waited for.
 
     Of several signals only the first counts. Outside of the main thread, where no handler runs, nothing is done.

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from ttp.config import Config
-from ttp.launch.later import later
+from ttp.launch.held_signals import signals_held
 from ttp.launch.warm.starter import WarmStarter
 
 
@@ -32,7 +32,7 @@ def handled() -> Any:
 
 def test_the_handler_is_called_after_the_block() -> None:
     done = False
-    with pytest.raises(SignalError), later():
+    with pytest.raises(SignalError), signals_held():
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
         done = True
@@ -51,7 +51,7 @@ def test_one_that_comes_while_the_handlers_are_put_back_does_not_leave_the_other
             os.kill(os.getpid(), signal.SIGTERM)
         return found
 
-    with pytest.raises(SignalError), later():
+    with pytest.raises(SignalError), signals_held():
         monkeypatch.setattr(signal, "signal", put_back)
     assert {how: signal.getsignal(how) for how in handlers} == handlers
 
