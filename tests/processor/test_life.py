@@ -123,6 +123,25 @@ def test_a_page_that_cannot_be_made_again_is_tried_once(
     current.end_launch()
 
 
+@pytest.mark.parametrize("fails", ["promise", "on_welcome"])
+def test_an_adapter_that_raises_stops_no_heartbeat(
+    controller: Controller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """A rank without heartbeats counts as silent, and the healthy job would be saved and ended."""
+    monkeypatch.setenv("TTP_HEARTBEAT_S", "0.05")
+    source, current = Paged(), session.current()
+    current.start_processor(RankEnv.from_env(), Layout.data_parallel(1), source, tmp_path)
+    assert current.processor is not None
+    monkeypatch.setattr(source, fails, Mock(side_effect=ZeroDivisionError))
+    source.page.path.unlink()
+    for version in (1, 2, 3):
+        current.processor.begin_update()
+        current.processor.end_update()
+        until(lambda: controller.status().ranks[0].version == version)  # noqa: B023 - called in this round only
+    current.processor.close()
+    current.end_launch()
+
+
 def test_a_train_whose_error_nobody_heard_keeps_neither_signals_nor_objects(
     controller: Controller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -121,9 +121,11 @@ class Joining:
         """
         if self._untold:
             self._first = version if self._first is None else self._first
-            if version > self._first and self._known.is_set() and self.problem is None and (text := promise()):
-                self._untold = False
-                log.info("protected: %s", text)
+            if version > self._first and self._known.is_set() and self.problem is None:
+                self._untold = False  # also if the adapter raises, which would stop each heartbeat
+                if text := promise():
+                    log.info("protected: %s", text)
+                self._untold = not text
 
     def pending(self) -> bool:
         """Return whether it is still unknown if this rank belongs to the job."""

@@ -95,7 +95,7 @@ class HostServices:
                 pages.renew()
                 source.on_welcome(Rank(self._env.rank), self._incarnation, page.parent)
                 self._note_page(page.parent)
-            except OSError as problem:
+            except Exception as problem:  # of the system, or of the adapter
                 self._page = None  # once is enough
                 log.warning("the page of this rank cannot be made again: %s", problem)
 
