@@ -173,16 +173,14 @@ class Journal:
         """End all writers, including those that start meanwhile. Return the directories of the writers that hang."""
         deadline = time.monotonic() + timeout_s
         hanging: set[Path] = set()
-        while open_ones := {place: w for place, w in self._open_writers().items() if not w.ended}:
+        while True:
             with self._lock:
+                open_ones = {place: writer for place, writer in self._writers.items() if not writer.ended}
                 for writer in open_ones.values():
                     writer.end()
+            if not open_ones:
+                return hanging
             hanging |= {p for p, w in open_ones.items() if not w.join(deadline - time.monotonic())}
-        return hanging
-
-    def _open_writers(self) -> dict[Path, _Writer]:
-        with self._lock:
-            return dict(self._writers)
 
     def _begin(self, incident: str, place: Path) -> _IncidentLines:
         while len(self._incidents) >= INCIDENTS_MAX:

@@ -38,7 +38,7 @@ class EarlyFailures:
         self._began_s = 0.0
         self._joined, self._late = False, True
         self._formed = 0  # incarnation of the last launch that formed
-        self._left_s: float | None = 0.0  # since when a rank has left this launch early; None: that was told
+        self._left_s: float | None = 0.0  # since when a rank has left this launch early; 0: none has; None: it was told
 
     @property
     def enough(self) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 from ttp.aside import aside
 from ttp.core.copy_messages import Mirror
 from ttp.inbox import Inbox
-from ttp.launch.presence import ask, channel_options
+from ttp.launch.presence import CHANNEL_OPTIONS, ask
 from ttp.launch.ring import ask_everybody
 from ttp.polling import poll
 
@@ -61,7 +61,7 @@ class _Leader:
         from ttp.wire.channel import stub
         from ttp.wire.tls import open_channel
 
-        self.place, self.channel = place, open_channel(place, channel_options())
+        self.place, self.channel = place, open_channel(place, CHANNEL_OPTIONS)
         self.channel.subscribe(self._changed, try_to_connect=True)
         self.stub = stub(self.channel)
 

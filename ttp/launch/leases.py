@@ -4,7 +4,7 @@ A launcher that sees one worker die stops the others. Files tell it which of the
 
     run_dir/armed/<pid>    a processor runs in this process, so it may ask for a lease
     run_dir/leases/<pid>   the process saves, and must not be stopped before this ``time.monotonic()`` of this host;
-                           or room for that time (``NO_LEASE``)
+                           or ``NO_LEASE``, which keeps room for that time
     run_dir/ended/<pid>    training and the program have ended here; only the interpreter still shuts down
 
 The first two files are removed when the process ends well; ``sweep`` removes those of killed processes. Everything here
@@ -33,7 +33,8 @@ FRESH_S = 3600.0
 ROOM = 32
 """Characters of a lease: more than any number takes."""
 NO_LEASE = "none".ljust(ROOM, "-")
-"""Contents of the file of a process that has no lease: no number, also where a lease is written over half of it."""
+"""Contents of the file of a process that has no lease. They are no number, even if a lease has replaced half of them.
+"""
 
 
 class Leases:

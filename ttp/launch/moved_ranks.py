@@ -23,7 +23,7 @@ from torch.distributed.elastic.utils.api import macros
 from ttp.config import MINDIO_SWITCH, Config
 from ttp.errors import ConfigError
 from ttp.launch.host import Host
-from ttp.launch.presence import channel_options
+from ttp.launch.presence import CHANNEL_OPTIONS
 from ttp.launch.rendezvous import serve_store
 from ttp.launch.standby import own_address
 from ttp.launch.warm.torch_workers import forking, start_worker
@@ -88,7 +88,7 @@ class MovedRanks:
         own = target(own_address(job, address), self._store.port)
         offered = PlaceOffered(host=job.host or socket.gethostname(), store=own)
         try:
-            with open_channel(address, job.port or 0, channel_options()) as channel:
+            with open_channel(address, job.port or 0, CHANNEL_OPTIONS) as channel:
                 taken = ManagerStub(channel).Offer(offered, timeout=ANSWER_S, metadata=metadata(job.token))
         except (grpc.RpcError, ConfigError) as problem:  # also while the files of a certificate are being renewed
             logger.debug("cannot offer this host to the controller: %s", problem)

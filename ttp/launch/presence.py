@@ -14,6 +14,8 @@ Presence = Literal["controller", "nobody", "other", "refused"]
 
 PROBE_S = 2.0
 """Seconds that a controller may take to answer a probe."""
+CHANNEL_OPTIONS = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 500)]
+"""Options of gRPC for short connections to a controller."""
 LIVES = frozenset({"live", "frozen"})
 """States of a rank, as ``ttp status`` names them, that is connected and trains or saves."""
 
@@ -87,14 +89,6 @@ def may_be_bound(bind: str, port: int) -> bool:
     return True
 
 
-def channel_options() -> list[tuple[str, Any]]:
-    """Return gRPC options for short connections to a controller: reconnect after 100 to 500 ms."""
-    return [
-        ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.max_reconnect_backoff_ms", 500),
-    ]
-
-
 def listens(address: str, port: int, timeout_s: float) -> bool:
     """Return whether any program accepts TCP connections at ``address:port`` within ``timeout_s`` seconds."""
     try:
@@ -166,5 +160,5 @@ def ask(address: str, port: int, token: str, method: str, request: Any, timeout_
     """
     from ttp.wire.channel import metadata, open_channel, stub
 
-    with open_channel(address, port, channel_options()) as channel:
+    with open_channel(address, port, CHANNEL_OPTIONS) as channel:
         return getattr(stub(channel), method)(request, timeout=timeout_s, metadata=metadata(token))

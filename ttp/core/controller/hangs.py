@@ -16,9 +16,9 @@ the job after this one, learns them. If it takes over a job that is past its fir
 
 There is no alarm until the pace of the job is known: the first versions of an incarnation (compilation, cold caches, a
 jump of the version by ``restore()``) neither teach nor raise an alarm. There is none either after a rank has left its
-loop, or while a rank reports that it does something else on purpose, as the others may wait for it: only a rank that
-is an update behind does not, because its peers needed nothing more from it for theirs. If no rank at all was heard for
-a while, this controller did not run, and the clock starts again.
+loop, or while a rank reports that it does something else on purpose: the others may wait for it. But a rank that is
+one update behind does not wait for it, because it has given its part of that update. If no rank at all was heard for a
+while, this controller did not run, and the clock starts again.
 
 The suspects: a rank that sends no heartbeats while others do is stopped, or something holds its interpreter lock. Such
 ranks are the suspects, whatever their last place was, as no rescue can count on them. Without such ranks the suspects
@@ -225,7 +225,8 @@ class HangWatch:
     def _waits_on_purpose(self, pausing: Collection[Rank], live: Collection[Rank]) -> bool:
         """Return whether ranks do something else on purpose, and every other rank may be waiting for them.
 
-        A rank that takes part in the updates is at most one behind: those further behind make none, and only receive.
+        A rank that is one update behind them does not wait for them. One that is further behind makes no updates, and
+        only receives results: it does not count.
         """
         newest = max((self._seen[rank].place[0] for rank in pausing), default=0)
         others = (seen for rank, seen in self._seen.items() if rank in live and rank not in self._pausing)

@@ -24,9 +24,13 @@ class Meanwhile:
     """The saves of the stand-in, which writes this object. The parts that lead the job read it."""
 
     _saves_for: Membership | None = None
+    """The ranks of the stand-in, while it makes a checkpoint."""
     _made_for: _Job | None = None
+    """The job of the last checkpoint."""
     _made: tuple[Version, str] | None = None
+    """Version and path of the last checkpoint."""
     _whose: set[str] = field(default_factory=set)
+    """The nonces of the ranks whose pages are in it."""
 
     def note(self, job: Membership, incident: Incident | None, last: Incident | None) -> None:
         """Note the present state of the stand-in.

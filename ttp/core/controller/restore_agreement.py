@@ -69,18 +69,20 @@ class Restoring:
             self._outbox.record("restored", version=report.version, size=size)
 
     def _decide(self) -> None:
-        verdict, views = agree(self._views.values()), self._views.values()
-        chosen, error = (Candidate(Version(0), "", ""), verdict) if isinstance(verdict, str) else (verdict, "")
-        version, damage = (Version(0), "") if chosen.name else none_whole(views)
-        away = (error if not damage else "") or self._not_everywhere(chosen)
+        """Choose for all ranks: a checkpoint, an error, another look after a pause, or that they read more."""
+        views = self._views.values()
+        agreed = agree(views)
+        chosen, error = (Candidate(Version(0), "", ""), agreed) if isinstance(agreed, str) else (agreed, "")
+        damaged, damage = (Version(0), "") if chosen.name else none_whole(views)
+        away = ("" if damage else error) or self._not_everywhere(chosen)
         if away and self._looks < (len(LOOK_AGAIN_S) if self._is_restart else 1):
             self._look_again(away)
             return
-        new = not (chosen.name or damage or error)  # what ranks call foreign is no checkpoint to them
-        if self._committed is not None and (new or ((damage or not error) and vanished(self._committed, views))):
+        anew = not (chosen.name or damage or error)  # also if ranks skip the committed one, as it lacks its manifest
+        if self._committed is not None and (anew or ((damage or not error) and vanished(self._committed, views))):
             chosen, error = Candidate(self._committed[0], "", ""), _gone(*self._committed, chosen.version)
         elif damage:
-            chosen, error = Candidate(version, "", ""), damage
+            chosen, error = Candidate(damaged, "", ""), damage
         self.decision = RestoreDecision(
             m.SEVERAL,
             self._job.term,

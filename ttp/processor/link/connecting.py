@@ -163,7 +163,7 @@ class ControllerLink:
             self._relay_choice.ended(relay, reason)
         if not self._over():
             level = logging.DEBUG if self._joining.pending() else logging.WARNING
-            self._say(level, f"stream to the controller ended: {reason}")
+            self._say(level, f"stream to the controller ended: {reason}; this rank connects again")
         if reason.startswith(("UNAUTHENTICATED", "FAILED_PRECONDITION")) and self._joining.pending():
             self._joining.failed(
                 ConfigError(f"the controller at {self._env.master_addr}:{self._config.port}: {reason}")

@@ -133,7 +133,7 @@ class Preemption:
             self._previous(signum, frame)
 
     def _listen(self) -> None:
-        reported = False  # the signal that the Python handler serves next
+        reported = False  # of a SIGTERM that was reported, the byte of the Python handler is still to come
         while data := os.read(self._read_fd, 1):
             if data == _ASKED:
                 self._answered.set()
