@@ -6,13 +6,16 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from tests.disks.bad_disk import BadDisk, Rule, why_not
 from tests.ports import free_port
+from tests.processor.fake_source import no_thread
 from ttp.processor.link.stream import Stream
+from ttp.store.history import leave_word, read_word
 
 LEAVES = """
 import ctypes
@@ -106,3 +109,9 @@ def test_a_stream_that_could_not_be_started_does_not_stop_a_rank_from_leaving() 
     stream = Stream("127.0.0.1", free_port(), "", on_up=print, on_order=print, on_down=print)
     stream.finish(timeout_s=0.1)
     stream.finish(timeout_s=0.1)
+
+
+def test_a_word_that_no_thread_can_write_changes_no_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    leave_word(tmp_path, "job", "no model")
+    assert read_word(tmp_path) is None

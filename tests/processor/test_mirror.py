@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.processor.page_records import record_of
+from ttp.aside import aside
 from ttp.core.copy_messages import Keep
 from ttp.core.layout import Rank, Version
 from ttp.processor.local_state import mirror, page_file
@@ -151,6 +152,26 @@ class TestKept:
         kept.store(keep(3))
         kept.close()
         assert find(pages, 3) == Page(3, True, b"state")
+
+    def test_a_page_is_not_closed_while_it_is_written(self, kept: KeptPages, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Its descriptor may be that of another file by then, and the page may have to grow."""
+        begun, go_on, done = threading.Event(), threading.Event(), list[str]()
+
+        def write(*_: object) -> bool:
+            begun.set()
+            done.append("written" if go_on.wait(PATIENCE_S) else "late")
+            return True
+
+        monkeypatch.setattr(PageWriter, "write", write)
+        monkeypatch.setattr(PageWriter, "close", lambda _: done.append("closed"))
+        storing = aside("store", lambda: kept.store(keep(3)))
+        assert begun.wait(PATIENCE_S)
+        closing = aside("close", kept.close)
+        closing.join(0.1)
+        go_on.set()
+        storing.join(PATIENCE_S)
+        closing.join(PATIENCE_S)
+        assert done == ["written", "closed"]
 
     def test_a_page_of_this_host_is_neither_overwritten_nor_outshone(self, pages: Path, kept: KeptPages) -> None:
         writer = PageWriter(pages, OTHER, incarnation=INCARNATION)

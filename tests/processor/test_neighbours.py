@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -206,22 +207,22 @@ def test_whatever_fails_is_one_line_in_the_log(
     assert record.levelno == logging.DEBUG and "a defect" in record.getMessage()
 
 
+@pytest.mark.parametrize("started", ["ttp-sentinel", "none"])
 def test_a_rank_that_cannot_watch_its_neighbours_still_leaves_in_good_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: str
 ) -> None:
     """Otherwise its neighbours would report its death."""
-
-    monkeypatch.setattr(PeerWatcher, "start", no_thread)
+    start = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda t: start(t) if t.name == started else no_thread())
     env = RankEnv(0, 1, 0, "127.0.0.1", "job", 0)
-    host = HostServices(Config(port=1, run_dir=str(tmp_path)), env, nonce="n", died=lambda *_: None)
-    with pytest.raises(RuntimeError):
-        host.begin(FakeSource(), INCARNATION)
-    assert host.pages is not None
-    page_dir = host.pages.path
-    seen = until(lambda: shown(page_dir))
+    host = HostServices(Config(port=1, run_dir=str(tmp_path), mirror=True), env, nonce="n", died=lambda *_: None)
+    page_dir = host.begin(FakeSource(), INCARNATION)
+    seen = None if started == "none" else until(lambda: shown(page_dir))
+    assert host._kept is not None, "what needs no thread is there"
     host.leave()
-    assert seen.state() is State.LEFT
-    seen.close()
+    if seen is not None:
+        assert seen.state() is State.LEFT
+        seen.close()
     host.close()
 
 

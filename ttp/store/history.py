@@ -17,13 +17,13 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ttp.aside import aside
 from ttp.core.layout import Rank, Version, parse_ranks
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED, EXIT_TRAINED, CheckpointError
 from ttp.store.durable import make_directory, write_durably
@@ -191,9 +191,8 @@ def leave_word(save_dir: Path, run_id: str, text: str) -> None:
         except (OSError, ValueError) as problem:
             log.error("`ttp verdict` will not know of this: cannot write to %s: %s", save_dir, problem)
 
-    writer = threading.Thread(target=write, name="ttp-word", daemon=True)  # the exit code must not hang with a disk
-    writer.start()
-    writer.join(WORD_S)
+    with contextlib.suppress(RuntimeError):  # no thread can be started, and the exit code must not hang with a disk
+        aside("ttp-word", write).join(WORD_S)
 
 
 def read_word(save_dir: Path) -> WrongConfig | None:

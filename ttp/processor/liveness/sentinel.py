@@ -78,7 +78,8 @@ class Sentinel:
         self._thread = threading.Thread(
             target=self._run, args=(page_dir, rank, nonce, incarnation), name="ttp-sentinel", daemon=True
         )
-        self._thread.start()
+        with contextlib.suppress(RuntimeError):  # no thread can be started: the death of this rank will be seen later
+            self._thread.start()
 
     def wait_placed(self, timeout_s: float) -> bool:
         """Wait until watchers can see the sentinel. Returns whether they can."""
@@ -88,7 +89,8 @@ class Sentinel:
         """Tell watchers that this process leaves in good order. Does nothing in a forked child."""
         if os.getpid() == self._pid:
             self._over.set()
-            self._thread.join(_LEAVE_PATIENCE_S)
+            if self._thread.is_alive():
+                self._thread.join(_LEAVE_PATIENCE_S)
 
     def _run(self, page_dir: Path, rank: int, nonce: str, incarnation: int) -> None:
         """Hold the sentinel on the thread whose end is the signal: once placed, only ``close`` may wake it."""

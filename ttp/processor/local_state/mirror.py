@@ -47,7 +47,10 @@ class PageMirror:
         self._closed = False
         self._complained = False
         self._thread = threading.Thread(target=self._run, name="ttp-mirror", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as problem:
+            self._complain(str(problem))
 
     def changed(self, version: int, final: bool) -> None:
         """Note that the page of ``version`` was written. For the training thread: one store and one wake-up."""
@@ -88,7 +91,7 @@ class PageMirror:
 
 
 class KeptPages:
-    """Pages of ranks of other hosts that this rank keeps. Not for several threads at once.
+    """Pages of ranks of other hosts that this rank keeps. Thread safe.
 
     Args:
         page_dir: the host's page directory.
@@ -101,6 +104,7 @@ class KeptPages:
         self._rank, self._incarnation = rank, incarnation
         self._writers: dict[int, PageWriter] = {}
         self._newest: dict[int, tuple[int, bool]] = {}
+        self._lock = threading.Lock()  # a page is not closed while it is written, as its descriptor may be reused
 
     def store(self, keep: Keep) -> str:
         """Write a page as the page of the rank to which it belongs. Never raises.
@@ -108,22 +112,24 @@ class KeptPages:
         Returns:
             Why it was refused; empty: it is stored.
         """
-        reason = self._objection(keep)
-        if not reason:
-            writer = self._writer(keep.of)
-            writer.write(keep.version, keep.final, [keep.data])
-            reason = writer.problem
-        if reason:
-            log.warning("the page of rank %s, version %s, was not stored: %s", keep.of, keep.version, reason)
-        else:
-            self._newest[keep.of] = max(self._newest.get(keep.of, (0, False)), (keep.version, keep.final))
-        return reason
+        with self._lock:
+            reason = self._objection(keep)
+            if not reason:
+                writer = self._writer(keep.of)
+                writer.write(keep.version, keep.final, [keep.data])
+                reason = writer.problem
+            if reason:
+                log.warning("the page of rank %s, version %s, was not stored: %s", keep.of, keep.version, reason)
+            else:
+                self._newest[keep.of] = max(self._newest.get(keep.of, (0, False)), (keep.version, keep.final))
+            return reason
 
     def close(self) -> None:
         """Close the files. The pages stay for the rank that saves; they are removed with the directory."""
-        for writer in self._writers.values():
-            writer.close()
-        self._writers.clear()
+        with self._lock:
+            for writer in self._writers.values():
+                writer.close()
+            self._writers.clear()
 
     def _objection(self, keep: Keep) -> str:
         version, final = self._newest.get(keep.of, (0, False))
