@@ -331,7 +331,7 @@ class Driver:
             facts = json.loads(recorded.facts)
             save_dir = self.machine.job.save_dir or facts["save_dir"]
             found = functools.partial(self._remembered, facts["incarnation"])
-            self._journal.launch_begins(save_dir, recorded, bool(facts["resumed"]), found)
+            self._journal.launch_begins(save_dir, recorded, found)
 
     def _remembered(self, incarnation: int, fruitless: int, present: Launch | None, stood_s: float) -> None:
         """Give the machine the result of ``Journal.launch_begins``. Called on the journal's thread."""

@@ -107,26 +107,22 @@ class Journal:
         self._lock = threading.Lock()  # never held during a disk call
 
     def launch_begins(
-        self,
-        save_dir: str,
-        recorded: RecordedEvent,
-        resumed: bool,
-        found: Callable[[int, history.Launch | None, float], None],
+        self, save_dir: str, recorded: RecordedEvent, found: Callable[[int, history.Launch | None, float], None]
     ) -> None:
         """Record the start of a launch, and read the history of launches.
 
         Args:
             save_dir: the job's directory of checkpoints; empty: nothing is recorded.
-            recorded: the event, with the facts of the launch.
-            resumed: whether this controller took over during the launch; then the controller before it has recorded the
-                start.
+            recorded: the event, with the facts of the launch. ``resumed``: this controller took over during the launch,
+                and the controller before it has recorded the start.
             found: called on another thread with what ``history.behind`` returns.
         """
         if not save_dir:
             return
         facts = json.loads(recorded.facts) | {"controller": self._address, "run_dir": str(self._run_dir)}
+        resumed = (facts["run_id"], facts["incarnation"]) if facts["resumed"] else None
         with self._lock:
-            self._writer(Path(save_dir)).read((facts["run_id"], facts["incarnation"]) if resumed else None, found)
+            self._writer(Path(save_dir)).read(resumed, found)
         self._note(save_dir, history.LEADS if resumed else recorded.kind, recorded.unix_s, facts)
 
     def launch_goes_on(self, save_dir: str, recorded: RecordedEvent, launch: tuple[str, int] | None = None) -> None:

@@ -52,9 +52,9 @@ def teller(tmp_path: Path) -> Iterator[Teller]:
 
 def begin_launch(journal: Journal, save_dir: Path, *, run_id: str = "job", resumed: bool = False) -> None:
     """Record that a launch begins, or, if ``resumed``, that another controller has begun to lead it."""
-    facts = json.dumps({"run_id": run_id, "incarnation": 1})
+    facts = json.dumps({"run_id": run_id, "incarnation": 1, "resumed": resumed})
     recorded = RecordedEvent(1, 1.8e9, 50.0, "incarnation", "", facts)
-    journal.launch_begins(str(save_dir), recorded, resumed, lambda *_: None)
+    journal.launch_begins(str(save_dir), recorded, lambda *_: None)
 
 
 def kinds(place: Path) -> list[str]:
