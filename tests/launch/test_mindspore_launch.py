@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -126,6 +127,31 @@ def test_a_signal_repeated_while_ranks_are_stopped_loses_neither_processes_nor_c
     with launch._interrupting(), pytest.raises(launch.Interrupted):
         starts._start(0)
     assert starts.codes == {0: 75}
+
+
+def test_a_run_directory_that_cannot_be_read_ends_no_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It may lie on a file system of the network, which answers with an error for a while."""
+
+    class Trained(Saved):
+        def start(self, *_: object) -> None: ...
+
+        def codes(self) -> dict[int, int]:
+            return {0: 0}
+
+        def stop_scheduler(self, _: float) -> None:
+            self.stopped = True
+
+    def look(_: object) -> None:
+        raise OSError(errno.ESTALE, "the run directory")
+
+    (tmp_path / "train.py").touch()
+    job = parse(["--mindspore", *TWO, str(tmp_path / "train.py")], {})
+    nothing = dict.fromkeys(("before_workers", "watch"), lambda *_, **__: None)
+    stops = SimpleNamespace(expect=lambda _: None)
+    warm = SimpleNamespace(look=lambda: None)
+    host: Any = SimpleNamespace(**nothing, stops=stops, look=look, warm=warm)
+    monkeypatch.setattr(launch, "Processes", Trained)
+    assert launch._Starts(job, [], Config(), host).run() == 0
 
 
 @pytest.mark.parametrize("fails", ["_number_of", "Processes"])

@@ -203,7 +203,7 @@ class _Starts:
 
     def _codes_of(self, processes: Processes) -> dict[int, int]:
         """Return exit codes of the workers; 0 for a crash in MindSpore's threads after the program had ended."""
-        self._host.look(processes.workers)
+        _fail_open(lambda: self._host.look(processes.workers))
         return processes.codes()
 
     def _lost_scheduler(self, processes: Processes) -> bool:
