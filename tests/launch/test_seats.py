@@ -109,11 +109,8 @@ def test_it_counts_who_lives_whether_or_not_the_one_that_exited_was_to_go_on(
     assert (found, given_up) == (filled, [])
 
 
-def test_torch_waits_for_the_successor_of_a_rank_that_exited_with_0(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """It had taken that rank for trained, and would end the successor as soon as the other ranks are through."""
-    seats, _ = seats_of(tmp_path)
+def with_a_seat(monkeypatch: pytest.MonkeyPatch, seats: Seats) -> dict[int, Any]:
+    """Let ``seats`` fill that of rank 1. Returns the workers that torch knows, by local rank."""
     agent: Any = seats._agent
     agent._pcontext = SimpleNamespace(subprocess_handlers={}, _running_local_ranks={0})
     agent._worker_group.workers = [SimpleNamespace(global_rank=rank, local_rank=rank) for rank in (0, 1)]
@@ -121,8 +118,32 @@ def test_torch_waits_for_the_successor_of_a_rank_that_exited_with_0(
     monkeypatch.setattr(seats._host, "watch", lambda _: None, raising=False)
     monkeypatch.setattr(seats, "_meet", lambda ranks: NextLaunch(1, tuple(ranks), "127.0.0.1", 1, released=False))
     monkeypatch.setattr(seats, "_start", lambda _: SimpleNamespace(proc=worker()))
+    handlers: dict[int, Any] = agent._pcontext.subprocess_handlers
+    return handlers
+
+
+def test_torch_waits_for_the_successor_of_a_rank_that_exited_with_0(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It had taken that rank for trained, and would end the successor as soon as the other ranks are through."""
+    seats, _ = seats_of(tmp_path)
+    known = with_a_seat(monkeypatch, seats)
     seats.fill({0: worker(), 1: worker(0)})
-    assert agent._pcontext._running_local_ranks == {0, 1} == {0, *agent._pcontext.subprocess_handlers}
+    assert seats._agent._pcontext._running_local_ranks == {0, 1} == {0, *known}  # type: ignore[union-attr]
+
+
+def test_torch_ends_a_worker_whose_seat_was_just_being_filled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nobody else would, if a signal ends the launcher then: the worker is in a session of its own."""
+    seats, _ = seats_of(tmp_path)
+    known = with_a_seat(monkeypatch, seats)
+
+    def mark(*_: object) -> None:
+        raise SignalException("stop", signal.SIGTERM)
+
+    monkeypatch.setattr(seats._host.again, "mark", mark)
+    with pytest.raises(SignalException):
+        seats.fill({0: worker(), 1: worker(-9)})
+    assert list(known) == [1]
 
 
 @pytest.mark.parametrize(("hosts", "why"), [(1, ""), (2, "the job has several hosts")])

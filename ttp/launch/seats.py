@@ -250,11 +250,11 @@ class Seats:
         for worker in agent._worker_group.workers:
             if worker.global_rank in ranks:
                 handler = self._early.pop(worker.global_rank, None) or self._start(worker.global_rank)
-                self._host.again.mark(handler.proc.pid, time.monotonic() + self._within_s, following.launch)
                 pcontext = cast("Any", agent._pcontext)
-                pcontext.subprocess_handlers[worker.local_rank] = handler
+                pcontext.subprocess_handlers[worker.local_rank] = handler  # first: if a signal comes, torch ends it
                 pcontext._running_local_ranks.add(worker.local_rank)  # torch took out a worker that exited with 0
                 worker.id = handler.proc.pid
+                self._host.again.mark(handler.proc.pid, time.monotonic() + self._within_s, following.launch)
         self._host.watch(agent._workers())
         following = self._agree(workers, following)
         self._host.again.announce(replace(following, released=True))  # only now: all ranks are marked and watched
