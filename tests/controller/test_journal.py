@@ -319,8 +319,8 @@ def test_a_controller_that_wakes_after_its_launch_tells_nothing_of_the_next_one(
     (tmp_path / "incidents").mkdir()
     (tmp_path / "incidents" / FILE).write_text("".join(lines))
     journal = Journal(tmp_path / "run", [str(tmp_path)], address="first:1")
-    happening = Happening(2, 1.8e9, 50.0, "released", "one", json.dumps({"exit_code": 75}))
-    journal.launch_goes_on(str(tmp_path), happening, ("job", 1))
+    recorded = RecordedEvent(2, 1.8e9, 50.0, "released", "one", json.dumps({"exit_code": 75}))
+    journal.launch_goes_on(str(tmp_path), recorded, ("job", 1))
     journal.close(60)
     assert [launch.code for launch in read_launches(tmp_path)] == [75, 0]
 
