@@ -212,7 +212,7 @@ def rescue(subject: ControllerMachine, version: int = 5) -> None:
     (commit,) = [a.order for a in actions if isinstance(a, Send) and isinstance(a.order, m.Commit)]
     done = m.Committed(commit.rank, incident, commit.generation, "/save/step_5", 1)
     check(subject.on_event(Received(HONEST[commit.rank], done), 2.0))
-    actions = check(subject.on_event(Tick(), 10.0))
+    actions = check(subject.on_event(Tick(), 3.0)) + check(subject.on_event(Tick(), 10.0))
     released = [a for a in actions if isinstance(a, Send) and isinstance(a.order, m.Release)]
     assert [(a.connection, a.order.exit_code) for a in released if isinstance(a.order, m.Release)] == [
         (HONEST[0], 75),

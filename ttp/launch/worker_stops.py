@@ -129,9 +129,9 @@ class WorkerStops:
         self._watch.expect(pids)
         alive, armed = _alive(workers), self._leases.armed()
         for pid in alive & set(pids):
-            whole = pid in armed or how is signal.SIGKILL  # a pid that was armed may be that of another process now
-            ranks = [rank for rank in armed if worker_of(rank, alive) == pid] if not whole else ()
-            if not ranks:
+            ranks = [rank for rank in armed - {pid} if worker_of(rank, alive) == pid]
+            # The pid of a rank that was killed may be that of another process below an armed worker now.
+            if not ranks or pid in armed or how is signal.SIGKILL:
                 _kill(os.killpg, pid, how)
             for rank in ranks:  # of a shell script, which would end at once, before its rank has saved
                 _kill(os.kill, rank, how)
