@@ -137,6 +137,17 @@ def test_a_checkpoint_without_its_manifest_counts_if_a_launch_has_committed_it(
     assert versions(look_back(world.save_dir, other.save_dir)) == [4]
 
 
+def test_a_newer_one_that_is_skipped_is_told_of_if_the_newest_whole_one_is_elsewhere(
+    world: World, other: World
+) -> None:
+    """Its directory is not read then, because it offers nothing newer."""
+    (world.make(8) / "__0_1.distcp").unlink()
+    world.make(4), other.make(6)
+    found = look_back(world.save_dir, other.save_dir)
+    assert versions(found) == [6, 4]
+    assert found.skipped[0] == "tft_saved_checkpoints-step_8: piece __0_1.distcp is missing"
+
+
 def test_what_was_agreed_on_is_looked_at_where_it_lies(world: World, other: World) -> None:
     world.make(12), other.make(8)
     found = look_back(world.save_dir, other.save_dir)

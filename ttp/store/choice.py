@@ -154,7 +154,9 @@ class _Search:
         for directory, offered in sorted(self.offers.items(), key=lambda item: -_version(item[1])):
             share = self.shares[directory] = WHOLE if twofold else self.share(directory)
             every = self.older and share != WHOLE
-            if not every and self.newest is not None and self.newest.version >= _version(offered):
+            if not every and (newest := self.newest) is not None and newest.version >= _version(offered):
+                newer = [entry for entry in self.entries[directory] if (entry.version or 0) > newest.version]
+                self.skipped += find_whole(directory, deep=False, entries=newer)[1]
                 continue
             enough = None if every else 1
             whole, reasons = find_whole(directory, enough=enough, share=share, entries=self.entries[directory])
