@@ -345,7 +345,7 @@ def restore() -> int:
         The restored version, i.e. the number of finished updates; 0 when there is nothing to restore.
 
     Raises:
-        ConfigError: a checkpoint that this job has committed has vanished. ttp does not drop its steps by itself.
+        ConfigError: a checkpoint that this job has committed has vanished, or the newest needs a newer ttp.
         RestoreError: the ranks do not see one common checkpoint, and the text says which rank saw which; or no
             controller answers.
         CheckpointError: the checkpoint belongs to another model; names and shapes are listed.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ttp.core.layout import Rank, Version
-from ttp.core.restore_choice import agree, fallback_note, is_fallback_note, is_unread
+from ttp.core.restore_choice import UPGRADE, agree, fallback_note, is_fallback_note, is_unread
 from ttp.core.restore_messages import Candidate, Reading, RestoreView
 
 
@@ -23,6 +23,14 @@ def test_the_newest_that_all_have() -> None:
 
 def test_nothing_anywhere_is_a_start_from_nothing() -> None:
     assert agree([view(0, skipped=("a draft",)), view(1)]) == Candidate(Version(0), "", "")
+
+
+@pytest.mark.parametrize(("version", "refused"), [(8, False), (9, False), (10, True)])
+def test_one_that_needs_a_newer_ttp_is_an_obstacle_if_it_is_the_newest(version: int, refused: bool) -> None:
+    skipped = (f"{candidate(version).name}: has format 2{UPGRADE}",)
+    agreed = agree([view(0, candidate(9)), view(1, candidate(9), skipped=skipped)])
+    assert agreed == candidate(9) or (refused and skipped[0] in str(agreed))
+    assert isinstance(agreed, str) == refused
 
 
 def test_of_two_at_one_version_all_take_the_same() -> None:

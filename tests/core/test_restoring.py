@@ -10,7 +10,7 @@ import pytest
 from tests.core.talk import Talk
 from ttp.core import messages as m
 from ttp.core.layout import Rank, Version
-from ttp.core.restore_choice import LOOK_AGAIN_S, NOT_TRIED, fallback_note, none_whole_note
+from ttp.core.restore_choice import LOOK_AGAIN_S, NOT_TRIED, UPGRADE, fallback_note, none_whole_note
 from ttp.core.restore_messages import Candidate, Reading, Restored, RestoreDecision, RestoreView
 from ttp.testing.scenario import grid
 
@@ -45,6 +45,19 @@ def test_where_no_checkpoint_is_whole_the_job_does_not_begin_again_at_step_0() -
     assert (decision.version, decision.name) == (9, "")
     assert reason in decision.error and "newest is of step 9" in decision.error
     assert "To begin at step 0, move the damaged ones away" in decision.error
+
+
+@pytest.mark.parametrize("name", ["tft_saved_checkpoints-step_9", ".superseded-step_9-1"])
+@pytest.mark.parametrize("found", [[(9, "b"), (7, "a")], [(7, "a")], []])
+def test_a_checkpoint_of_a_newer_ttp_is_not_passed_over(name: str, found: list[tuple[int, str]]) -> None:
+    """Nothing is damaged, and to go on from an older step would lose steps. One host may have the newer ttp already."""
+    reason = f"{name}: /x/manifest.json has format 2, written by ttp 9; this is ttp 1, which reads format 1{UPGRADE}"
+    talk = Talk(grid(1, 2))
+    talk.report(0, replace(view(0, *found[-1:]), skipped=(reason,)))
+    assert talk.report(1, view(1, *found)) == "[restore] RestoreDecision:0,1"
+    for decision in talk.orders(RestoreDecision):
+        assert (decision.version, decision.name, decision.unread) == (9, "", False)
+        assert reason in decision.error and "move that directory away" in decision.error
 
 
 def test_older_checkpoints_that_were_not_tried_are_told_of() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from tests.damage import flip
 from tests.disks.plug import Loss, Moment, PluggedDisk, PowerCut
+from tests.store.test_manifest import sealed
 from ttp.core.restore_choice import NOT_TRIED
 from ttp.core.restore_messages import Candidate
 from ttp.store import digest, names
@@ -27,8 +28,9 @@ if TYPE_CHECKING:
 
 
 def edit(path: Path, **changes: object) -> None:
+    """Change keys of a manifest, and its digest with them."""
     document = json.loads((path / MANIFEST).read_text())
-    (path / MANIFEST).write_text(json.dumps({**document, **changes}))
+    (path / MANIFEST).write_text(json.dumps(sealed({**document, **changes})))
 
 
 def versions(found: list[Candidate]) -> list[int]:

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.damage import flip
+from tests.store.test_catalog import edit
 from ttp.config import RankEnv
-from ttp.core.layout import Version
-from ttp.core.restore_choice import none_whole_note
+from ttp.core.layout import Rank, Version
+from ttp.core.restore_choice import agree, none_whole_note
+from ttp.core.restore_messages import RestoreView
 from ttp.errors import CheckpointError, RestoreError
 from ttp.store import catalog, names
 from ttp.store.choice import Found, check_chosen, look_back, warn_of_new_beginning
@@ -146,6 +148,22 @@ def test_a_newer_one_that_is_skipped_is_told_of_if_the_newest_whole_one_is_elsew
     found = look_back(world.save_dir, other.save_dir)
     assert versions(found) == [6, 4]
     assert found.skipped[0] == "tft_saved_checkpoints-step_8: piece __0_1.distcp is missing"
+
+
+@pytest.mark.parametrize("flipped", [False, True])
+def test_only_a_newer_ttp_makes_a_checkpoint_too_new(world: World, other: World, *, flipped: bool) -> None:
+    """A bit of a damaged manifest may say so, too, and a damaged checkpoint is passed over."""
+    world.make(4), other.make(6)
+    edit(manifest := world.make(8), format_version=3, ttp_version="9.1")
+    if flipped:
+        text = (manifest / MANIFEST).read_text()
+        (manifest / MANIFEST).write_text(text.replace('"9.1"', '"9.3"'))
+    found = look_back(world.save_dir, other.save_dir)
+    agreed = agree([RestoreView(Rank(0), found.candidates, found.skipped)])
+    if flipped:
+        assert agreed == found.candidates[0] and found.candidates[0].version == 6
+    else:
+        assert isinstance(agreed, str) and "step 8" in agreed and "written by ttp 9.1; this is ttp" in agreed
 
 
 def test_what_was_agreed_on_is_looked_at_where_it_lies(world: World, other: World) -> None:

@@ -156,6 +156,11 @@ BAD = {
         CheckpointError,
         r"has format 2, written by ttp 9.1; this is ttp .* reads up to format 1: upgrade ttp",
     ),
+    "newer, by a flipped bit": (
+        json.dumps(changed()).replace('"format_version": 1', '"format_version": 3'),
+        CheckpointError,
+        "damaged: it does not have the digest",
+    ),
     "no digest": ({**without("digest"), "digest": None}, CheckpointError, "damaged: it does not have the digest"),
     "no version": (without("version"), CheckpointError, "damaged: KeyError: 'version'"),
     "no pieces": (without("pieces"), CheckpointError, "damaged: KeyError: 'pieces'"),

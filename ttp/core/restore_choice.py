@@ -19,6 +19,8 @@ _DAMAGED = " is damaged: "
 """What the reason of a skipped checkpoint contains if bytes of a piece have changed."""
 NOT_TRIED = "older checkpoints: they are not tried after so many that are not whole"
 """The last reason for which a rank skips checkpoints, if it has stopped before the last one."""
+UPGRADE = ": upgrade ttp"
+"""The end of the reason of a checkpoint that is not damaged, in a format that the ttp of this rank does not know."""
 _NONE_WHOLE = "every checkpoint that was tried: none is whole, and the newest is of step "
 
 
@@ -33,8 +35,28 @@ def none_whole_note(newest: Version) -> str:
     return f"{_NONE_WHOLE}{newest}"
 
 
+def too_new(views: Iterable[RestoreView]) -> tuple[Version, str]:
+    """Return the newest version in a format that the ttp of some rank does not know, and an error in words.
+
+    Returns version 0 and no error if there is none.
+    """
+    reasons = [text for view in views for text in view.skipped if text.endswith(UPGRADE)]
+    names = [text.partition(": ")[0].partition("-step_")[2].partition("-")[0] for text in reasons]
+    found = {int(step): text for step, text in zip(names, reasons, strict=True) if step.isdecimal()}
+    if not found:
+        return Version(0), ""
+    newest = max(found)
+    return Version(newest), (
+        f"a newer ttp has saved step {newest}, and to go on from an older step would throw finished steps away "
+        f"({found[newest]}, on every host). To do without these steps, move that directory away, or use another "
+        "save_dir"
+    )
+
+
 def none_whole(views: Iterable[RestoreView]) -> tuple[Version, str]:
     """Return the newest damaged version, and an error in words, if no checkpoint is whole for all ranks together.
+
+    One that is ``too_new`` comes before damaged ones.
 
     Ranks share the reading, so one rank may have found the damage of a checkpoint that the others offer. A rank that
     lacks files, or cannot read them, has found no damage: its storage may be away for a moment.
@@ -42,6 +64,9 @@ def none_whole(views: Iterable[RestoreView]) -> tuple[Version, str]:
     Returns version 0 and no error if there is no checkpoint, or if one was offered in which no rank found damage.
     """
     listed = sorted(views, key=lambda view: view.rank)
+    newer = too_new(listed)
+    if newer[0]:
+        return newer
     offered = {c.name: c.version for view in listed for c in view.candidates}
     skipped = [text for view in listed for text in view.skipped]
     bad = {text.partition(": ")[0] for text in skipped if _DAMAGED in text}
@@ -61,16 +86,18 @@ def none_whole(views: Iterable[RestoreView]) -> tuple[Version, str]:
 def agree(views: Iterable[RestoreView]) -> Candidate | str:
     """Return the checkpoint for all ranks, or an error in words.
 
-    It is the newest checkpoint that every rank found whole, or ``Candidate(0, "", "")`` if no rank found any. If ranks
-    found checkpoints but none in common, they do not see the same storage, and to go on would throw finished steps
-    away: that is the error.
+    It is the newest checkpoint that every rank found whole, or ``Candidate(0, "", "")`` if no rank found any. It is an
+    error if to go on would throw finished steps away: ranks found checkpoints but none in common, so they do not see
+    the same storage, or a newer checkpoint is ``too_new``.
     """
     listed = sorted(views, key=lambda view: view.rank)
-    if not any(view.candidates for view in listed):
-        return Candidate(Version(0), "", "")
-    common = set.intersection(*(set(view.candidates) for view in listed))
-    if common:
-        return max(common, key=lambda c: (c.version, c.manifest_digest))
+    common = set.intersection(*(set(view.candidates) for view in listed)) if listed else set()
+    chosen = max(common, key=lambda c: (c.version, c.manifest_digest), default=Candidate(Version(0), "", ""))
+    newer, error = too_new(listed)
+    if newer > chosen.version:
+        return error
+    if common or not any(view.candidates for view in listed):
+        return chosen
     telling = sorted(listed, key=lambda view: not view.skipped)  # first, as the error shows only the first views
     seen = "; ".join(_seen(view) for view in telling[:16])
     return f"the ranks do not see one common checkpoint: {seen}. {_advice(listed)}"

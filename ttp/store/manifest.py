@@ -13,6 +13,7 @@ from typing import Any
 from ttp._version import __version__
 from ttp.core.layout import WORLD_SIZE_MAX, Rank, Shard, Version
 from ttp.core.messages import Piece
+from ttp.core.restore_choice import UPGRADE
 from ttp.errors import CheckpointError, ToldAs
 from ttp.store.digest import digest_bytes
 from ttp.store.json_text import parse_json
@@ -20,6 +21,8 @@ from ttp.store.plain_file import read_plain
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
+"""A later format keeps the keys ``format``, ``format_version``, ``ttp_version`` and ``digest``: without a right digest,
+a manifest counts as damaged, and a restart goes back to an older checkpoint."""
 
 _FORMAT = "ttp-checkpoint"
 _SEAL = "digest"
@@ -159,14 +162,14 @@ def _parse(data: bytes, path: Path) -> Manifest:
         document = parse_json(data)
     if not isinstance(document, dict) or document.get("format") != _FORMAT:
         raise ForeignCheckpointError(f'{path} was not written by ttp: it does not say "format": "{_FORMAT}"')
+    if document.pop(_SEAL, None) != _seal(document):
+        raise CheckpointError(f"{path} is damaged: it does not have the digest that it was written with")
     found = document.get("format_version")
     if isinstance(found, int) and found > FORMAT_VERSION:
         raise CheckpointError(
             f"{path} has format {found}, written by ttp {document.get('ttp_version', '?')}; this is ttp {__version__},"
-            f" which reads up to format {FORMAT_VERSION}: upgrade ttp"
+            f" which reads up to format {FORMAT_VERSION}{UPGRADE}"
         )
-    if document.pop(_SEAL, None) != _seal(document):
-        raise CheckpointError(f"{path} is damaged: it does not have the digest that it was written with")
     try:
         return _from_json(document)
     except (AttributeError, KeyError, TypeError, ValueError, ArithmeticError) as problem:
