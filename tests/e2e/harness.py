@@ -6,6 +6,7 @@ import contextlib
 import importlib.metadata
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import psutil
 from tests.forking import ForkedPython
 from tests.ports import free_port
 from ttp.cli.incident_reader import incident_files
+from ttp.store.held import Held
 from ttp.wire.channel import metadata, open_channel, stub
 from ttp.wire.v1 import controller_pb2 as pb
 
@@ -229,7 +231,10 @@ def two_nodes() -> list[list[str]]:
 
 @contextlib.contextmanager
 def jobs(folder: Path) -> Iterator[Callable[..., Job]]:
-    """Yield a function that makes jobs, each in a folder of its own. At the end all of their processes are stopped."""
+    """Yield a function that makes jobs, each in a folder of its own.
+
+    At the end all of their processes are stopped, and what they leave in shared memory is removed.
+    """
     made: list[Job] = []
 
     def make(**settings: Any) -> Job:
@@ -239,3 +244,4 @@ def jobs(folder: Path) -> Iterator[Callable[..., Job]]:
     yield make
     for job in made:
         job.stop()
+        shutil.rmtree(Held.of(job.directory / "checkpoints").root, ignore_errors=True)  # its launcher was killed
