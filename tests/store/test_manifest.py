@@ -159,7 +159,7 @@ BAD = {
     "newer, by a flipped bit": (
         json.dumps(changed()).replace('"format_version": 1', '"format_version": 3'),
         CheckpointError,
-        "damaged: it does not have the digest",
+        "has format 3, written by ttp .*: upgrade ttp, unless it is damaged: it does not have the digest",
     ),
     "no digest": ({**without("digest"), "digest": None}, CheckpointError, "damaged: it does not have the digest"),
     "no version": (without("version"), CheckpointError, "damaged: KeyError: 'version'"),

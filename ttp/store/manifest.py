@@ -162,14 +162,17 @@ def _parse(data: bytes, path: Path) -> Manifest:
         document = parse_json(data)
     if not isinstance(document, dict) or document.get("format") != _FORMAT:
         raise ForeignCheckpointError(f'{path} was not written by ttp: it does not say "format": "{_FORMAT}"')
-    if document.pop(_SEAL, None) != _seal(document):
-        raise CheckpointError(f"{path} is damaged: it does not have the digest that it was written with")
-    found = document.get("format_version")
+    found, newer = document.get("format_version"), ""
     if isinstance(found, int) and found > FORMAT_VERSION:
-        raise CheckpointError(
-            f"{path} has format {found}, written by ttp {document.get('ttp_version', '?')}; this is ttp {__version__},"
+        newer = (
+            f"has format {found}, written by ttp {document.get('ttp_version', '?')}; this is ttp {__version__},"
             f" which reads up to format {FORMAT_VERSION}{UPGRADE}"
         )
+    if document.pop(_SEAL, None) != _seal(document):
+        subject = f"{path} {newer}, unless it" if newer else path
+        raise CheckpointError(f"{subject} is damaged: it does not have the digest that it was written with")
+    if newer:
+        raise CheckpointError(f"{path} {newer}")
     try:
         return _from_json(document)
     except (AttributeError, KeyError, TypeError, ValueError, ArithmeticError) as problem:
