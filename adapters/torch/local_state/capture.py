@@ -24,6 +24,7 @@ from ttp.adapters.torch.local_state.head import NOWHERE, Changed, Head
 from ttp.adapters.torch.local_state.image import LocalState
 from ttp.adapters.torch.local_state.rng import RngState
 from ttp.adapters.torch.sharding.exchange import tells
+from ttp.adapters.torch.tensor_memory import is_plain
 from ttp.processor.local_state.pages import Buffer, Kept, PageWriter
 from ttp.store.arrays import set_home
 
@@ -127,7 +128,7 @@ class LocalCapture:
         self._final = True  # the last capture was a final one, or there was none
         self._streams_then = b""  # random streams at the last provisional capture; empty: not to be compared
         self._streams_at_gate = b""  # random streams at the gate, in the first updates
-        self._drawn = False  # a step of torch's own has moved them
+        self._looks = False  # whether all is read after torch's own step too: it moves streams, or changes buffers
         self._moved = 0  # how often they have moved between that capture and the gate
         self.on_changed: Changed | None = None
         """Called for each extra state that has changed since the last capture, unless that one and this one are final
@@ -147,8 +148,9 @@ class LocalCapture:
         Args:
             version: the version that the state belongs to.
             final: False for a provisional capture, before the update to that version: the rank may die in the update.
-            alone: whether only torch's own code has run since ``look_again``: it changes no buffers, nor streams unless
-                weights of another kind draw from them. Extra states are read all the same: one may show the weights.
+            alone: whether only torch's own code has run since ``look_again``: it changes no buffers outside of the
+                weights, nor streams unless weights of another kind draw from them. Extra states are read all the same:
+                one may show the weights.
         """
         pages = self._pages
         if pages.page is None or pages.graphed():
@@ -159,10 +161,11 @@ class LocalCapture:
         moved = self._head.read(names, compare=known, changed=changed, late=before)
         self._final = final
         if final and self._updates < _LEARNING_UPDATES:
-            self._drawn = self._drawn or bool(known and alone and self._streams_at_gate != self._head.streams())
+            drawn = known and alone and self._streams_at_gate != self._head.streams()
+            self._looks = self._looks or drawn or _in_weights(pages.table, self._module)
             alone = False
         self._updates += final
-        self._put(pages.page, version, final, same=alone and not (moved or self._drawn))
+        self._put(pages.page, version, final, same=alone and not (moved or self._looks))
         self._streams_then = b"" if final or self._updates >= _LEARNING_UPDATES else self._head.streams()
 
     def look_again(self, version: int) -> None:
@@ -259,3 +262,10 @@ class LocalCapture:
         self._pages.close()
         if page is not None:
             page.close()
+
+
+def _in_weights(table: BufferTable, module: nn.Module) -> bool:
+    """Return whether a buffer lies in the memory of a parameter (``weight.data``), so that a step changes it too."""
+    plain = (parameter for parameter in module.parameters() if is_plain(parameter) and not parameter.is_meta)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in plain}
+    return any(entry.tensor.untyped_storage().data_ptr() in weights for entry in (*table.small, *table.large))

@@ -21,8 +21,8 @@ from ttp.core.layout import Version
 from ttp.processor.kept_state import KeptState
 from ttp.testing.digests import digest
 
-UPDATES = 3
-"""Before the save, and after it."""
+UPDATES = 5
+"""Before the save, and after it. In the first four, all state is read more often than in the later ones."""
 
 
 @dataclass

@@ -166,3 +166,14 @@ def test_an_expanded_one(tmp_path: Path) -> None:
     other = make(1.0)
     Loop(tmp_path, other, adamw(other)).load(path)
     assert torch.equal(other.get_buffer("wide"), torch.full((4,), 5.0))
+
+
+def test_one_in_the_memory_of_a_weight(tmp_path: Path) -> None:
+    """It has no value of its own: torch's step changes it, and a restore copies it over the weight."""
+
+    def sharing() -> nn.Module:
+        model = nn.Linear(6, 3)
+        model.register_buffer("first", model.weight.data[0])
+        return model
+
+    assert_goes_on_with_its_bits(tmp_path, program_of(sharing))
