@@ -1,8 +1,8 @@
 """Copies the hyperparameters of param groups as they are at one moment.
 
-A job may have a thousand groups, and they are copied twice in each step. So all values of an optimizer are copied into
-one list, which is compared as a whole. A dictionary for each group in each step would keep the garbage collector busy,
-so dictionaries are made only when a caller needs them.
+They are copied twice in each step. A few groups are copied as dictionaries. A job may have a thousand groups, for which
+new dictionaries in each step would keep the garbage collector busy. So all values of an optimizer are copied into one
+list then, which is compared as a whole, and dictionaries are made only when a caller needs them.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class GroupValues:
     """The hyperparameters of all groups of one optimizer. Immutable.
 
     Args:
-        lengths: number of values in each group.
-        names: names of all values, group after group; not kept up to date if there are few groups.
+        lengths: number of values in each group; if there are few groups, not kept up to date.
+        names: names of all values, group after group; if there are few groups, not kept up to date.
         values: all values, in the order of ``names``.
         types: types of the values.
         others: positions of the values that are not of a ``PLAIN`` type: the parameters, tuples, tensors.
