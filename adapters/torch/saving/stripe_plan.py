@@ -51,9 +51,8 @@ class Share:
         tensors = [chunks_of(entry.value) if self.agreed(entry.path) else None for entry in listed]
         rest = [entry.value for entry, chunks in zip(listed, tensors, strict=True) if chunks is None]
         fixed = sum(_size(chunks_of(value) or ()) for value in rest)
-        distinct = {
-            _identity(chunks): chunks for chunks in tensors if chunks is not None
-        }  # tied weights are there once
+        # Tied weights are there once.
+        distinct = {_identity(chunks): chunks for chunks in tensors if chunks is not None}
         places = list(itertools.accumulate(map(_size, distinct.values()), initial=0))
         begins = dict(zip(distinct, places, strict=False))
         bounds = _bounds(fixed, places[-1], self.count)
