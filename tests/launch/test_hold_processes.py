@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from tests.launch.conftest import HERE, LAUNCHERS, OF_MINDSPORE, Controller, Start, plan
+from tests.waiting import until
 from ttp.launch.again import Again
 from ttp.launch.leases import Leases
 from ttp.launch.worker_stops import WorkerStops
@@ -72,6 +73,18 @@ def test_a_rank_is_asked_to_save_whatever_process_has_the_pid_of_one_that_was_ki
     stops.stop({0: worker}, signal.SIGTERM, grace_s=5)
     assert worker.wait() == 75
     worker.stdout.close()
+
+
+def test_a_hung_rank_below_a_shell_is_killed_in_whatever_process_group_it_is(tmp_path: Path) -> None:
+    """``timeout``, for example, begins a group of its own."""
+    script = """timeout 100 sh -c "trap '' TERM; exec sleep 100" & wait"""
+    with subprocess.Popen(["sh", "-c", script], start_new_session=True) as worker:
+        (rank,) = until(lambda: [p for p in psutil.Process(worker.pid).children(recursive=True) if p.name() == "sleep"])
+        leases = Leases(tmp_path)
+        leases.arm(rank.pid)
+        stops = WorkerStops(leases, Again(tmp_path), WorkerWatch(), patience_s=60)
+        stops.stop({0: worker}, signal.SIGTERM, grace_s=0.1)
+        rank.wait(timeout=60)
 
 
 def test_a_signal_while_workers_are_started_reaches_them_when_all_have(
