@@ -6,6 +6,7 @@ import pytest
 
 from tests.core.talk import Talk, Wide
 from ttp.core import messages as m
+from ttp.core.controller.events import Tick
 from ttp.core.layout import Rank
 from ttp.testing.scenario import grid
 
@@ -87,6 +88,19 @@ def test_a_rank_of_another_host_gets_no_more_time() -> None:
     talk.lost(5)
     talk.report(4, m.Probed(Rank(4), Rank(2), True, "refuses"))
     talk.after(1)
+    assert talk.machine.job.suspects.keys() == {2} and talk.machine.job.members[Rank(5)].fenced
+
+
+def test_a_rank_that_has_more_time_keeps_it_if_the_controller_was_stopped() -> None:
+    """The grace of the other rank begins again."""
+    talk = Wide()
+    silent_loss(talk, 2)
+    talk.lost(5)
+    talk.report(4, m.Probed(Rank(4), Rank(2), True, "refuses"))
+    talk.now += 3
+    talk.event(Tick())
+    assert talk.machine.job.suspects.keys() == {2, 5}
+    talk.after(2)
     assert talk.machine.job.suspects.keys() == {2} and talk.machine.job.members[Rank(5)].fenced
 
 

@@ -369,8 +369,8 @@ class ControllerMachine:
         self._parts.layouts.expire(now)
         self._suspected = max(self._suspected, len(self.job.suspects)) if self.job.suspects else 0
         if self.job.suspects and now > self._grace_ends + LATE_S:  # this controller did not run: hellos may wait unread
-            for rank in list(self.job.suspects):
-                self.job.wait_longer(rank, now)
+            for rank, since in list(self.job.suspects.items()):
+                self.job.wait_longer(rank, max(since, now))
         while self.job.suspects and now >= self._grace_ends:
             self.job.fence(next(iter(self.job.suspects)), f"its stream did not come back within {self._grace_s:g} s")
         self._admission.gathering.expire(now)

@@ -279,7 +279,7 @@ class Membership(Ranks):
             self.suspects_on[member.hello.host] += 1
 
     def wait_longer(self, rank: Rank, since: float) -> None:
-        """Let the grace of a suspect begin at ``since``, which has to be later than that of every other suspect."""
+        """Let the grace of a suspect begin at ``since``, and put it last: suspects are in the order of these times."""
         if rank in self.suspects:
             self.suspects[rank] = since
             self.suspects.move_to_end(rank)
