@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -216,7 +217,9 @@ def test_a_rank_that_cannot_watch_its_neighbours_still_leaves_in_good_order(
     monkeypatch.setattr(threading.Thread, "start", lambda t: start(t) if t.name == started else no_thread())
     env = RankEnv(0, 1, 0, "127.0.0.1", "job", 0)
     host = HostServices(Config(port=1, run_dir=str(tmp_path), mirror=True), env, nonce="n", died=lambda *_: None)
-    page_dir = host.begin(FakeSource(), INCARNATION)
+    source = FakeSource()
+    monkeypatch.setattr(source, "watch_pages", Mock(side_effect=AssertionError("nothing would take the changes")))
+    page_dir = host.begin(source, INCARNATION)
     seen = None if started == "none" else until(lambda: shown(page_dir))
     assert host._kept is not None, "what needs no thread is there"
     host.leave()

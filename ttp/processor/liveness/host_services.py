@@ -78,10 +78,14 @@ class HostServices:
         self._kept = KeptPages(path, rank, incarnation)
         self._stack.callback(self._kept.close)
         if self._config.mirror:
-            mirror = PageMirror(path, rank, incarnation, self._sender.send)
             self._stack.callback(self._sender.close)
-            self._stack.callback(mirror.close)
-            source.watch_pages(mirror.changed)
+            try:
+                mirror = PageMirror(path, rank, incarnation, self._sender.send)
+            except RuntimeError as problem:
+                log.warning("the rank-local state of rank %s is not mirrored to another host: %s", rank, problem)
+            else:
+                self._stack.callback(mirror.close)
+                source.watch_pages(mirror.changed)
         return path
 
     def look_after(self, source: StateSource) -> None:

@@ -37,6 +37,9 @@ class PageMirror:
         rank: this rank.
         incarnation: launch of the job.
         hand_over: sends a page; may block, and changes are gathered meanwhile.
+
+    Raises:
+        RuntimeError: no thread can be started.
     """
 
     def __init__(self, page_dir: Path, rank: int, incarnation: int, hand_over: HandOver) -> None:
@@ -47,10 +50,7 @@ class PageMirror:
         self._closed = False
         self._complained = False
         self._thread = threading.Thread(target=self._run, name="ttp-mirror", daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError as problem:
-            self._complain(str(problem))
+        self._thread.start()
 
     def changed(self, version: int, final: bool) -> None:
         """Note that the page of ``version`` was written. For the training thread: one store and one wake-up."""
