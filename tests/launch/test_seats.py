@@ -137,12 +137,20 @@ def test_torch_ends_a_worker_whose_seat_was_just_being_filled(monkeypatch: pytes
     seats, _ = seats_of(tmp_path)
     known = with_a_seat(monkeypatch, seats)
 
-    def mark(*_: object) -> None:
-        raise SignalException("stop", signal.SIGTERM)
+    def start(_: int) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return SimpleNamespace(proc=worker())
 
-    monkeypatch.setattr(seats._host.again, "mark", mark)
-    with pytest.raises(SignalException):
-        seats.fill({0: worker(), 1: worker(-9)})
+    def stop(number: int, _: object) -> None:
+        raise SignalException("stop", signal.Signals(number))
+
+    monkeypatch.setattr(seats, "_start", start)
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        with pytest.raises(SignalException):
+            seats.fill({0: worker(), 1: worker(-9)})
+    finally:
+        signal.signal(signal.SIGTERM, before)
     assert list(known) == [1]
 
 

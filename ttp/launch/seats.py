@@ -24,6 +24,7 @@ from ttp.config import KEEP, Config
 from ttp.core.controller.continuing import SEAT_READY
 from ttp.launch.again import NextLaunch
 from ttp.launch.going_on import GoingOn
+from ttp.launch.held_signals import signals_held
 from ttp.launch.host import Host
 from ttp.launch.rendezvous import serve_store
 from ttp.launch.warm.torch_workers import forking, start_worker
@@ -130,7 +131,8 @@ class Seats:
             return
         self._meet(dead)
         for rank in dead:
-            self._early[rank] = self._start(rank)
+            with signals_held():  # ``end`` has to know it
+                self._early[rank] = self._start(rank)
         logger.info("dead ranks: %d started while the others save, in case those go on", len(dead))
 
     def others_go_on(self, workers: Workers) -> bool:
@@ -249,11 +251,12 @@ class Seats:
         self._host.again.announce(following)  # before the ranks start: each of them looks for its seat there
         for worker in agent._worker_group.workers:
             if worker.global_rank in ranks:
-                handler = self._early.pop(worker.global_rank, None) or self._start(worker.global_rank)
-                pcontext = cast("Any", agent._pcontext)
-                pcontext.subprocess_handlers[worker.local_rank] = handler  # first: if a signal comes, torch ends it
-                pcontext._running_local_ranks.add(worker.local_rank)  # torch took out a worker that exited with 0
-                worker.id = handler.proc.pid
+                with signals_held():  # torch ends all workers after a signal, if it knows them
+                    handler = self._early.pop(worker.global_rank, None) or self._start(worker.global_rank)
+                    pcontext = cast("Any", agent._pcontext)
+                    pcontext.subprocess_handlers[worker.local_rank] = handler
+                    pcontext._running_local_ranks.add(worker.local_rank)  # torch took out a worker that exited with 0
+                    worker.id = handler.proc.pid
                 self._host.again.mark(handler.proc.pid, time.monotonic() + self._within_s, following.launch)
         self._host.watch(agent._workers())
         following = self._agree(workers, following)
