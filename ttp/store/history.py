@@ -5,7 +5,8 @@ ranks have joined (``formed``), have agreed on a checkpoint (``restore``), and h
 was ``committed``, all ranks have trained to the end (``finished``), were told to exit with a code (``released``), a
 rank has exited with 64 (``wrong``), hosts must start no ranks again (``drained``), or no rank moved for so long that a
 later wait of that length is no hang (``stood_still``); or another controller has taken over (``leads``), and learns
-from here what that one knew. A launch without an end still runs, or ended together with its controller. Lines that
+from here what that one knew. A launch without an end still runs, or ended together with its controller. A line belongs
+to the launch that it names by ``run_id`` and ``incarnation``; one that names none, to the launch before it. Lines that
 cannot be parsed, such as half a line, are skipped.
 
 If a rank exits with 64 before any rank has joined, no controller knows of it. The rank then writes a file itself,
