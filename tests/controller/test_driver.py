@@ -31,7 +31,7 @@ from ttp.core.controller.events import (
 )
 from ttp.core.layout import Rank, Version
 from ttp.core.layout_messages import TellLayout
-from ttp.store.history import Launch, line_of, parse_launches, read_launches
+from ttp.store.history import FILE, Launch, line_of, parse_launches, read_launches
 from ttp.testing.scenario import grid
 from ttp.testing.toy import hello
 
@@ -236,6 +236,8 @@ async def test_launches_are_recorded_where_the_host_of_the_controller_sees_the_d
     journal.close(60)
     (launch,) = read_launches(tmp_path / "here")
     assert (launch.code, launch.text) == (0, "trained to the end") and launch.joined_unix_s
+    lines = (tmp_path / "here" / "incidents" / FILE).read_text().split("\n")
+    assert all('"run_id": "job", "incarnation": 1' in line for line in lines if line), "each names its launch"
 
 
 @on_a_loop
