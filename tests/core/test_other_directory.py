@@ -161,6 +161,16 @@ def test_storage_that_takes_nothing_has_failed() -> None:
 
 
 @pytest.mark.parametrize("stage", ["saving", "committing"])
+def test_storage_has_its_time_again_after_the_controller_was_stopped(stage: str) -> None:
+    """What ranks have reported meanwhile waits unread."""
+    talk = saving(stall_s=60.0)
+    for order in talk.orders(m.Save) if stage == "committing" else ():
+        talk.saved(order.rank)
+    assert talk.machine.stage == stage and talk.after(100) == ""
+    assert talk.after(59) == "" and "_failed]" in talk.after(1)
+
+
+@pytest.mark.parametrize("stage", ["saving", "committing"])
 def test_storage_that_hangs_is_not_tried_by_one_rank_after_the_other(stage: str) -> None:
     """If there is another directory, it is used at once."""
     talk = saving("/spare", stall_s=60.0)

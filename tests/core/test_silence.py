@@ -8,11 +8,11 @@ import pytest
 
 from tests.core.talk import PATIENCE, Talk, line
 from ttp.core import messages as m
-from ttp.core.controller.events import Action, LookAt, LookedAt
+from ttp.core.controller.events import TIMER_LATE_S, Action, LookAt, LookedAt
 from ttp.core.controller.incident import Stage
 from ttp.core.controller.page_collectors import AGAIN_MIN_S, PAGES_S
 from ttp.core.controller.saving import LATE_S as LATE_VOTES_S
-from ttp.core.controller.silence import LATE_S, LOOK_S
+from ttp.core.controller.silence import LOOK_S
 from ttp.core.layout import Layout, Rank, Shard, Version
 from ttp.testing.scenario import grid
 from ttp.testing.toy import hello
@@ -330,7 +330,7 @@ def test_where_nothing_can_be_known_nothing_is_believed() -> None:
 def test_a_controller_that_was_stopped_gives_everybody_time(quiet: tuple[str, ...]) -> None:
     talk = Hosts()
     talk.passes(3, *quiet)
-    talk.now += QUIET_S + LATE_S + 10
+    talk.now += QUIET_S + TIMER_LATE_S + 10
     talk.after(0)
     due = talk.machine.deadline()
     assert looks(talk.said) == [] and due is not None and due >= talk.now + QUIET_S
@@ -342,14 +342,14 @@ def test_a_controller_that_was_stopped_gives_everybody_time(quiet: tuple[str, ..
 @pytest.mark.parametrize("comes", [True, False])
 def test_a_controller_that_was_stopped_reads_what_has_come_before_it_ends_a_doubt(comes: bool) -> None:
     talk = saved_in_doubt()
-    talk.now += PATIENCE.doubt_max_s + LATE_S + 5
+    talk.now += PATIENCE.doubt_max_s + TIMER_LATE_S + 5
     assert talk.after(0) == "" and talk.machine.job.silent == {2, 3}
     assert "[thawed]" in talk.beat(2) if comes else "[released]" in talk.after(LOOK_S)
 
 
 def test_a_controller_that_was_stopped_does_not_shorten_a_doubt() -> None:
     talk = saved_in_doubt()
-    talk.now += QUIET_S + LATE_S + 0.1
+    talk.now += QUIET_S + TIMER_LATE_S + 0.1
     talk.after(0)
     talk.passes(2 * LOOK_S)
     assert talk.machine.job.silent == {2, 3} and talk.machine.stage == "saved"

@@ -64,6 +64,8 @@ class ControllerTimeouts:
     """After the last goodbye: time for which the controller still answers questions."""
 
 
+TIMER_LATE_S = 0.5
+"""Seconds by which a timer may be late; a longer delay shows that the controller did not run."""
 QUEUE_FROM, QUEUE_S = 100, 0.001
 """Each rank beyond the first ``QUEUE_FROM`` adds ``QUEUE_S`` seconds to a timeout; see ``in_queue``."""
 

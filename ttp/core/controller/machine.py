@@ -53,7 +53,6 @@ from ttp.core.controller.job_verdict import Verdict
 from ttp.core.controller.membership import Member
 from ttp.core.controller.parts import ControllerParts
 from ttp.core.controller.program_recovery import MakeRecovery, no_recovery
-from ttp.core.controller.silence import LATE_S
 from ttp.core.controller.stand_in import StandIn
 from ttp.core.copy_messages import Copied
 from ttp.core.layout import Rank, Version, compact_ranks
@@ -368,7 +367,7 @@ class ControllerMachine:
     def _expire(self, now: float) -> None:
         self._parts.layouts.expire(now)
         self._suspected = max(self._suspected, len(self.job.suspects)) if self.job.suspects else 0
-        if self.job.suspects and now > self._grace_ends + LATE_S:  # this controller did not run: hellos may wait unread
+        if self.job.suspects and now > self._grace_ends + ev.TIMER_LATE_S:  # it did not run: hellos may wait unread
             for rank, since in list(self.job.suspects.items()):
                 self.job.wait_longer(rank, max(since, now))
         while self.job.suspects and now >= self._grace_ends:

@@ -15,6 +15,7 @@ from ttp.core import messages as m
 from ttp.core import stripes
 from ttp.core.controller.committing import Committing
 from ttp.core.controller.draft import Odd, Task
+from ttp.core.controller.events import TIMER_LATE_S
 from ttp.core.controller.incident import NEVER, Incident, Stage
 from ttp.core.controller.membership import Membership
 from ttp.core.controller.mirrors import Mirrors
@@ -212,7 +213,10 @@ class Saving:
         """Fail the saves whose storage has taken no byte for too long. Return whether there was such a save."""
         text = f"the storage took no byte for {patience_s:g} s (TTP_STALL_S)"
         draft, failures = incident.draft, incident.ranks.failures
-        failed = len(failures)
+        failed, since = len(failures), self.stall_since(incident)
+        if since is not None and now > since + patience_s + TIMER_LATE_S:  # it did not run: reports may wait unread
+            for rank, (size, _) in draft.progress.items():
+                draft.progress[rank] = size, now
         while True:
             slowest = self._slowest(incident)
             if slowest is None or now < slowest[1] + patience_s:

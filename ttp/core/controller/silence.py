@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 
-from ttp.core.controller.events import ControllerTimeouts, LookAt, LookedAt
+from ttp.core.controller.events import TIMER_LATE_S, ControllerTimeouts, LookAt, LookedAt
 from ttp.core.controller.incident import NEVER
 from ttp.core.controller.membership import Membership
 from ttp.core.controller.outbox import Outbox
@@ -28,9 +28,6 @@ from ttp.core.layout import Rank, compact_ranks
 
 LOOK_S = 0.25
 """Seconds between two looks at one host."""
-
-LATE_S = 0.5
-"""Seconds by which a timer may be late; a longer delay shows that the controller did not run."""
 
 
 class Silence:
@@ -138,7 +135,7 @@ class Silence:
         due = min(self.deadlines(), default=NEVER)
         if now < due:
             return
-        if now > due + LATE_S:
+        if now > due + TIMER_LATE_S:
             self._was_away(now)
             return
         while now >= self._quiet_at:
