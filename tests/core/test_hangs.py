@@ -201,9 +201,10 @@ class TestLearning:
         job.beat(1.0, dict.fromkeys(job.live, (5000, 0, IDLE, "")))
         assert job.wait(1000) == []
 
-    def test_the_first_steps_do_not_count(self) -> None:
-        job = Job(versions=2)
-        job.step(50.0)
+    @pytest.mark.parametrize("before", [2, 4])
+    def test_the_first_steps_do_not_count(self, before: int) -> None:
+        job = Job(versions=before)
+        job.wait(50)
         for _ in range(20):
             job.step()
         assert job.watch.patience_s == 20.0
@@ -220,7 +221,8 @@ class TestLearning:
 
     def test_a_new_incarnation_learns_anew(self) -> None:
         job = Job()
-        job.step(2000.0)
+        job.wait(2000)
+        job.step()
         job.watch.reset(job.now)
         assert job.wait(1000) == []
         job.version += 1000
