@@ -129,7 +129,8 @@ def test_torch_waits_for_the_successor_of_a_rank_that_exited_with_0(
     seats, _ = seats_of(tmp_path)
     known = with_a_seat(monkeypatch, seats)
     seats.fill({0: worker(), 1: worker(0)})
-    assert seats._agent._pcontext._running_local_ranks == {0, 1} == {0, *known}  # type: ignore[union-attr]
+    agent: Any = seats._agent
+    assert agent._pcontext._running_local_ranks == {0, 1} == {0, *known}
 
 
 def test_torch_ends_a_worker_whose_seat_was_just_being_filled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

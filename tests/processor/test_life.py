@@ -134,10 +134,15 @@ def test_an_adapter_that_raises_stops_no_heartbeat(
     assert current.processor is not None
     monkeypatch.setattr(source, fails, Mock(side_effect=ZeroDivisionError))
     source.page.path.unlink()
-    for version in (1, 2, 3):
+
+    def finish(version: int) -> None:
+        assert current.processor is not None
         current.processor.begin_update()
         current.processor.end_update()
-        until(lambda: controller.status().ranks[0].version == version)  # noqa: B023 - called in this round only
+        until(lambda: controller.status().ranks[0].version == version)
+
+    for version in (1, 2, 3):
+        finish(version)
     current.processor.close()
     current.end_launch()
 

@@ -259,10 +259,14 @@ def serve(held: Held, done: Callable[[], bool] = lambda: False) -> None:
 
 def _restart(lost: list[Held]) -> None:
     for held in lost:
-        try:
-            serve(held, lambda: not held.unfinished())  # noqa: B023 - called in this turn only
-        except OSError as problem:
-            log.warning("%s: %s", held.root, problem)
+        _serve_again(held)
+
+
+def _serve_again(held: Held) -> None:
+    try:
+        serve(held, lambda: not held.unfinished())
+    except OSError as problem:
+        log.warning("%s: %s", held.root, problem)
 
 
 class Shadows:
