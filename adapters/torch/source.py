@@ -25,16 +25,17 @@ from ttp.adapters.torch.local_state.module_states import ModuleStates
 from ttp.adapters.torch.loop.hooks import Attachment
 from ttp.adapters.torch.loop.post_step_state import PostStepState
 from ttp.adapters.torch.loop.swapped import Swapped
+from ttp.adapters.torch.loop.untouched import Habits
 from ttp.adapters.torch.loop.unwrap_optimizer import members_of, unwrap_optimizer
 from ttp.adapters.torch.restoring.kept import Kept, UnlikeError, keep
 from ttp.adapters.torch.saving.checkpoint import Select, write_shard
 from ttp.adapters.torch.saving.inspection import ComparedTensor, Findings, Inspector, agreed_on, of_shard, replicated
-from ttp.adapters.torch.saving.job_state import FROZEN, JOB_KIND, SETTINGS, TOGGLED, JobState
+from ttp.adapters.torch.saving.job_state import JOB_KIND, SETTINGS, JobState
 from ttp.adapters.torch.saving.metadata import NO_GAPS, finalise
 from ttp.adapters.torch.saving.piece_index import StatePath
 from ttp.adapters.torch.saving.preimage import Image
 from ttp.adapters.torch.saving.standing import Standing
-from ttp.adapters.torch.saving.state import checkpoint_state, frozen, groups_with, model_state, optimizer_state
+from ttp.adapters.torch.saving.state import checkpoint_state, groups_with, how_they_train, model_state, optimizer_state
 from ttp.adapters.torch.saving.stripe_plan import Share
 from ttp.adapters.torch.sharding.data_parallel import Layouts, LayoutWatch
 from ttp.adapters.torch.sharding.dtensor_chunks import is_distributed
@@ -288,9 +289,8 @@ class TorchSource(Standing):
         assert self.post_step is not None
         job = self.post_step.job_state(version)
         job.extra["constant"] = self._extra.capture_constant()
-        toggled = () if self._attachment is None else self._attachment.toggled
-        job.extra[FROZEN] = frozen(self._names, self._optimizer)
-        job.extra[TOGGLED] = [name for name, p in self._names.parameters.items() if id(p) in toggled]
+        habits = Habits() if self._attachment is None else self._attachment.habits
+        job.extra.update(how_they_train(self._names, self._optimizer, habits))
         if self.sharding is not None and not self.sharding.flat_groups:
             job.extra[SETTINGS] = plain_settings(self.post_step.param_groups(version, job))
         return replace(job, ddp_buckets=self._bucket_layout(version))

@@ -14,7 +14,8 @@ shortens rows of an embedding (``max_norm``), or normalises weights (EDM2). A lo
 normalises the weights as after each step, changes them between two backward passes too, but seldom. So a few iterations
 have to show such a change. Before the step nothing may have changed, so each weight on the host is compared as a whole.
 
-In the same iterations it is noted which parameters are frozen and trained again within an iteration (a GAN's networks).
+In the same iterations it is noted which parameters are frozen and trained again within an iteration (a GAN's networks),
+and whether gradients outlive the step, set to zero instead of None.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -72,6 +74,20 @@ class _Look(NamedTuple):
     whole: Tensor
 
 
+@dataclass
+class Habits:
+    """What a loop does with its parameters, as far as its first iterations have shown it.
+
+    Args:
+        toggled: identities of the parameters whose ``requires_grad`` it changes to and fro.
+        zeroes: whether the gradients of a step are still there when the next forward pass begins, as those that
+            ``zero_grad(set_to_none=False)`` sets to zero; None: not known yet.
+    """
+
+    toggled: set[int] = field(default_factory=set)
+    zeroes: bool | None = None
+
+
 class Untouched:
     """Compares the weights between the backward passes of one iteration. For the training thread.
 
@@ -91,8 +107,8 @@ class Untouched:
         self._seen = set[int]()  # the iterations with a change between backward passes
         self._trained = [p.requires_grad for p in self._every]
         self._changes: Counter[int] = Counter()
-        self.toggled: set[int] = set()
-        """Identities of the parameters whose ``requires_grad`` the loop changes to and fro."""
+        self._with_gradient: list[Tensor] = []  # at the last step, until the next forward pass
+        self.habits = Habits()
 
     def stepped(self) -> bool:
         """Note that a step has changed the weights.
@@ -115,6 +131,9 @@ class Untouched:
         if self._mark is not None:
             self._compare()
             self._mark = None
+        if self._with_gradient:
+            left = all(p.grad is not None for p in self._with_gradient)
+            self.habits.zeroes, self._with_gradient = left and self.habits.zeroes is not False, []
 
     def backward(self) -> None:
         """Check the weights at the beginning of a backward pass outside of any step.
@@ -143,6 +162,7 @@ class Untouched:
         Raises:
             UsageError: the weights have changed since the last backward pass, with no step in between.
         """
+        self._with_gradient = [p for p in self._every if p.grad is not None]
         if self._mark is not None and self._changed(whole=True):
             raise UsageError(f"the weights were changed between the backward pass and the step, {_NO_VERSION}")
 
@@ -163,7 +183,7 @@ class Untouched:
             changed = (id(p) for p, one, other in zip(self._every, now, self._trained, strict=True) if one != other)
             self._changes.update(changed)
             self._trained = now
-            self.toggled.update(each for each, count in self._changes.items() if count > 1)
+            self.habits.toggled.update(each for each, count in self._changes.items() if count > 1)
 
     def _look(self) -> list[_Look]:
         return [_Look(p._version, sample := sample_of(p), self._whole(p, sample)) for p in self._parameters]

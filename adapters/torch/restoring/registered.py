@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from ttp.adapters.torch.local_state.capture import LocalCapture
 from ttp.adapters.torch.local_state.extra_state import ExtraState
+from ttp.adapters.torch.loop.hooks import Attachment
 from ttp.adapters.torch.loop.post_step_state import PostStepState
 from ttp.adapters.torch.loop.repeating import Repeating
 from ttp.adapters.torch.restoring.compare import hand_to
@@ -26,7 +27,7 @@ from ttp.adapters.torch.restoring.reader import load_chunks, read_values
 from ttp.adapters.torch.restoring.restore import restore_into
 from ttp.adapters.torch.restoring.transfer import give, receive
 from ttp.adapters.torch.saving.checkpoint import chunks_of
-from ttp.adapters.torch.saving.job_state import JobState
+from ttp.adapters.torch.saving.job_state import ZEROED, JobState
 from ttp.adapters.torch.saving.piece_index import SHARD_KIND, IndexEntry, items_of
 from ttp.adapters.torch.sharding.dtensor_chunks import is_distributed, stored
 from ttp.adapters.torch.sharding.exchange import connected, gather_bytes
@@ -63,6 +64,7 @@ class Restoring(abc.ABC):
     _extra: ExtraState
     capture: LocalCapture
     source: TorchSource
+    _attachment: Attachment | None
     _post_step: PostStepState | None
     _resumed: bool
     start: Repeating | None = None
@@ -209,6 +211,8 @@ class Restoring(abc.ABC):
             log.warning("restored version %s, but %s", version, note)
         if self._post_step is not None:
             self._post_step.restored(version)
+        if self._attachment is not None and job.extra.get(ZEROED):
+            self._attachment.habits.zeroes = True  # a save may come before the loop has shown it again
         for fence in (self.source.begun, self.source.finished):
             fence.record(version)
         self.source.base = version

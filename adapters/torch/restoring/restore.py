@@ -20,7 +20,7 @@ from ttp.adapters.torch.restoring.param_groups import added_since, groups_for, l
 from ttp.adapters.torch.restoring.reader import by_path, load_chunks, read_value, read_values
 from ttp.adapters.torch.restoring.schedules import load_scaler, load_scheduler
 from ttp.adapters.torch.saving.flatten_state import put
-from ttp.adapters.torch.saving.job_state import FROZEN, TOGGLED, JobState, read_job_state
+from ttp.adapters.torch.saving.job_state import FROZEN, TOGGLED, ZEROED, JobState, read_job_state
 from ttp.adapters.torch.saving.metadata import fitting
 from ttp.adapters.torch.saving.piece_index import IndexEntry, items_of, left_out_of
 from ttp.adapters.torch.saving.state import frozen
@@ -100,6 +100,7 @@ def restore_into(
     notes += [f"{key} could not be saved: it keeps the value that this program gave it" for key in saved.left_out]
     notes += load_scheduler(scheduler, job) + load_scaler(scaler, job) + _load_buckets(model, names, job)
     notes += [] if elsewhere else _frozen_differently(names, optimizer, job)
+    _make_gradients(names, job)
     for note in notes:
         _log.warning("restored version %d from %s, but %s", job.version, path, note)
     return job, notes
@@ -286,6 +287,14 @@ def _frozen_differently(names: ModelNames, optimizer: Optimizer, job: JobState) 
         for then, now, differ in both
         if (found := sorted(differ.difference(toggled)))
     ]
+
+
+def _make_gradients(names: ModelNames, job: JobState) -> None:
+    """Make gradients of zeros where the loop of the saved program had some: an optimizer skips what has none."""
+    for name in job.extra.get(ZEROED, ()):
+        parameter = names.parameters.get(name)
+        if parameter is not None and parameter.grad is None and not is_distributed(parameter):
+            parameter.grad = torch.zeros_like(parameter)
 
 
 def _load_buckets(model: nn.Module, names: ModelNames, job: JobState) -> list[str]:

@@ -22,6 +22,9 @@ FROZEN = "frozen"
 """Key in ``JobState.extra`` of the names of the optimizer's parameters that had ``requires_grad=False``."""
 TOGGLED = "toggled"
 """Key in ``JobState.extra`` of the names of those whose ``requires_grad`` the loop changes to and fro."""
+ZEROED = "zeroed"
+"""Key in ``JobState.extra`` of the names of those whose gradients the loop sets to zero; a loop that sets them to None
+has none."""
 SETTINGS = "settings"
 """Key in ``JobState.extra`` of the plain settings of all param groups, if these are the same on all ranks.
 

@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ttp.adapters.torch.loop.untouched import Habits
 from ttp.adapters.torch.loop.unwrap_optimizer import members_of, unwrap_optimizer
-from ttp.adapters.torch.saving.job_state import JobState
+from ttp.adapters.torch.saving.job_state import FROZEN, TOGGLED, ZEROED, JobState
 from ttp.adapters.torch.saving.preimage import Image
 from ttp.adapters.torch.sharding.names import ModelNames
 
@@ -106,6 +108,14 @@ def groups_with(
 def frozen(names: ModelNames, optimizer: Optimizer) -> list[str]:
     """Return the names of the parameters of ``optimizer`` that have ``requires_grad=False`` now."""
     return [name for name, parameter in names.updated_by(optimizer).items() if not parameter.requires_grad]
+
+
+def how_they_train(names: ModelNames, optimizer: Optimizer, habits: Habits) -> dict[str, list[str]]:
+    """Return what a checkpoint says of the parameters beside their values: names, by the keys of ``job_state``."""
+    trained = names.updated_by(optimizer) if habits.zeroes else {}
+    zeroed = [n for n, p in trained.items() if p.grad is not None and p.grad.layout is torch.strided]
+    toggled = [name for name, p in names.parameters.items() if id(p) in habits.toggled]
+    return {FROZEN: frozen(names, optimizer), TOGGLED: toggled, ZEROED: zeroed}
 
 
 def optimizer_kind(optimizer: Optimizer) -> str:

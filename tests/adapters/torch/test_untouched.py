@@ -1,4 +1,4 @@
-"""What counts as a change of the weights between a backward pass and the step."""
+"""What counts as a change of the weights between a backward pass and the step, and what loops do with gradients."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.adapters.torch.checkpoints import Net
+from tests.adapters.torch.going_on import Program, data, goes_on
 from tests.adapters.torch.stub_processor import Loop as Job
 from ttp.adapters.torch.loop.untouched import Untouched
 from ttp.errors import UsageError
@@ -93,3 +94,36 @@ def test_accumulated_gradients_and_layers_that_write_to_their_weights_are_no_cha
             job.model(torch.randn(6, 4)).square().mean().backward()
         job.optimizer.step()
     assert job.gate.version == 3
+
+
+class TwoTasks(nn.Module):
+    """A network with two heads, of which each batch uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.heads = nn.Linear(6, 8), nn.ModuleList([nn.Linear(8, 3), nn.Linear(8, 2)])
+
+    def forward(self, x: Tensor, task: int) -> Any:
+        return self.heads[task](self.trunk(x))
+
+
+@pytest.mark.supports("parameters that not every step uses")
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("at_the_end", [True, False])
+@goes_on
+def test_heads_that_are_trained_in_turns(set_to_none: bool, at_the_end: bool) -> Program:
+    """A gradient of zeros lets the optimizer go on with the momentum of the other head; it skips one that is None."""
+    model = TwoTasks()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(number: int) -> Any:
+        loss = model(data(), number // 2 % 2).square().mean()
+        if not at_the_end:
+            optimizer.zero_grad(set_to_none)
+        loss.backward()
+        optimizer.step()
+        if at_the_end:
+            optimizer.zero_grad(set_to_none)
+        return loss
+
+    return Program(model, optimizer, step)
