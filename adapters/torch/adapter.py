@@ -27,7 +27,7 @@ from ttp.adapters.torch.loop.misuse import capturing, refuse_lazy, tell_not_rest
 from ttp.adapters.torch.loop.post_step_state import PostStepState
 from ttp.adapters.torch.loop.repeating import Repeating
 from ttp.adapters.torch.loop.turns import Turns
-from ttp.adapters.torch.loop.untouched import Untouched
+from ttp.adapters.torch.loop.untouched import Habits, Untouched
 from ttp.adapters.torch.loop.unwrap_optimizer import (
     combined,
     distinct,
@@ -124,6 +124,7 @@ class TorchAdapter(Restoring):
         self.source.may_follow = lambda: self._followers is not None and not self._followers.all_small
         self._barrier: UpdateBarrier | None = None
         self._post_step: PostStepState | None = None
+        self._untouched: Untouched | None = None
         self._resumed = False
         self.repeating: Repeating | None = None
         """Tracks the calls of the function that ``ttp.one_step`` decorates; None before ``attach``."""
@@ -204,6 +205,8 @@ class TorchAdapter(Restoring):
         turns, takers = self._make_turns(sharding, post_step)
         self._follow(processor, turns)
         calls = self._make_around(processor, turns, takers, buckets).calls()
+        self._untouched = None if gathering(self._model) else Untouched(self._given, source.on_host)
+        source.habits = Habits() if self._untouched is None else self._untouched.habits
         attachment = self._attachment = Attachment(
             takers,
             self._model,
@@ -211,7 +214,7 @@ class TorchAdapter(Restoring):
             self.capture,
             post_step=post_step,
             turns=turns,
-            untouched=None if gathering(self._model) else Untouched(self._given, source.on_host),
+            untouched=self._untouched,
             fence=source.finished,
             version=partial(attrgetter("version"), gate),  # without a call of Python, as it runs several times a step
             ddps=ddps,

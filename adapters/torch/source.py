@@ -104,6 +104,7 @@ class TorchSource(Standing):
         self.exchanges = False  # the optimizer's step() exchanges weights between ranks after the update is finished
         self.post_step: PostStepState | None = None
         self.buckets: LayoutWatch | None = None
+        self.habits = Habits()
         self.hooks = contextlib.ExitStack()
         """Removes all hooks of the adapter when it is closed; hooks may be registered again after that."""
 
@@ -289,8 +290,7 @@ class TorchSource(Standing):
         assert self.post_step is not None
         job = self.post_step.job_state(version)
         job.extra["constant"] = self._extra.capture_constant()
-        habits = Habits() if self._attachment is None else self._attachment.habits
-        job.extra.update(how_they_train(self._names, self._optimizer, habits))
+        job.extra.update(how_they_train(self._names, self._optimizer, self.habits))
         if self.sharding is not None and not self.sharding.flat_groups:
             job.extra[SETTINGS] = plain_settings(self.post_step.param_groups(version, job))
         return replace(job, ddp_buckets=self._bucket_layout(version))

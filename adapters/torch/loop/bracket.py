@@ -27,7 +27,7 @@ from ttp.adapters.torch.loop.no_sync import NoSync
 from ttp.adapters.torch.loop.post_step_state import PostStepState
 from ttp.adapters.torch.loop.stepping import Stepping, changes_nothing, creates_state
 from ttp.adapters.torch.loop.turns import Turns
-from ttp.adapters.torch.loop.untouched import Habits, Untouched
+from ttp.adapters.torch.loop.untouched import Untouched
 from ttp.errors import UsageError
 from ttp.processor.source import UpdateReporter
 
@@ -123,7 +123,7 @@ class Bracket:
     __slots__ = (
         "_calls", "_capture", "_closures", "_ended", "_evaluating", "_fence", "_handled", "_heard", "_mark", "_no_sync",
         "_number", "_numbers", "_opened", "_post_step", "_reporter", "_said", "_stage", "_stands", "_stepping",
-        "_turns", "_untouched", "_version", "habits", "redoable")  # fmt: skip
+        "_turns", "_untouched", "_version", "redoable")  # fmt: skip
 
     def __init__(
         self,
@@ -150,8 +150,6 @@ class Bracket:
         self._stage = NONE
         self._stands = False  # training may have to stop between the steps of the open update
         self._turns, self._untouched = turns, untouched
-        self.habits = Habits() if untouched is None else untouched.habits
-        """What the loop does with its parameters, as far as known."""
         self._numbers = {id(each): number for number, several in enumerate(optimizers) for each in several}
         self._number = 0  # number of the optimizer that steps now, or stepped last
         self._opened = False  # that optimizer may write

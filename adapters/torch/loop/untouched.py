@@ -15,7 +15,8 @@ normalises the weights as after each step, changes them between two backward pas
 have to show such a change. Before the step nothing may have changed, so each weight on the host is compared as a whole.
 
 In the same iterations it is noted which parameters are frozen and trained again within an iteration (a GAN's networks),
-and whether gradients outlive the step, set to zero instead of None.
+and whether gradients outlive the step, set to zero instead of None. The first forward pass shows whether the program
+has loaded other weights over those that were restored.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -50,6 +52,11 @@ _SKIPPED = (
     "the weights were changed between two backward passes, and no step was made there. If the loop has skipped it (a "
     "gradient that is not finite), and changes weights in such an iteration too, a run that resumes in it may change "
     "them once more. A loop that does so in every iteration is refused soon"
+)
+_OVERWRITTEN = (
+    "%d of %d weights were changed between ttp.restore() and the first forward pass: if the program has loaded others "
+    "(a pretrained model, a checkpoint of its own), training goes on from those, and not from the checkpoint that was "
+    "restored. Load them before ttp.restore(), or only if it returns 0"
 )
 _NO_VERSION = (
     "outside of optimizer.step(): a checkpoint made in between would hold weights of no version. With SAM and similar "
@@ -108,6 +115,7 @@ class Untouched:
         self._trained = [p.requires_grad for p in self._every]
         self._changes: Counter[int] = Counter()
         self._with_gradient: list[Tensor] = []  # at the last step, until the next forward pass
+        self._restored: list[_Look] | None = None  # the weights after a restore, until the first forward pass
         self.habits = Habits()
 
     def stepped(self) -> bool:
@@ -122,6 +130,16 @@ class Untouched:
         turns = self._steps <= _FREEZING_WATCHED and 1 in self._changes.values()
         return self._always or turns or self._steps <= _STEPS_WATCHED[-1]
 
+    def restored(self, zeroed: bool) -> None:
+        """Note that a restore has written the weights.
+
+        Args:
+            zeroed: whether the loop was known to set gradients to zero: a save may come before it has shown it again.
+        """
+        self.habits.zeroes = zeroed or None
+        with suppress(Exception):  # not all weights can be read, and this is only for a message
+            self._restored = self._look(whole=False)
+
     def forward(self) -> None:
         """Check the weights at the beginning of a forward pass outside of any step. What it changes itself is its own.
 
@@ -131,6 +149,9 @@ class Untouched:
         if self._mark is not None:
             self._compare()
             self._mark = None
+        if self._restored is not None:
+            self._look_for_other_weights(self._restored)
+            self._restored = None
         if self._with_gradient:
             left = all(p.grad is not None for p in self._with_gradient)
             self.habits.zeroes, self._with_gradient = left and self.habits.zeroes is not False, []
@@ -177,6 +198,12 @@ class Untouched:
             self._always, self._steps, self._mark = False, _STEPS_WATCHED.stop, None
             return False
 
+    def _look_for_other_weights(self, restored: Sequence[_Look]) -> None:
+        with suppress(Exception):
+            changed = [*map(self._has_changed, self._parameters, restored, self._look(whole=False))]
+            if any(changed) and tells():
+                log.error(_OVERWRITTEN, sum(changed), len(changed))
+
     def _look_at_freezing(self) -> None:
         now = [p.requires_grad for p in self._every]
         if now != self._trained:
@@ -185,8 +212,9 @@ class Untouched:
             self._trained = now
             self.habits.toggled.update(each for each, count in self._changes.items() if count > 1)
 
-    def _look(self) -> list[_Look]:
-        return [_Look(p._version, sample := sample_of(p), self._whole(p, sample)) for p in self._parameters]
+    def _look(self, *, whole: bool = True) -> list[_Look]:
+        samples = [(p, sample_of(p)) for p in self._parameters]
+        return [_Look(p._version, sample, self._whole(p, sample) if whole else sample) for p, sample in samples]
 
     def _whole(self, parameter: Tensor, sample: Tensor) -> Tensor:
         """Return the sum of all elements as whole numbers, which does not depend on their order, or only the sample.
@@ -198,7 +226,7 @@ class Untouched:
             return sample
         return parameter.detach().view(kind).sum(dtype=kind)
 
-    def _has_changed(self, parameter: Tensor, before: _Look, now: _Look, *, whole: bool) -> bool:
+    def _has_changed(self, parameter: Tensor, before: _Look, now: _Look, *, whole: bool = False) -> bool:
         if before.version == now.version and not self._on_host(parameter):
             return False  # without a wait for the device
         if before.sample.shape != now.sample.shape:

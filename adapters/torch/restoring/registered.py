@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 
 from ttp.adapters.torch.local_state.capture import LocalCapture
 from ttp.adapters.torch.local_state.extra_state import ExtraState
-from ttp.adapters.torch.loop.hooks import Attachment
 from ttp.adapters.torch.loop.post_step_state import PostStepState
 from ttp.adapters.torch.loop.repeating import Repeating
+from ttp.adapters.torch.loop.untouched import Untouched
 from ttp.adapters.torch.restoring.compare import hand_to
 from ttp.adapters.torch.restoring.kept import Kept, UnlikeError
 from ttp.adapters.torch.restoring.rank_local import Restore, load_rank_local
@@ -64,9 +64,9 @@ class Restoring(abc.ABC):
     _extra: ExtraState
     capture: LocalCapture
     source: TorchSource
-    _attachment: Attachment | None
     _post_step: PostStepState | None
     _resumed: bool
+    _untouched: Untouched | None
     start: Repeating | None = None
     """The interrupted call of the step function, if ranks stay in their loops (``ttp.one_step``); else None. A restore
     puts rank-local state back to the beginning of that call."""
@@ -211,8 +211,8 @@ class Restoring(abc.ABC):
             log.warning("restored version %s, but %s", version, note)
         if self._post_step is not None:
             self._post_step.restored(version)
-        if self._attachment is not None and job.extra.get(ZEROED):
-            self._attachment.habits.zeroes = True  # a save may come before the loop has shown it again
+        if self._untouched is not None:
+            self._untouched.restored(bool(job.extra.get(ZEROED)))
         for fence in (self.source.begun, self.source.finished):
             fence.record(version)
         self.source.base = version

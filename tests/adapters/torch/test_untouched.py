@@ -127,3 +127,23 @@ def test_heads_that_are_trained_in_turns(set_to_none: bool, at_the_end: bool) ->
         return loss
 
     return Program(model, optimizer, step)
+
+
+@pytest.mark.supports("checkpoints of the program's own")
+@pytest.mark.parametrize("other", [True, False])
+def test_weights_that_are_loaded_over_restored_ones_are_told_once(
+    start: Callable[..., Job], other: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not those that are equal: a DistributedDataParallel that is made now writes them once more."""
+    model = Net()
+    job = start(model, torch.optim.Adam(model.parameters()))
+    job.backward()
+    job.optimizer.step()
+    job.load(job.save(1))
+    job.gate.open()
+    model.load_state_dict({name: 2 * t if other else t.clone() for name, t in model.state_dict().items()})
+    for _ in range(2):
+        job.backward()
+        job.optimizer.step()
+    said = [text for text in caplog.messages if "weights were changed between ttp.restore() and the first" in text]
+    assert len(said) == other
