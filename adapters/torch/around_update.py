@@ -19,10 +19,11 @@ from ttp.adapters.torch.loop.swapped import Swapped
 from ttp.adapters.torch.saving.trial import Trial
 from ttp.adapters.torch.saving.unsaved import (
     Numbers,
+    attributes_of,
     counts_of,
     numbers_of,
     refuse_unsaved,
-    switches_of,
+    regular,
     tell_changed,
     tell_counts,
     tell_switched,
@@ -68,13 +69,13 @@ class AroundUpdate:
     barrier: UpdateBarrier | None
     compared: tuple[ModelNames, Optimizer] | None
     _numbers: tuple[Numbers, ...] | None = None  # of optimizers and modules, after the first update; later empty
-    _switches: Numbers = field(init=False)  # of modules, before the first forward pass
+    _attributes: list[Numbers] = field(init=False)  # of modules, before the first forward pass and after the update
     late: LateChanges = field(init=False)
     """Finds extra states that change after their version has ended."""
 
     def __post_init__(self) -> None:
         self.late = LateChanges(self.extra, self.optimizers, self.between.turns)
-        self._switches = switches_of(self.model, self.extra.objects)
+        self._attributes = [attributes_of(self.model, self.extra.objects)]
 
     def calls(self) -> Calls:
         """Return the functions to call around an update."""
@@ -134,15 +135,18 @@ class AroundUpdate:
             self.source.processor.gate.stay_redone()  # the optimizer's exchange could hang on a dead rank
         if self._numbers is None:
             self._numbers = self._numbers_now()
+            self._attributes.append(attributes_of(self.model, self.extra.objects))
             if (survivor := current()) is not None:
                 survivor.why_no_loop()  # the loop has begun: stop recording collectives (see ``regroup.Groups``)
             refuse_unsaved(self.optimizers, self.extra.objects)
         elif self._numbers:
             (numbers, counts), (later_numbers, later_counts) = self._numbers, self._numbers_now()
             tell_changed(numbers, later_numbers)
-            tell_counts(counts, later_counts)
-            tell_switched(self._switches, switches_of(self.model, self.extra.objects))
-            self._numbers = ()
+            start, first = self._attributes
+            second = attributes_of(self.model, self.extra.objects)
+            tell_counts(counts, later_counts, regular(start, first, second))
+            tell_switched(start, second)
+            self._numbers, self._attributes = (), []
             self.extra.refuse_late()
 
     def _numbers_now(self) -> tuple[Numbers, Numbers]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import sys
 from collections import OrderedDict, deque
@@ -32,6 +33,7 @@ _SCRATCH = frozenset({"old_p", "e_w"})
 _DEPTH_MAX = 5
 _USUAL = frozenset({type(None), bool, int, str, set, dict, OrderedDict})
 """Types of what every module has in attributes: thousands of modules must not take seconds."""
+_SWITCHES = frozenset({"True", "False"})
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 _READ_MAX = 1 << 20
 """Largest tensor in an attribute whose values are compared, in bytes. Of others only the memory and the counter are."""
@@ -183,8 +185,8 @@ def counts_of(model: nn.Module, extra: Collection[Any]) -> Numbers:
     return found
 
 
-def switches_of(model: nn.Module, extra: Collection[Any]) -> Numbers:
-    """Return what is true or false in attributes of modules that have weights or buffers of their own.
+def attributes_of(model: nn.Module, extra: Collection[Any]) -> Numbers:
+    """Return the numbers in attributes of modules, and what is true or false in those with weights or buffers.
 
     A layer that sets those from its first batch often remembers in such an attribute that it has done so. Loading code
     of the module's own would not help: a restore does not call it. Arguments as in ``counts_of``.
@@ -192,10 +194,27 @@ def switches_of(model: nn.Module, extra: Collection[Any]) -> Numbers:
     return {
         (id(module), f"{type(module).__name__}.{name}"): repr(value)
         for module in _unsaved_modules(model.modules(), _held_by(extra))
-        if _kept_buffers(module) or any(p is not None for p in module._parameters.values())
+        for kept in [_kept_buffers(module) or any(p is not None for p in module._parameters.values())]
         for name, value in list(vars(module).items())
-        if type(value) is bool and name != "training"
+        if (kept and type(value) is bool and name != "training") or type(value) in (int, float)
     }
+
+
+def regular(start: Numbers, first: Numbers, second: Numbers) -> set[str]:
+    """Return the names of numbers that grow or fall by equal steps or factors: a module counts, or cools down by them.
+
+    A loss for the log, or the length of a batch, is seldom as regular. Arguments as ``attributes_of`` has returned them
+    at the start, after the first update and after the second.
+    """
+    found = set()
+    for key in start.keys() & first.keys() & second.keys():
+        texts = start[key], first[key], second[key]
+        if len({*texts}) < 3 or not _SWITCHES.isdisjoint(texts):
+            continue
+        a, b, c = map(float, texts)
+        if math.isclose(b - a, c - b) or (a * c > 0 and math.isclose(b * b, a * c)):
+            found.add(key[1])
+    return found
 
 
 def _held_by(extra: Collection[Any]) -> set[int]:
@@ -247,19 +266,19 @@ def _kept_as(value: Any, widths: Collection[int] | None) -> str:
     return ""
 
 
-def tell_counts(before: Numbers, after: Numbers) -> None:
+def tell_counts(before: Numbers, after: Numbers, others: Collection[str]) -> None:
     """Warn, on rank 0, of what modules keep and no checkpoint has, such as the next free place of a queue.
 
-    A tensor that has got another shape is of a batch, and no average.
+    A tensor that has got another shape is of a batch, and no average. ``others`` are names to tell too.
     """
     both = ((key, text, after[key]) for key, text in before.items() if key in after)
     changed = {key for key, old, new in both if old != new and old.partition(":")[0] in (new.partition(":")[0], old)}
     _tell(
         "%s changes with the updates and is in no checkpoint, as it is no buffer: after a restore it begins anew, "
         "and the resumed run may have other bits. Keep it in a buffer (DistributedDataParallel sends those of rank 0 "
-        "to all ranks), or give an object that saves and loads it as extra_state. If one does already, or the module "
-        "never reads it, there is nothing to do",
-        {name for owner, name in changed if name and ((owner, "") in changed or (owner, "") not in after)},
+        "to all ranks), or give an object that saves and loads it as extra_state. If one does already, if the program "
+        "sets it in each launch, or if the module never reads it, there is nothing to do",
+        {name for owner, name in changed if name and ((owner, "") in changed or (owner, "") not in after)} | {*others},
     )
 
 
@@ -271,7 +290,7 @@ def tell_switched(before: Numbers, after: Numbers) -> None:
         "over what was restored. Keep it in a buffer, or give an object that saves and loads it as extra_state. If "
         "one does already, if the program itself sets it in each launch, or if nothing depends on it, there is "
         "nothing to do",
-        {name for (owner, name), text in after.items() if before.get((owner, name), text) != text},
+        {key[1] for key, text in after.items() if text in _SWITCHES and before.get(key, text) != text},
     )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tests.adapters.torch.going_on import assert_goes_on_with_its_bits, data, net, program_of
 from tests.adapters.torch.stub_processor import Loop
 from ttp.adapters.torch.loop import followers
-from ttp.adapters.torch.saving.unsaved import switches_of
+from ttp.adapters.torch.saving.unsaved import attributes_of
 from ttp.errors import UsageError
 
 
@@ -106,10 +106,10 @@ class Attribute:
 
 
 class Lookup(Queue):
-    """A cache: a number changes, but no buffer that a checkpoint has."""
+    """A cache of the largest batch: a number changes, but not step by step, and no buffer that a checkpoint has."""
 
     def forward(self, x: Tensor) -> Any:
-        self.rows += len(x)
+        self.rows = max(self.rows, len(x))
         return x.square().mean()
 
 
@@ -189,6 +189,26 @@ def test_counts_beside_buffers_that_change_are_told_once(
     assert said(tmp_path, caplog, kind, kept) == told
 
 
+class Cooling(nn.Module):
+    """A layer that counts its batches, and becomes colder with each of them; it keeps its loss to be looked at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches, self.heat, self.share, self.loss, self.width = 0, 2.0, 1.0, 0.0, 6
+
+    def forward(self, x: Tensor) -> Any:
+        self.batches, self.heat, self.share = self.batches + 1, self.heat * 0.9, self.share - 0.01
+        self.loss = x.square().mean().item()
+        return x / self.heat
+
+
+@pytest.mark.supports("numbers that a module keeps")
+def test_numbers_of_a_module_that_change_by_equal_steps_are_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert said(tmp_path, caplog, Lookup, layer=Cooling) == ["Cooling.batches, Cooling.heat, Cooling.share"]
+
+
 class Looked(nn.Module):
     """A layer that keeps what it has computed, to be looked at: the map of an attention, as in many public models."""
 
@@ -216,11 +236,10 @@ class Sized(Queue):
 
     def __init__(self) -> None:
         super().__init__()
-        self.batches = 0
+        self.parts = torch.ones(0)
 
     def forward(self, x: Tensor) -> Any:
-        self.batches += 1
-        rows = x[self.batches :].square().mean(1)
+        rows = x[: 1 + len(self.parts)].square().mean(1)
         self.parts = rows.detach()
         return rows.mean()
 
@@ -335,4 +354,4 @@ def test_a_layer_that_would_set_itself_up_again_is_told_once(
 def test_switches_of_torchs_own_modules_are_not_looked_at() -> None:
     """Some of them have abstract or generic classes of Python among their bases."""
     observer = torch.ao.quantization.HistogramObserver()
-    assert "reduce_range" in vars(observer) and not switches_of(nn.ModuleList([observer]), ())
+    assert "reduce_range" in vars(observer) and not attributes_of(nn.ModuleList([observer]), ())
