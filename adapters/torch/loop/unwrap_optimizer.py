@@ -260,7 +260,8 @@ def refuse_shared(members: Sequence[Optimizer], names: ModelNames) -> None:
         raise ConfigError(
             f"{first_of(shared, _LISTED_MAX, '; ')}: a checkpoint keeps the "
             "state of an optimizer by parameter, so each parameter may be in one optimizer only. Split the parameters "
-            "between them"
+            "between them. To go over from one optimizer to the other in mid-run, make two trainings of it, each with "
+            "a save_dir of its own"
         )
 
 

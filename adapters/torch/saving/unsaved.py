@@ -186,7 +186,7 @@ def counts_of(model: nn.Module, extra: Collection[Any]) -> Numbers:
 
 
 def attributes_of(model: nn.Module, extra: Collection[Any]) -> Numbers:
-    """Return the numbers in attributes of modules, and what is true or false in those with weights or buffers.
+    """Return what modules count in attributes (up to 1e15), and switches of those with weights or buffers.
 
     A layer that sets those from its first batch often remembers in such an attribute that it has done so. Loading code
     of the module's own would not help: a restore does not call it. Arguments as in ``counts_of``.
@@ -196,7 +196,7 @@ def attributes_of(model: nn.Module, extra: Collection[Any]) -> Numbers:
         for module in _unsaved_modules(model.modules(), _held_by(extra))
         for kept in [_kept_buffers(module) or any(p is not None for p in module._parameters.values())]
         for name, value in list(vars(module).items())
-        if (kept and type(value) is bool and name != "training") or type(value) in (int, float)
+        if (type(value) in (int, float) and abs(value) < 1e15) or (kept and type(value) is bool and name != "training")
     }
 
 

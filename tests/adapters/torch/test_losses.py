@@ -194,7 +194,7 @@ class Cooling(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.batches, self.heat, self.share, self.loss, self.width = 0, 2.0, 1.0, 0.0, 6
+        self.batches, self.heat, self.share, self.loss, self.mask = 0, 2.0, 1.0, 0.0, 1 << 20000
 
     def forward(self, x: Tensor) -> Any:
         self.batches, self.heat, self.share = self.batches + 1, self.heat * 0.9, self.share - 0.01
