@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter
@@ -27,7 +28,7 @@ from ttp.adapters.torch.loop.misuse import capturing, refuse_lazy, tell_not_rest
 from ttp.adapters.torch.loop.post_step_state import PostStepState
 from ttp.adapters.torch.loop.repeating import Repeating
 from ttp.adapters.torch.loop.turns import Turns
-from ttp.adapters.torch.loop.untouched import Habits, Untouched
+from ttp.adapters.torch.loop.untouched import Untouched
 from ttp.adapters.torch.loop.unwrap_optimizer import (
     combined,
     distinct,
@@ -124,7 +125,7 @@ class TorchAdapter(Restoring):
         self.source.may_follow = lambda: self._followers is not None and not self._followers.all_small
         self._barrier: UpdateBarrier | None = None
         self._post_step: PostStepState | None = None
-        self._untouched: Untouched | None = None
+        self._untouched = lambda: None
         self._resumed = False
         self.repeating: Repeating | None = None
         """Tracks the calls of the function that ``ttp.one_step`` decorates; None before ``attach``."""
@@ -205,8 +206,6 @@ class TorchAdapter(Restoring):
         turns, takers = self._make_turns(sharding, post_step)
         self._follow(processor, turns)
         calls = self._make_around(processor, turns, takers, buckets).calls()
-        self._untouched = None if gathering(self._model) else Untouched(self._given, source.on_host)
-        source.habits = Habits() if self._untouched is None else self._untouched.habits
         attachment = self._attachment = Attachment(
             takers,
             self._model,
@@ -214,7 +213,7 @@ class TorchAdapter(Restoring):
             self.capture,
             post_step=post_step,
             turns=turns,
-            untouched=self._untouched,
+            untouched=self._make_untouched(),
             fence=source.finished,
             version=partial(attrgetter("version"), gate),  # without a call of Python, as it runs several times a step
             ddps=ddps,
@@ -238,6 +237,14 @@ class TorchAdapter(Restoring):
         hidden = next((name for each in self._given if (name := hides_its_step(each))), "")
         scaled = self._scaler is not None
         return Turns(names_of(takers), skipped=post_step.skipped, scaled=scaled, hidden=hidden), takers
+
+    def _make_untouched(self) -> Untouched | None:
+        if gathering(self._model):
+            return None
+        untouched = Untouched(self._given, self.source.on_host)
+        self.source.habits = untouched.habits
+        self._untouched = weakref.ref(untouched)  # it ends with the first updates, and has the parameters of then
+        return untouched
 
     def _follow(self, processor: Processor, turns: Turns) -> None:
         """Compare, from now on, parameters that no optimizer trains."""

@@ -66,7 +66,7 @@ class Restoring(abc.ABC):
     source: TorchSource
     _post_step: PostStepState | None
     _resumed: bool
-    _untouched: Untouched | None
+    _untouched: Callable[[], Untouched | None]
     start: Repeating | None = None
     """The interrupted call of the step function, if ranks stay in their loops (``ttp.one_step``); else None. A restore
     puts rank-local state back to the beginning of that call."""
@@ -211,8 +211,8 @@ class Restoring(abc.ABC):
             log.warning("restored version %s, but %s", version, note)
         if self._post_step is not None:
             self._post_step.restored(version)
-        if self._untouched is not None:
-            self._untouched.restored(bool(job.extra.get(ZEROED)))
+        if (untouched := self._untouched()) is not None:
+            untouched.restored(bool(job.extra.get(ZEROED)))
         for fence in (self.source.begun, self.source.finished):
             fence.record(version)
         self.source.base = version
