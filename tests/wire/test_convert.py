@@ -7,6 +7,7 @@ import enum
 import typing
 
 import pytest
+from google.protobuf.descriptor_pb2 import DescriptorProto
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +17,7 @@ from ttp.core.layout import Rank, Version
 from ttp.core.restore_messages import Candidate, RestoreView
 from ttp.wire import convert, limits
 from ttp.wire.limits import WireError
+from ttp.wire.v1 import buddy_pb2, rounds_pb2
 from ttp.wire.v1 import controller_pb2 as pb
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -74,6 +76,16 @@ def test_every_enum_value_is_on_the_wire() -> None:
     for kind in kinds:
         for value in kind:
             assert convert.enum_from_wire(kind, convert.enum_to_wire(value)) is value
+
+
+@pytest.mark.parametrize("file", [pb.DESCRIPTOR, rounds_pb2.DESCRIPTOR, buddy_pb2.DESCRIPTOR], ids=lambda f: f.name)
+def test_the_numbers_of_removed_fields_are_reserved(file: typing.Any) -> None:
+    for name, message in file.message_types_by_name.items():
+        made = DescriptorProto()
+        message.CopyToProto(made)
+        numbers = {field.number for field in made.field}
+        taken = numbers.union(*(range(gap.start, gap.end) for gap in made.reserved_range))
+        assert taken == set(range(1, max(taken, default=0) + 1)), name
 
 
 def test_a_text_that_is_not_valid_unicode_arrives_with_escapes() -> None:

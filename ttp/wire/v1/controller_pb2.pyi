@@ -1886,7 +1886,7 @@ class RankStatus(google.protobuf.message.Message):
     version: builtins.int
     phase: global___Phase.ValueType
     state: builtins.str
-    """missing, live, lost, frozen, done, released"""
+    """missing, live, broken, frozen, lost, done, released"""
     silent_s: builtins.float
     mark: builtins.int
     activity: builtins.str
@@ -1986,7 +1986,7 @@ class GetStatusResponse(google.protobuf.message.Message):
     copied_version: builtins.int
     """newest version of which every rank has a second copy; absent: no copies"""
     stage: builtins.str
-    """waiting, forming, training, or the stage of the open incident"""
+    """waiting, forming, training, finished, or the stage of the open incident"""
     pid: builtins.int
     uptime_s: builtins.float
     attached: builtins.bool

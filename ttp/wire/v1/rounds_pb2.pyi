@@ -111,7 +111,7 @@ class _RepairWayEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     REPAIR_WAY_LOAD_REBUILD: _RepairWay.ValueType  # 7
 
 class RepairWay(_RepairWay, metaclass=_RepairWayEnumTypeWrapper):
-    """The part of one rank in a repair; the numbers are those of MindIO."""
+    """The part of one rank in a repair; each number is MindIO's plus one."""
 
 REPAIR_WAY_UNSPECIFIED: RepairWay.ValueType  # 0
 REPAIR_WAY_SEND: RepairWay.ValueType  # 1
@@ -450,7 +450,7 @@ class Notice(google.protobuf.message.Message):
     STRATEGY_FIELD_NUMBER: builtins.int
     PARAMS_FIELD_NUMBER: builtins.int
     what: builtins.str
-    """stop_train, pause_train, global_rank, strategy, failed"""
+    """a NoticeKind of ttp.mindio.protocol.manager_messages"""
     seconds: builtins.float
     strategy: builtins.str
     params: builtins.str
