@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ttp._version import __version__
 from ttp.errors import (
@@ -21,6 +21,12 @@ from ttp.errors import (
 )
 
 if TYPE_CHECKING:
+    from ttp import accelerate as accelerate
+    from ttp import deepspeed as deepspeed
+    from ttp import hf as hf
+    from ttp import lightning as lightning
+    from ttp import ray as ray
+    from ttp import titan as titan
     from ttp.api import paused, restore, step_done, ttp_to_persist, wrap_optimizer
     from ttp.core.layout import Layout
     from ttp.legacy import (
@@ -69,17 +75,19 @@ HOMES = {"Layout": "ttp.core.layout", "one_step": "ttp.update_function"}
 """Modules of public names that are neither in ``ttp.api`` nor (names of the seed documents) in ``ttp.legacy``."""
 
 
-def __getattr__(name: str) -> Any:
-    """Import a public name from its module on first use."""
-    if name in FRAMEWORKS:
-        return importlib.import_module(f"ttp.{name}")
-    if name not in __all__:
-        raise AttributeError(f"module 'ttp' has no attribute {name!r}")
-    old = name.startswith("ttp_") and name != "ttp_to_persist"
-    home = HOMES.get(name, "ttp.legacy" if old else "ttp.api")
-    value = getattr(importlib.import_module(home), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # to a type checker a misspelled name is an error
+
+    def __getattr__(name: str) -> object:
+        """Import a public name from its module on first use."""
+        if name in FRAMEWORKS:
+            return importlib.import_module(f"ttp.{name}")
+        if name not in __all__:
+            raise AttributeError(f"module 'ttp' has no attribute {name!r}")
+        old = name.startswith("ttp_") and name != "ttp_to_persist"
+        home = HOMES.get(name, "ttp.legacy" if old else "ttp.api")
+        value = getattr(importlib.import_module(home), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

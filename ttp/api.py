@@ -34,6 +34,7 @@ ACTIVITY_MAX = 80
 """Maximum length of an activity in characters; every heartbeat carries the activity."""
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 
 @overload
@@ -45,8 +46,7 @@ def ttp_to_persist(func: F | None = None, *, exit_on_bad_config: bool = True) ->
 
     Exit codes of the process: 75, a checkpoint was saved and the job should be started again; 70, nothing consistent
     could be saved; 64, the configuration is wrong or the program uses ttp wrongly. With 64 the finished steps have been
-    saved, but a restart would not help. Without ``TTP_PORT`` in the environment the function runs as if it were not
-    decorated.
+    saved, but a restart would not help. Without ``TTP_PORT`` the function runs as if undecorated.
 
     ``KeyboardInterrupt`` and ``sys.exit(0)`` behave as without ttp, but not after SIGTERM, when the job is saved. When
     ``train()`` returns, the decorator waits until it has returned on every rank, so that a rank which dies in its last
@@ -157,7 +157,7 @@ def _protected(
 
 
 def wrap_optimizer(
-    optimizer: Any,
+    optimizer: T,
     *,
     model: Any = None,
     scheduler: Any = None,
@@ -168,7 +168,7 @@ def wrap_optimizer(
     shard_of: Callable[[str], str] | None = None,
     undo: str | None = None,
     buddy: bool = False,
-) -> Any:
+) -> T:
     """Register the objects that make up the training state, and protect them if ttp is switched on (``TTP_PORT``).
 
     Args:

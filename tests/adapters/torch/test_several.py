@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.optim.lr_scheduler import ExponentialLR, StepLR
+from typing_extensions import assert_type
 
 import ttp
 from tests.adapters.torch.checkpoints import Net, digest
@@ -116,7 +117,8 @@ def test_wrap_optimizer_gives_back_the_list_it_was_given(tmp_path: Path) -> None
     optimizers = two(model)
     session.reset()
     try:
-        assert ttp.wrap_optimizer(optimizers, model=model, scheduler=[None], save_dir=tmp_path) is optimizers
+        given = ttp.wrap_optimizer(optimizers, model=model, scheduler=[None], save_dir=tmp_path)
+        assert assert_type(given, list[Any]) is optimizers
     finally:
         session.reset()
     for wrong in ([], [optimizers[0], object()]):
@@ -147,3 +149,8 @@ def test_none_at_all_is_refused() -> None:
     """A list that a program builds may be empty: nothing would ever be an update, and nothing saved."""
     with pytest.raises(UsageError, match="was given no optimizer: give it those that update the model, one or a list"):
         registered(nn.Linear(2, 2), [])
+
+
+def test_a_misspelled_name_is_an_error_to_a_type_checker_too() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'wrap_optimiser'"):
+        ttp.wrap_optimiser(None)  # type: ignore[attr-defined]  # mypy says if this is needless
