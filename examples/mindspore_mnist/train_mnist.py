@@ -1,5 +1,6 @@
 """Train five layers on MNIST, data parallel, with the power-off checkpoint, as in MindSpore's documentation.
 
+    export MS_ENABLE_TFT='{TTP:1}' MINDIO_FOR_MINDSPORE=1
     ttp run --mindspore --nproc-per-node 4 examples/mindspore_mnist/train_mnist.py
 
 Kill any worker, also rank 0 (``kill -9``): the other workers save the last finished step. With ``--max-restarts`` the
