@@ -35,6 +35,10 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 """Images of containers set it. Each process that a test starts would compile ttp: twice the time of its imports."""
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+"""Scripts have what they start in the background ignore SIGINT. Those that tests end with it would inherit that."""
+
 
 ALL = Path(__file__).parent.name
 
