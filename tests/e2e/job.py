@@ -276,6 +276,7 @@ def train() -> None:
 
 
 def one_step(model: Any, optimizer: Any, scheduler: Any, losses: Losses, step: int, batches: Iterator[Any]) -> None:
+    injector.at("called")
     if isinstance(optimizer, torch.optim.LBFGS):
         step_with_closure(model, optimizer, losses, step)
     else:

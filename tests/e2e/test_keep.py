@@ -155,7 +155,9 @@ TRANSFER, ONE_STEP = {"JOB_TRANSFER": "1"}, {"JOB_ONE_STEP": "1"}
         pytest.param({"rank": 1, "step": 0, "phase": "transfer", "action": "kill"}, TRANSFER, marks=pytest.mark.slow),
         # in the repeated call of a function
         ({"rank": 0, "phase": "loss", "action": "kill"}, ONE_STEP),
-        pytest.param({"rank": 1, "phase": "data", "action": "kill"}, ONE_STEP, marks=pytest.mark.slow),
+        pytest.param(
+            {"rank": 1, "phase": "data", "action": "kill", "when": "done/called.0"}, ONE_STEP, marks=pytest.mark.slow
+        ),
         pytest.param({"rank": 0, "phase": "loss", "action": "raise"}, ONE_STEP, marks=pytest.mark.slow),
         pytest.param({"rank": 0, "phase": "loss", "action": "deadlock"}, ONE_STEP, marks=pytest.mark.slow),
     ],
@@ -164,7 +166,9 @@ def test_a_second_fault_while_they_go_on_costs_no_step(
     make_job: MakeJob, unbroken: Unbroken, second: dict[str, Any], env: dict[str, str]
 ) -> None:
     """The second fault comes before the first update, so all ranks are restarted from the same checkpoint."""
-    faults = [KILL, {"id": "second", "step": KILL["step"], "launch": "1"} | second]
+    here = {"step": KILL["step"], "launch": "1"}
+    called = here | {"id": "called", "rank": 0, "phase": "called", "action": "hold"}  # rank 0 is in its step again
+    faults = [KILL, called, here | {"id": "second"} | second]
     job = make_job(ranks=2, steps=9, max_restarts=1, faults=faults, flags=KEEP, env={"TTP_CONTINUE_S": "5"} | env)
     assert job.run(TIMEOUT_S - 30) == 0, job.story()
     assert (job.directory / "done" / f"second.{second['rank']}").exists(), job.story()
