@@ -187,6 +187,41 @@ def test_a_host_that_waits_says_for_how_long_and_who_is_here(
     meeting.shutdown()  # ``inner`` has no such method: a host without a place does not close it for the others
 
 
+def test_a_host_that_waits_in_vain_names_the_missing_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log said how many were missing and who was here: of 125 hosts the reader had to find the one that was not."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(rendezvous, "SAY_S", 0.0)
+    one, lost = Node("10.0.0.1", 1), Node("10.0.0.2", 2)
+    state = SimpleNamespace(
+        complete=True, participants={one: 0, lost: 1}, wait_list={one}, redundancy_list=set(), round=0
+    )
+    rounds = iter([SimpleNamespace(world_size=2)])
+
+    def meet() -> Any:
+        for info in rounds:
+            return info
+        until(lambda: caplog.messages)
+        raise RendezvousTimeoutError
+
+    inner = SimpleNamespace(
+        settings=SimpleNamespace(timeout=RendezvousTimeout(), max_nodes=2),
+        _this_node=one,
+        _state_holder=SimpleNamespace(state=state),
+        next_rendezvous=meet,
+        num_nodes_waiting=lambda: 0,
+    )
+    meeting = Rescheduling(inner, 15.0)
+    meeting.next_rendezvous()
+    assert meeting.num_nodes_waiting() == 0
+    caplog.clear()
+    with pytest.raises(RendezvousTimeoutError):
+        meeting.next_rendezvous()
+    assert "1 of 2 are here (10.0.0.1; missing: 10.0.0.2); the wait ends after" in caplog.text
+    assert "a host is missing (10.0.0.2), and none has come within TTP_RESCHEDULE_S=15 s" in caplog.text
+
+
 @pytest.mark.parametrize("answers", [True, False])
 def test_a_launcher_that_ends_by_a_signal_keeps_no_place_alive(answers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A keep-alive that was under way aborted Python at its end: the exit code was 134 instead of 75."""

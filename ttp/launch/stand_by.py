@@ -178,8 +178,9 @@ class Rescheduling(WrappedRendezvous):
             raise
         except RendezvousTimeoutError as problem:
             logger.error(
-                "a host is missing, and none has come within %s; the job ends here. What was saved stays: start the "
+                "a host is missing%s, and none has come within %s; the job ends here. What was saved stays: start the "
                 "job again with all hosts",
+                f" ({names})" if (names := self._who_is_missing()) else "",
                 within,
             )
             raise HostMissingError from problem
@@ -196,13 +197,24 @@ class Rescheduling(WrappedRendezvous):
 
     def _who_is_here(self, within: str) -> str:
         state, hosts = self._inner._state_holder.state, self._inner.settings.max_nodes
-        # Those who are in a complete round train, save or are lost; whoever meets again waits for the next round.
-        here = list(state.wait_list if state.complete else state.participants)
+        here = self._present()
         names = ", ".join(sorted({str(node.addr) for node in here}))
         if self._is_spare():
             others = ", ".join(sorted({str(node.addr) for node in state.participants}))
             return f"all {hosts} places are taken ({others}), and this host stands by until one of them is empty"
+        if missing := self._who_is_missing():
+            names += f"; missing: {missing}"
         return f"{len(here)} of {hosts} are here ({names}); the wait ends after {within}" if hosts > 1 else ""
+
+    def _who_is_missing(self) -> str:
+        """Return the addresses of hosts that were in the last round and have not come to the next one yet."""
+        gone = self._there - {self._inner._this_node} - self._present() if self._there else ()
+        return ", ".join(sorted({str(node.addr) for node in gone}))
+
+    def _present(self) -> set[Any]:
+        """Return the launchers that have come: those in a complete round train, save or are lost; others wait."""
+        state = self._inner._state_holder.state
+        return set(state.wait_list if state.complete else state.participants)
 
     def _is_spare(self) -> bool:
         """Return whether other hosts have all places of the present round, so that this one waits for another."""
