@@ -24,6 +24,8 @@ Workers = Mapping[int, Popen[Any]]
 """Worker processes by global rank; each leads its own process group."""
 
 LOOK_S = 0.01
+TELL_S = 1.0
+"""Seconds of waiting that are not worth a line: most ranks have saved by then, and only leave."""
 GRACE_S = 30.0
 """Seconds that torch leaves a worker between SIGTERM and SIGKILL."""
 
@@ -93,7 +95,7 @@ class WorkerStops:
         self._watch.expect(_alive(workers))
 
     def _wait(self, workers: Workers, hold: Hold) -> HoldDecision:
-        waiting = False
+        told, began = False, time.monotonic()
         while True:
             verdict = hold.look(time.monotonic(), self._scene(workers))
             if verdict is HoldDecision.KILL_HUNG:
@@ -101,8 +103,8 @@ class WorkerStops:
                 self._send(hold.hung, signal.SIGKILL, workers)
             elif verdict is not HoldDecision.WAIT:
                 break
-            elif not waiting:
-                waiting = True
+            elif not told and time.monotonic() - began > TELL_S:
+                told = True
                 logger.info("waiting up to %.0f s for ranks that save", self._patience_s)
             time.sleep(LOOK_S)
         if verdict is HoldDecision.OUT_OF_PATIENCE:
