@@ -328,7 +328,7 @@ def test_a_host_that_does_not_know_its_own_name_is_told_what_to_do(
     ("code", "leaves", "said"),
     [
         (75, 130, "leaving with 130: the job is saved; unless other hosts go on with it, start it again with the same"),
-        (70, 70, "leaving with 70: nothing was saved"),
+        (70, 70, "leaving with 70: no newer version was saved"),
         (0, 0, ""),
     ],
 )

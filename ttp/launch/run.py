@@ -94,7 +94,9 @@ def run(argv: list[str]) -> int:
             what_next = "unless other hosts go on with it, start it again with the same command"
             logger.warning("leaving with %d: the job is saved; %s", code, what_next)
         if code == EXIT_NOT_SAVED:
-            logger.error("leaving with %d: nothing was saved, see above. Remove the cause, then start again", code)
+            logger.error(
+                "leaving with %d: no newer version was saved: remove the cause (above), then start again", code
+            )
         return code
     except ConfigError as problem:
         code = refuse(str(problem))
