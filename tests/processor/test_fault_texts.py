@@ -85,9 +85,10 @@ def raised_in(module: str, text: str = GLOO) -> RuntimeError:
 @pytest.mark.parametrize("module", ["torch.distributed.distributed_c10d", "train"])
 def test_a_collective_that_fails_is_one_line(caplog: pytest.LogCaptureFixture, module: str) -> None:
     """The traceback of each survivor would stand before the reason. A program may call torch's C++ code itself."""
-    problem = raised_in(module)
+    problem = raised_in(module, GLOO + " Check the logs of the remote worker. GLHF!")
     detail = log_error(3, problem)
     (record,) = caplog.records
+    assert "GLHF" in detail and "GLHF" not in record.message, "each survivor said it in 350 characters"
     assert "Traceback" in detail and "Traceback" not in record.message and "\n" not in record.message
     line = called_torch_at(problem)
     assert line.startswith("test_fault_texts.py:" if module != "train" else "<string>:")

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import sys
+import textwrap
 import time
 import traceback
 from pathlib import Path
@@ -17,6 +18,9 @@ from ttp.processor.faults import called_torch_at, describe, errors_of, is_collec
 from ttp.store.durable import replace_file
 
 log = logging.getLogger("ttp")
+
+SHOWN = 200
+"""Characters of a failed collective's text in the log: it follows from the fault, and the incident has the rest."""
 
 _asked_dir = ""
 """The save_dir that the program has named last, even if it could not be used."""
@@ -86,7 +90,7 @@ def log_error(rank: int, problem: BaseException) -> str:
             "--detail` shows the traceback)",
             rank,
             line,
-            describe(problem),
+            textwrap.shorten(describe(problem), SHOWN, placeholder="..."),
         )
     else:
         log.error("rank %s: %s\n%s", rank, describe(problem), detail)
