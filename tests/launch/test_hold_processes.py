@@ -63,13 +63,14 @@ def test_a_rank_below_a_shell_saves_after_an_operators_signal(start: Start, cont
 
 
 def test_a_rank_is_asked_to_save_whatever_process_has_the_pid_of_one_that_was_killed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That may be a child of the rank, such as a worker of its data loader.
 
     A wait that is soon over says nothing: the line came when the ranks had said "saved", before the cause.
     """
     caplog.set_level(logging.INFO, "ttp")
+    monkeypatch.setattr("ttp.launch.worker_stops.TELL_S", 60.0)  # on a loaded machine the wait may take a second
     script = "trap 'exit 75' TERM; sleep 100 & echo $!; while :; do sleep 0.05; done"
     worker = subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, start_new_session=True)
     assert worker.stdout is not None
