@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ttp._version import __version__
@@ -226,24 +226,39 @@ def _lives(owner: list[object]) -> bool:
 async def _watch_owner(driver: Driver, owner: list[object], orphan_s: float) -> None:
     """Stop the controller when for ``orphan_s`` seconds ``owner`` was gone and no rank was connected."""
     needed_at = time.monotonic()
-    while not driver.stopped.is_set():
-        await asyncio.sleep(OWNER_CHECK_S)
+
+    def look() -> None:
+        nonlocal needed_at
         if driver.machine.job.live or _lives(owner):
             needed_at = time.monotonic()
         elif time.monotonic() - needed_at >= orphan_s:
             log.info("the process that started this controller (pid %s) has ended and no rank is connected", owner[0])
             driver.stopped.set()
 
+    await _again_and_again(look, OWNER_CHECK_S)
+
 
 async def _watch_ring(driver: Driver, run_dir: Path) -> None:
     """Tell the machine, once it has lost all ranks, which controller the ranks of this host say they have."""
     before = read_ring(run_dir)  # may be of another job
-    while True:
-        await asyncio.sleep(RING_CHECK_S)
+
+    def look() -> None:
         job = driver.machine.job
         ring = read_ring(run_dir) if job.suspects and not job.live else None
         if ring is not None and ring != before:
             driver.feed(LedElsewhere(ring.run_id, ring.incarnation, ring.term))
+
+    await _again_and_again(look, RING_CHECK_S)
+
+
+async def _again_and_again(look: Callable[[], None], every_s: float) -> None:
+    """Call ``look`` each ``every_s`` seconds until cancelled. An error of it is logged, and ends nothing."""
+    while True:
+        await asyncio.sleep(every_s)
+        try:
+            look()
+        except Exception:
+            log.exception("an error in a watch of this controller; it goes on")
 
 
 if __name__ == "__main__":

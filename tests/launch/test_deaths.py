@@ -117,6 +117,21 @@ def test_watch_tells_of_kills_but_not_of_orderly_exits(watch: WorkerWatch, child
     assert notes.heard.empty()
 
 
+def test_an_error_about_one_worker_hides_no_other(children: list[Child], caplog: pytest.LogCaptureFixture) -> None:
+    def shows_death(rank: int, pid: int) -> bool:
+        raise MemoryError("no room to look")
+
+    notes, orderly = Notes(), subprocess.Popen([sys.executable, "-c", ""])
+    orderly.wait()
+    children[0].kill()
+    children[0].wait()
+    watching = WorkerWatch(shows_death)
+    watching.watch({0: orderly, 1: children[0]}, notes)
+    assert notes.heard.get(timeout=LONG_S)[0] == 1
+    watching.close()
+    assert "cannot report the death of rank 0" in caplog.text
+
+
 def test_watch_is_silent_about_what_the_launcher_stops(watch: WorkerWatch, children: list[Child]) -> None:
     notes = Notes()
     watch.watch(dict(enumerate(children)), notes)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ttp.launch import ring
-from ttp.launch.ring import Ring, places, read_ring, reigning, rescue_goes_on, write_ring
+from ttp.launch.ring import FILE, Ring, places, read_ring, reigning, rescue_goes_on, write_ring
 
 KNOWN = Ring("job", 2, 3, "home:1", "led:1", ("led:1", "b:1"))
 
@@ -38,6 +38,12 @@ def test_who_led_last_is_asked_first(tmp_path: Path) -> None:
     assert places(tmp_path, "home:1") == ("home:1",)
     write_ring(tmp_path, KNOWN)
     assert places(tmp_path, "home:1") == ("led:1", "home:1", "b:1")
+
+
+@pytest.mark.parametrize("text", ['{"run_id": 1, "incarnation": Infinity}', "[]", "{", '{"run_id": 1}', "[" * 10**5])
+def test_a_file_that_is_no_ring_is_none(text: str, tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text(text)
+    assert read_ring(tmp_path) is None
 
 
 def answer(**facts: Any) -> Any:

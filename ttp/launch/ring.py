@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ttp.aside import aside_or_here
+from ttp.errors import GARBLED
 from ttp.inbox import Inbox
 from ttp.launch.presence import PROBE_S, ask_status
 from ttp.launch.run_dir import make_private
@@ -93,7 +94,7 @@ def read_ring(run_dir: Path) -> Ring | None:
         )
         for place in ring.places:
             split(place)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, RecursionError, *GARBLED):
         return None
     return ring
 

@@ -97,14 +97,14 @@ class WorkerWatch:
         watch.close()
 
     def _tell(self, reporter: Reporter, rank: int, pid: int, code: int) -> None:
-        if self.expects(pid) or (code in ORDERLY_EXITS and not self._shows_death(rank, pid)):
-            return
-        reason = describe_exit(code, self._oom.explain(pid) if code in SIGKILLED else "")
         try:
+            if self.expects(pid) or (code in ORDERLY_EXITS and not self._shows_death(rank, pid)):
+                return
+            reason = describe_exit(code, self._oom.explain(pid) if code in SIGKILLED else "")
             reporter.exited(rank, pid, reason, code)
+            logger.warning("rank %d (pid %d): %s", rank, pid, reason)
         except Exception:
             logger.exception("cannot report the death of rank %d; the controller will notice it later", rank)
-        logger.warning("rank %d (pid %d): %s", rank, pid, reason)
 
 
 # -------------------------------------------------------------------------------------------------------- out of memory

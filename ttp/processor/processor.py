@@ -266,8 +266,10 @@ class Processor:
         if copies is not None:
             copies.close()
         self.host.leave()
-        with contextlib.suppress(Exception):
+        try:
             self.source.close()
+        except Exception:
+            log.exception("the adapter could not close what it had opened for this rank")
         self.host.close()
 
     # ------------------------------------------------------------------------------------------------ the owner thread
