@@ -20,6 +20,9 @@ from ttp.adapters.torch.convert.contents import tree
 from ttp.adapters.torch.convert.from_checkpoint import read_checkpoint
 from ttp.adapters.torch.local_state.image import read_local_state
 from ttp.adapters.versions import numbers
+from ttp.core.layout import Rank
+from ttp.core.restore_choice import is_fallback_note, too_new
+from ttp.core.restore_messages import RestoreView
 from ttp.errors import CheckpointError, ConfigError
 from ttp.store.choice import look_back
 from ttp.store.encoding import decode
@@ -80,19 +83,27 @@ def choose(trainer: Any, save_dir: Any) -> dict[str, Any]:
         Trainer itself with ``foreign``.
 
     Raises:
-        CheckpointError: there are checkpoints of ttp, but none is whole.
+        CheckpointError: the newest checkpoint of ttp has no state of a Trainer; or a checkpoint that is newer than the
+            Trainer's own was saved by a newer ttp.
     """
     current = session.current()
     place = absolute(str(current.config.save_dir or save_dir))
     found = look_back(place, current.fallback_dir)
     own = None if trainer.args.save_only_model else _newest_of_trainer(trainer.args.output_dir)
-    if not found.candidates:
-        return {"version": 0} if own is None else {"version": 0, "directory": str(own), "foreign": True}
-    newest = found.candidates[0]
-    checkpoint = found.where[newest]
-    facts = _agreed(checkpoint, Manifest.load(checkpoint))
-    if own is not None and int(own.name.rpartition("-")[2]) > facts["step"]:
+    newest = found.candidates[0] if found.candidates else None
+    facts: dict[str, Any] = {"step": -1}
+    if newest is not None:
+        checkpoint = found.where[newest]
+        facts = _agreed(checkpoint, Manifest.load(checkpoint))
+    if own is not None and (step := int(own.name.rpartition("-")[2])) > facts["step"]:
+        newer, why = too_new([RestoreView(Rank(0), found.candidates, found.skipped)])
+        if newer > step:
+            raise CheckpointError(why)
+        for reason in (text for text in found.skipped if not is_fallback_note(text)):
+            log.warning("restore skipped %s; the Trainer's own %s is restored", reason, own)
         return {"version": 0, "directory": str(own), "foreign": True}
+    if newest is None:
+        return {"version": 0}
     return {"version": int(newest.version), "directory": str(_write(trainer, checkpoint, facts)), **facts}
 
 

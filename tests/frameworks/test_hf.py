@@ -218,6 +218,28 @@ def test_the_trainers_own_checkpoints_of_the_model_alone_do_not_count(choose: An
     assert choose(save_only_model=True) == {"version": 0}
 
 
+@pytest.mark.parametrize(("step", "refused"), [(3, True), (5, False)])
+def test_the_trainers_own_checkpoint_does_not_hide_a_newer_one_of_a_newer_ttp(
+    step: int, refused: bool, choose: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from tests.adapters.torch.checkpoints import Net, adamw, write_checkpoint
+    from tests.store.test_catalog import edit
+    from ttp.adapters.torch.saving.job_state import JobState
+
+    own = tmp_path / "output" / f"checkpoint-{step}"
+    own.mkdir(parents=True)
+    (own / "trainer_state.json").write_text("{}")
+    path, model = tmp_path / "fallback" / "tft_saved_checkpoints-step_4", Net()
+    write_checkpoint(path, model, adamw(model), JobState(version=4))
+    edit(path, format_version=2, ttp_version="9.1")
+    if refused:
+        with pytest.raises(CheckpointError, match=r"a newer ttp has saved step 4, .*: upgrade ttp"):
+            choose()
+    else:
+        assert choose()["directory"] == str(own)
+        assert f"upgrade ttp; the Trainer's own {own} is restored" in caplog.text
+
+
 def trainer(*callbacks: Any, settings: Any = None, **more: Any) -> Any:
     args = SimpleNamespace(process_index=0, world_size=1, output_dir="none", save_only_model=False, **(settings or {}))
     return SimpleNamespace(args=args, callback_handler=SimpleNamespace(callbacks=callbacks), **more)
