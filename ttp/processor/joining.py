@@ -93,8 +93,8 @@ class Joining:
             patience_s: seconds that the other ranks may take (``TTP_RESTORE_S``).
 
         Raises:
-            ConfigError: a checkpoint that the job has committed has vanished, no checkpoint is whole, or the newest
-                needs a newer ttp.
+            ConfigError: a checkpoint that the job has committed has vanished, no checkpoint is whole, the newest needs
+                a newer ttp, or another rank was refused.
             RestoreError: the ranks have no checkpoint in common, or the other ranks did not ask in time.
             StorageAwayError: all ranks shall look again after a pause.
         """

@@ -17,6 +17,8 @@ from ttp.core.controller.membership import Guest, Member
 from ttp.core.controller.parts import ControllerParts
 from ttp.core.layout import Rank, compact_ranks
 
+_SET_UP_OTHERWISE = frozenset({m.RefusalCode.MISMATCH, m.RefusalCode.PROTOCOL})
+"""Refusals of a rank that differs from those that came first."""
 _BY_A_PROCESS = frozenset({m.RefusalCode.RANK_TAKEN, m.RefusalCode.FENCED})
 """Refusals of a new process because there is, or was, another one of its rank."""
 
@@ -52,6 +54,7 @@ class Admission:
             refusal = self._refusal(hello, now)
         if refusal is not None:
             self._outbox.refuse(connection, hello, *refusal)
+            self._missed(hello, *refusal)
         elif unknown:
             self._parts.layouts.wait(connection, hello, now)
         else:
@@ -65,6 +68,15 @@ class Admission:
         if refusal is not None:
             return refusal
         return None if self._rescue.program.leads else rules.apart(self._job, hello)
+
+    def _missed(self, hello: m.Hello, code: m.RefusalCode, text: str) -> None:
+        """Let no rank wait in ``restore()`` for a rank of the same start that was set up in another way."""
+        job = self._job
+        if job.formed or job.layout is None or hello.resume or code not in _SET_UP_OTHERWISE:
+            return
+        needed = hello.rank < job.layout.world_size and hello.rank not in job.members
+        if needed and (hello.run_id, hello.launch) in {(job.run_id, mb.hello.launch) for mb in job.members.values()}:
+            self._parts.restoring.give_up(f"rank {hello.rank} on {hello.host} was refused: {text}")
 
     def _admit(self, connection: ConnectionId, hello: m.Hello, now: float) -> None:
         """Make a rank a member of the job, or of the next incarnation, which begins with it."""

@@ -12,6 +12,9 @@ from ttp.core.layout import Rank, Version, ranks_text
 from ttp.core.restore_choice import LOOK_AGAIN_S, agree, beside, is_skipped, is_unread, none_whole
 from ttp.core.restore_messages import Candidate, Restored, RestoreDecision, RestoreView
 
+_FINAL = Version(1)
+"""Of an error that concerns no version: one with a version is final, as another start does not help."""
+
 
 class Restoring:
     """The agreement of one incarnation. Until ranks have begun to train they repeat their view to a new controller.
@@ -39,6 +42,14 @@ class Restoring:
         """Forget the view of a process that left before the job was formed."""
         self._views.pop(rank, None)
         self._restored.pop(rank, None)
+        if not self._views:
+            self.decision = None  # processes that are started now look anew
+
+    def give_up(self, error: str) -> None:
+        """Answer every rank with an error that an operator has to mend: another rank can never say what it found."""
+        if self.decision is None:
+            self.decision = RestoreDecision(m.SEVERAL, self._job.term, _FINAL, "", "", error)
+            self._tell(self._views)
 
     def expect(self, committed: tuple[Version, str] | None, *, same_job: bool) -> None:
         """Expect ranks to find the checkpoint that the last incarnation committed.
