@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.harness import PYTHON_BIN
+from ttp.compat.mindio import placing
 
 SHOW = "import mindio_ttp; print(getattr(mindio_ttp, 'ORIGIN', mindio_ttp.__name__))"
 LEGACY = "from mindio_ttp.framework_ttp import ttp_init_controller as f; print(f.__module__)"
@@ -55,6 +57,15 @@ def test_the_original_wins_and_a_warning_says_so(original: Path) -> None:
     done = _python(f"import ttp.compat.mindio; {SHOW}", original=original)
     assert done.stdout.strip() == "the original"
     assert "is installed" in done.stderr and "TTP_MINDIO=force" in done.stderr
+
+
+def test_another_copy_of_ttp_is_no_original(tmp_path: Path) -> None:
+    """A parent process with another copy leaves its folder in PYTHONPATH: the stubs imported each other for ever."""
+    stub = Path(placing.ON_PATH, "mindio_ttp", "__init__.py")
+    other = tmp_path / "ttp" / "compat" / "on_path"
+    shutil.copytree(stub.parent, other / "mindio_ttp")
+    done = _python(SHOW, original=other)
+    assert done.stdout.strip() == "ttp.compat.mindio", done.stderr
 
 
 def test_unless_asked_otherwise(original: Path) -> None:

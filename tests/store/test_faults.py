@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest.mock import Mock
 
 import pytest
 
@@ -182,6 +183,11 @@ def test_what_is_no_mount_of_its_own_is_not_missed(tmp_path: Path) -> None:
     mounts.check(tmp_path / "ck")
     mounts.check(tmp_path / "link")
     mounts.check(tmp_path / "somewhere else")
+
+
+def test_without_proc_nothing_is_taken_for_a_mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("psutil.disk_partitions", Mock(side_effect=FileNotFoundError(2, "none", "/proc/self/mounts")))
+    Mounts(tmp_path / "ck").check(tmp_path / "ck")
 
 
 def test_the_server_of_a_mount_dies(world: World, bad_disk: BadDisk) -> None:

@@ -50,5 +50,10 @@ def mount_of(directory: Path) -> Path:
 
 
 def _mountpoints() -> set[Path]:
-    """Return all mount points from the kernel's list: asking directories would miss bind mounts and might block."""
-    return {Path("/"), *(Path(partition.mountpoint) for partition in psutil.disk_partitions(all=True))}
+    """Return all mount points from the kernel's list: asking directories would miss bind mounts and might block.
+
+    Where /proc is not mounted there is no list: then every directory counts as one of the root file system.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        return {Path("/"), *(Path(partition.mountpoint) for partition in psutil.disk_partitions(all=True))}
+    return {Path("/")}

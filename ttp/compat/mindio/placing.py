@@ -29,6 +29,8 @@ CLOSED = ("adaptor", "modellink")
 """Modules of older packages that connect MindIO to MindSpeed-LLM. Their source was never published."""
 OURS = "ttp.adapters.megatron"
 ON_PATH = str(Path(__file__).parent.parent / "on_path")
+STUBS = os.sep + os.path.join("ttp", "compat", "on_path")
+"""End of ``ON_PATH`` in any copy of ttp: a parent process may have used another copy."""
 
 
 class Finder(MetaPathFinder):
@@ -116,8 +118,8 @@ def tell_children(environ: MutableMapping[str, str]) -> None:
 
 
 def _elsewhere() -> list[str]:
-    return [entry for entry in sys.path if entry != ON_PATH]
+    return [entry for entry in sys.path if not entry.endswith(STUBS)]
 
 
 def _is_stub(module: ModuleType) -> bool:
-    return str(getattr(module, "__file__", "")).startswith(ON_PATH)
+    return str(Path(getattr(module, "__file__", None) or "").parent.parent).endswith(STUBS)
