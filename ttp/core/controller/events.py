@@ -66,6 +66,10 @@ class ControllerTimeouts:
 
 TIMER_LATE_S = 0.5
 """Seconds by which a timer may be late; a longer delay shows that the controller did not run."""
+LATE_MAX = 3
+"""Graces in a row that begin again for lost ranks because this timer was late. Between two of them the controller reads
+what has come, so a rank that is not back after the third is lost: the controller is slow then, and was not stopped.
+"""
 QUEUE_FROM, QUEUE_S = 100, 0.001
 """Each rank beyond the first ``QUEUE_FROM`` adds ``QUEUE_S`` seconds to a timeout; see ``in_queue``."""
 

@@ -89,6 +89,7 @@ class ControllerMachine:
         self._faults = FaultReports(parts, self._end)
         self.stand_in = StandIn(timeouts, new_id, parts.rescue.meanwhile)
         """Saves for ranks whose own controller is silent, independently of the job that this controller leads."""
+        self._late = 0  # graces in a row at whose end this controller was late
         self._suspected = 0  # the most suspects at one time since there last were none
         self._unsettled = False
 
@@ -367,11 +368,14 @@ class ControllerMachine:
     def _expire(self, now: float) -> None:
         self._parts.layouts.expire(now)
         self._suspected = max(self._suspected, len(self.job.suspects)) if self.job.suspects else 0
-        if self.job.suspects and now > self._grace_ends + ev.TIMER_LATE_S:  # it did not run: hellos may wait unread
-            for rank, since in list(self.job.suspects.items()):
-                self.job.wait_longer(rank, max(since, now))
+        if self.job.suspects and now >= self._grace_ends:
+            self._late = self._late + 1 if now > self._grace_ends + ev.TIMER_LATE_S else 0
+            if 0 < self._late <= ev.LATE_MAX:  # it did not run: hellos may wait unread
+                for rank, since in list(self.job.suspects.items()):
+                    self.job.wait_longer(rank, max(since, now))
         while self.job.suspects and now >= self._grace_ends:
             self.job.fence(next(iter(self.job.suspects)), f"its stream did not come back within {self._grace_s:g} s")
+        self._late = self._late if self.job.suspects else 0
         self._admission.gathering.expire(now)
         self._parts.silence.check(now)
         self.rescue.expire(now)
