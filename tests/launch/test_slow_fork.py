@@ -17,6 +17,7 @@ import pytest
 
 from ttp.config import Config
 from ttp.launch.warm import starter as module
+from ttp.launch.warm import template
 from ttp.launch.warm.starter import Ready, WarmStarter
 
 READY = {"state": "ready", "modules": 1, "bytes": 0, "seconds": 0.0, "read": [], "read_all": ""}
@@ -65,6 +66,33 @@ def test_time_in_which_the_host_was_suspended_is_no_time_of_waiting(
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(now)))
     monkeypatch.setattr(module, "readable", lambda *_: next(looks))
     assert silent._socket is not None and silent._answers(silent._socket)
+
+
+def test_time_in_which_both_were_stopped_is_no_time_of_importing(
+    silent: WarmStarter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, looks = itertools.count(0.0, 100.0), iter([False] * 20 + [True])
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    monkeypatch.setattr(module, "readable", lambda *_: next(looks))
+    assert silent._socket is not None
+    silent._socket.close()
+    silent._ready, (silent._socket, theirs) = None, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    theirs.send(json.dumps(READY).encode())
+    assert silent._wait_ready()
+    theirs.close()
+
+
+@pytest.mark.parametrize("says", [b"go", b"no"])
+def test_a_worker_does_not_count_the_time_in_which_it_was_stopped(says: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, parents, looks = itertools.count(0.0, 100.0), iter([0, 0, 0, 0, 7]), iter([False, True])
+    monkeypatch.setattr("ttp.polling.time", SimpleNamespace(monotonic=lambda: next(now), sleep=lambda _: None))
+    monkeypatch.setattr(os, "getppid", lambda: next(parents))
+    monkeypatch.setattr(template, "readable", lambda *_: next(looks))
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        ours.send(says)
+        assert template._may_go(theirs, 7) == (says == b"go")
+        assert int(ours.recv(64)) == os.getpid()
 
 
 @pytest.mark.parametrize("unread", [b"", b"hurry"])

@@ -39,6 +39,10 @@ PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
 MESSAGE_BYTES = 1 << 20
 STALL_S = 3.0
 """Seconds that a restart waits for a process that makes no progress. Then workers are started as always."""
+AWAY_S = 1.5
+"""Seconds between two looks, which come at once, that show that this launcher did not run: it may have been stopped
+together with the process that it waits for.
+"""
 IMPORT_S = 30.0
 """Seconds that a restart waits for one that does: it imports what each worker would otherwise import for itself. On a
 busy host these are seconds of processor time, as it would take each worker longer by the clock, too.
@@ -236,11 +240,14 @@ class WarmStarter:
     def _wait_ready(self) -> bool:
         """Wait until the process has imported everything; False: it does not get there, and was given up."""
         self.hurry()
-        began_s = moved_s = time.monotonic()
+        began_s = moved_s = last_s = time.monotonic()
         first = used = _ticks(self._process.pid) if self._process is not None else 0
         while self._ready is None and self._process is not None:
             self._hear(0.05)
             now_s, spent = time.monotonic(), _ticks(self._process.pid) if self._process is not None else 0
+            if (away_s := now_s - last_s) > AWAY_S:
+                began_s, moved_s = began_s + away_s, moved_s + away_s
+            last_s = now_s
             if spent > used:
                 used, moved_s = spent, now_s
             took_s, used_s = now_s - began_s, (used - first) / os.sysconf("SC_CLK_TCK")

@@ -39,6 +39,7 @@ SHARE = 0.25
 """Share of one core that imports may take while ranks train and no restart waits."""
 GO_S = 10.0
 """Seconds that a worker waits to become its launcher's child, and for the launcher's ``go``."""
+LOOK_S = 0.1
 PR_SET_PDEATHSIG = 1
 PR_SET_MM, PR_SET_MM_ARG_END = 35, 9
 DEVICES = ("/dev/nvidia-uvm", "/dev/davinci", "/dev/kfd")
@@ -233,12 +234,17 @@ def become(order: dict[str, Any], changed: dict[str, str | None], stdout: int, s
         command = [wanted.interpreter, *wanted.options, *(["-m"] if wanted.module else []), wanted.name]
         _call_it([*command, *wanted.arguments])
         _reseed()
-        if not poll(lambda: os.getppid() == order["launcher"], GO_S, 0.0005):
+        if not _may_go(launcher, order["launcher"]):
             os._exit(1)
-        launcher.settimeout(GO_S)
-        launcher.send(b"%d" % os.getpid())
-        if launcher.recv(8) != b"go":
-            os._exit(1)
+
+
+def _may_go(launcher: socket.socket, parent: int) -> bool:
+    """Wait to become the launcher's child, and for its ``go``. Return whether both came."""
+    looks = range(round(GO_S / LOOK_S))  # not by the clock: the whole host may have been suspended
+    if not any(poll(lambda: os.getppid() == parent, LOOK_S, 0.0005) for _ in looks):
+        return False
+    launcher.send(b"%d" % os.getpid())
+    return any(readable(launcher.fileno(), LOOK_S) for _ in looks) and launcher.recv(8) == b"go"
 
 
 def _reseed() -> None:
