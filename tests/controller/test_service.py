@@ -266,12 +266,13 @@ def test_no_error_ends_a_watch_of_the_controller(
 ) -> None:
     async def watched() -> None:
         again, driver = asyncio.Event(), Mock(**{"machine.job.live": {}})
-        looks = iter([None] * (watch == "_watch_ring") + [OSError("out of descriptors"), ZeroDivisionError("any")])
+        problems: list[Exception | None] = [ZeroDivisionError("any"), OSError("out of descriptors")]
+        problems += [None] * (watch == "_watch_ring")  # which looks once before
 
         def look(_: object) -> None:
-            if (problem := next(looks, again)) is again:
+            if not problems:
                 again.set()
-            elif problem is not None:
+            elif (problem := problems.pop()) is not None:
                 raise problem
 
         monkeypatch.setattr(own, looks_by, look)

@@ -58,10 +58,10 @@ class Restored(m.Report):
 class RestoreDecision(m.LedOrder):
     """Order: the checkpoint to restore. ``version`` 0 with an empty name: start from nothing.
 
-    A non-empty ``error`` is raised on every rank. An error with a version: that version was committed, and has
-    vanished, is damaged like all others, or needs a newer ttp, or some rank was refused (then the version is 1); only
-    an operator can mend that. ``unread``: the ranks do more and send a ``RestoreView`` again. If there is an error, they look again after a pause; else they have
-    together not read all of the checkpoint, and read more.
+    A non-empty ``error`` is raised on every rank. An error with a version is one that only an operator can mend: that
+    version was committed, and has vanished, is damaged like all others, or needs a newer ttp; or a rank was refused
+    (then the version is 1). ``unread``: the ranks do more and send a ``RestoreView`` again. If there is an error, they
+    look again after a pause; else they have together not read all of the checkpoint, and read more.
     """
 
     version: Version

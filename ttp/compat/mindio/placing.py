@@ -29,7 +29,7 @@ CLOSED = ("adaptor", "modellink")
 """Modules of older packages that connect MindIO to MindSpeed-LLM. Their source was never published."""
 OURS = "ttp.adapters.megatron"
 ON_PATH = str(Path(__file__).parent.parent / "on_path")
-STUBS = os.sep + os.path.join("ttp", "compat", "on_path")
+STUBS = str(Path(os.sep, "ttp", "compat", "on_path"))
 """End of ``ON_PATH`` in any copy of ttp: a parent process may have used another copy."""
 
 
