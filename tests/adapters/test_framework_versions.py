@@ -48,6 +48,13 @@ def test_a_version_that_was_not_tried_is_a_warning(
     assert (f"was tested with ({tested[0]} to {tested[1]})" in caplog.text) is warned
 
 
+def test_without_torch_it_is_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    monkeypatch.delitem(sys.modules, "ttp.adapters.frameworks", raising=False)
+    with pytest.raises(ConfigError, match=r"need torch.*pip install 'ttp-ft\[torch\]'"):
+        importlib.import_module("ttp.adapters.frameworks")
+
+
 @pytest.fixture(params=ttp.FRAMEWORKS)
 def module(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Return the name of a module that is not imported, and whose package cannot be imported, installed or not."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import os
@@ -16,7 +15,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -28,7 +26,6 @@ from ttp._version import __version__
 from ttp.cli.incident_reader import incident_files, read_incident
 from ttp.cli.main import main as cli
 from ttp.config import Config
-from ttp.controller import __main__ as own
 from ttp.controller.__main__ import RING_CHECK_S, _why_not, main, parser, patience_of
 from ttp.core import messages as m
 from ttp.core.layout import Layout, Rank, Shard, Version
@@ -258,32 +255,6 @@ def test_a_job_is_between_two_launches_while_the_launcher_of_its_controller_live
             assert controller.process.wait(60) == 0
     if how == "reaped":
         assert controller.process.wait(60) == 0
-
-
-@pytest.mark.parametrize(("watch", "looks_by"), [("_watch_owner", "_lives"), ("_watch_ring", "read_ring")])
-def test_no_error_ends_a_watch_of_the_controller(
-    watch: str, looks_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def watched() -> None:
-        again, driver = asyncio.Event(), Mock(**{"machine.job.live": {}})
-        problems: list[Exception | None] = [ZeroDivisionError("any"), OSError("out of descriptors")]
-        problems += [None] * (watch == "_watch_ring")  # which looks once before
-
-        def look(_: object) -> None:
-            if not problems:
-                again.set()
-            elif (problem := problems.pop()) is not None:
-                raise problem
-
-        monkeypatch.setattr(own, looks_by, look)
-        task = asyncio.create_task(getattr(own, watch)(driver, *{"_watch_owner": ([1], 60.0)}.get(watch, (tmp_path,))))
-        await asyncio.wait([task, asyncio.create_task(again.wait())], return_when=asyncio.FIRST_COMPLETED)
-        assert task.cancel(), "it goes on"
-
-    monkeypatch.setattr(own, "OWNER_CHECK_S", 0.0)
-    monkeypatch.setattr(own, "RING_CHECK_S", 0.0)
-    asyncio.run(watched())
-    assert caplog.text.count("an error in a watch of this controller") == 2
 
 
 def test_sigterm_ends_the_controller(start: Any) -> None:

@@ -262,8 +262,7 @@ class Processor:
         self._link.finish(timeout_s=1.0)
         self._saver.close()
         self._inspector.close()
-        copies = self.copying or self._receiver
-        if copies is not None:
+        if (copies := self.copying or self._receiver) is not None:
             copies.close()
         self.host.leave()
         try:
