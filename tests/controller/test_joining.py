@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -38,6 +39,16 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Processor
     processor.start()
     yield processor
     processor.close()
+
+
+def test_an_error_of_the_adapters_close_is_told_and_the_rest_is_closed(
+    alone: Processor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(alone.source, "close", Mock(side_effect=OSError("the device is gone")))
+    closed = Mock(wraps=alone.host.close)
+    monkeypatch.setattr(alone.host, "close", closed)
+    alone.close()
+    assert "could not close" in caplog.text and "the device is gone" in caplog.text and closed.called
 
 
 def test_it_is_refused_after_training_has_begun(alone: Processor, start: Any, caplog: pytest.LogCaptureFixture) -> None:
