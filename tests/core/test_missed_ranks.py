@@ -65,6 +65,15 @@ def test_a_stranger_stops_nobody(rank: int, change: dict[str, Any]) -> None:
     assert "[restore]" in talk.report(2, view(2)) and not talk.orders(RestoreDecision)[0].error
 
 
+def test_jobs_that_were_given_no_run_id_are_not_told_apart() -> None:
+    talk = Talk(joined=0)
+    for rank in (0, 1):
+        talk.hello(rank, run_id="none")
+    talk.report(0, view(0))
+    assert talk.hello(2, run_id="none", save_dir="/elsewhere").endswith(":2 [refused]")
+    assert not talk.orders(RestoreDecision)
+
+
 def test_a_job_that_trains_does_not_end() -> None:
     talk = forming()
     for version in (1, 2):

@@ -19,6 +19,8 @@ from ttp.core.layout import Rank, compact_ranks
 
 _SET_UP_OTHERWISE = frozenset({m.RefusalCode.MISMATCH, m.RefusalCode.PROTOCOL})
 """Refusals of a rank that differs from those that came first."""
+_NO_ID = "none"
+"""Run id of each job of torchrun that is given none: another job may have it too."""
 _BY_A_PROCESS = frozenset({m.RefusalCode.RANK_TAKEN, m.RefusalCode.FENCED})
 """Refusals of a new process because there is, or was, another one of its rank."""
 
@@ -72,7 +74,8 @@ class Admission:
     def _missed(self, hello: m.Hello, code: m.RefusalCode, text: str) -> None:
         """Let no rank wait in ``restore()`` for a rank of the same start that was set up in another way."""
         job = self._job
-        if job.formed or job.layout is None or hello.resume or code not in _SET_UP_OTHERWISE:
+        told_apart = job.run_id != _NO_ID and code in _SET_UP_OTHERWISE
+        if job.formed or job.layout is None or hello.resume or not told_apart:
             return
         needed = hello.rank < job.layout.world_size and hello.rank not in job.members
         if needed and (hello.run_id, hello.launch) in {(job.run_id, mb.hello.launch) for mb in job.members.values()}:
