@@ -15,7 +15,7 @@ from ttp.adapters.mindspore.memory import Memory
 from ttp.adapters.mindspore.source import JOB_KIND, SHARD_KIND
 from ttp.core.layout import Shard
 from ttp.errors import CheckpointError, OtherModelError, ToldAs
-from ttp.processor.local_state.local_piece import is_provisional, lender, objects_kept, read_local_image, why_lost
+from ttp.processor.local_state.local_piece import UpdateChanges, is_provisional, read_local_image, why_lost
 from ttp.store import encoding
 from ttp.store.manifest import Manifest
 from ttp.store.plain_file import read_plain
@@ -107,11 +107,12 @@ def _with_peers(checkpoint: Path, manifest: Manifest, rank: int, own: LocalState
     """
     pieces = manifest.pieces
     mine = {*own.beside, *own.unchanged, STREAMS}
-    asked = [name for name in objects_kept(pieces) if name in mine]  # not of other stages
+    changes = UpdateChanges(pieces)
+    asked, lender = [name for name in changes.names if name in mine], changes.lender  # not of other stages
     replicas = next(set(ranks) for ranks in manifest.groups.values() if rank in ranks)
-    equal = {name: giver for name in asked if (giver := lender(pieces, name, rank, replicas)) is not None}
-    agreed = {name: giver for name in asked if (giver := lender(pieces, name, _NO_RANK, replicas)) is not None}
-    began = {name: lender(pieces, BEGAN + name, rank, replicas) for name in own.beside if not own.passed}
+    equal = {name: giver for name in asked if (giver := lender(name, rank, replicas)) is not None}
+    agreed = {name: giver for name in asked if (giver := lender(name, _NO_RANK, replicas)) is not None}
+    began = {name: lender(BEGAN + name, rank, replicas) for name in own.beside if not own.passed}
     early = {name: giver for name, giver in began.items() if giver is not None}
     givers = {name: giver for name, giver in (early | agreed | equal).items() if name != STREAMS or name in equal}
     images = {giver: read_local_image(checkpoint, pieces, giver) for giver in {*givers.values()}}

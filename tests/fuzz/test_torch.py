@@ -34,7 +34,7 @@ from ttp.adapters.torch.saving.piece_index import items_of, left_out_of
 from ttp.core.layout import Rank
 from ttp.core.messages import Piece
 from ttp.errors import CheckpointError
-from ttp.processor.local_state.local_piece import LOCAL_KIND, lender, not_kept, objects_kept, why_lost
+from ttp.processor.local_state.local_piece import LOCAL_KIND, UpdateChanges, not_kept, why_lost
 from ttp.processor.local_state.page_reader import Page, read_page
 from ttp.processor.local_state.pages import PageWriter
 from ttp.store.encoding import encode
@@ -155,8 +155,9 @@ def test_any_json_as_a_table(table: Any) -> None:
         except CheckpointError as problem:
             assert "f" in str(problem)
     assert len(not_kept(pieces, 2)) <= 2 and why_lost(pieces, 0)
-    for name in objects_kept(pieces):
-        lender(pieces, name, 0, (0, 1))
+    changes = UpdateChanges(pieces)
+    for name in changes.names:
+        changes.lender(name, 0, (0, 1))
 
 
 def test_a_reason_that_is_empty_is_none() -> None:

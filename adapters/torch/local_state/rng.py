@@ -46,11 +46,9 @@ class RngState:
 
     def capture(self) -> list[Buffer]:
         """Return the state of every stream, in parts to join. Some are live memory: copy them before the next draw."""
-        python, python_gauss, numpy, numpy_gauss = self._host.capture()
-        host = self._live if self._live is not None else _tensor_bytes(self._torch.get_state())
-        device = _capture_device(self._devices)
-        sizes = (len(python), len(python_gauss), len(numpy), len(numpy_gauss), len(host), len(device))
-        return [_HEADER.pack(_MAGIC, *sizes), python, python_gauss, numpy, numpy_gauss, host, device]
+        own = self._live if self._live is not None else _tensor_bytes(self._torch.get_state())
+        parts = [*self._host.capture(), own, _capture_device(self._devices)]
+        return [_HEADER.pack(_MAGIC, *map(len, parts)), *parts]
 
     def standing(self) -> Callable[[], bool] | None:
         """Return a function that tells whether the parts of the last ``capture`` still cover all streams.
@@ -75,12 +73,12 @@ class RngState:
         Raises:
             CheckpointError: the bytes are not captured streams.
         """
-        python, python_gauss, numpy, numpy_gauss, host, device = _split(data)
+        *host, own, device = _split(data)
         notes: list[str] = []
         unreadable = (*GARBLED, RuntimeError, struct.error, EncodingError)
         with ToldAs(CheckpointError, "the saved random streams cannot be restored", *unreadable):
-            notes += self._host.restore(python, python_gauss, numpy, numpy_gauss)
-            self._torch.set_state(_torch_state(host))
+            notes += self._host.restore(*host)
+            self._torch.set_state(_torch_state(own))
             if device:
                 notes += _restore_device(device, self._devices)
         return notes

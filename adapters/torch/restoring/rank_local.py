@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,18 +17,7 @@ from ttp.adapters.torch.local_state.extra_state import ExtraState, path_of
 from ttp.adapters.torch.local_state.image import BUFFER, VALUES_MAX, LocalState, name_of, read_local_state
 from ttp.adapters.torch.saving.job_state import JobState
 from ttp.adapters.torch.sharding.names import first_of
-from ttp.core.messages import Piece
-from ttp.processor.local_state.local_piece import (
-    has_changed,
-    is_alone,
-    is_provisional,
-    lender,
-    leveller,
-    may_be_behind,
-    moves,
-    objects_kept,
-    why_lost,
-)
+from ttp.processor.local_state.local_piece import UpdateChanges, is_provisional, why_lost
 from ttp.store.encoding import decode, encode, values_in
 from ttp.store.manifest import Manifest
 from ttp.store.names import checkpoint_name
@@ -97,7 +86,9 @@ def load_rank_local(
     constant = job.extra.get("constant", {})
     owner = rank if same_places else 0
     local = read_local_state(checkpoint, manifest.pieces, owner)
-    peers = from_peers(checkpoint, manifest, owner, local)
+    whole = local is not None and not is_provisional(manifest.pieces, owner)
+    replicas = None if whole else Replicas(manifest, owner)
+    peers = LocalState(b"", {}, {}) if replicas is None else replicas.lend(checkpoint, local)
     if local is None:
         reseed(job.version, number)
         notes = extra.restore({**constant, **peers.extra})
@@ -107,7 +98,7 @@ def load_rank_local(
             f"no rank-local state of rank {rank} was saved ({why}): its random streams are derived from its seed"
             + "".join(f", and extra_state[{name!r}] is that of the replicas that saved theirs" for name in peers.extra),
         ]
-    notes = _behind(manifest, owner, local, peers, extra) if is_provisional(manifest.pieces, owner) else []
+    notes = [] if replicas is None else replicas.behind(local, peers, extra)
     states = {**constant, **local.extra, **peers.extra}
     if same_places:
         return notes + capture.restore(replace(local, extra=states, buffers={**local.buffers, **peers.buffers}))
@@ -121,87 +112,97 @@ def load_rank_local(
     ]
 
 
-def _behind(manifest: Manifest, rank: int, local: LocalState, peers: LocalState, extra: ExtraState) -> list[str]:
-    """Return notes on the state of a rank which died in the update that lacks what the others have changed since."""
-    pieces, version, notes = manifest.pieces, manifest.version, []
-    own = sorted(local.extra.keys() - peers.extra - extra.completed)
-    if behind := [repr(name) for name in own if may_be_behind(pieces, name_of(name))]:
-        notes.append(_BEHIND.format(rank, version, ", ".join(behind)))
-        givers = _givers(manifest, rank)
-        notes += filter(None, (_held_back(manifest, rank, name, local.extra[name], givers) for name in own))
-    own = sorted(local.buffers.keys() - peers.buffers)
-    if behind := [repr(name) for name in own if has_changed(pieces, BUFFER + name)]:
-        notes.append(_BUFFERS_BEHIND.format(rank, version, first_of(behind, _LISTED_MAX)))
-    return notes
+class Replicas:
+    """What a checkpoint tells of the state of a rank that died, because other ranks hold the same shards.
 
-
-def _held_back(manifest: Manifest, rank: int, name: str, state: bytes, givers: Mapping[str, int | None]) -> str:
-    """Return which values of an object replicas could have lent, and which not; empty if all can be had, or none."""
-    lent = _lenders(manifest.pieces, rank, name, state, givers)
-    equal, lacking = ([repr(key) for key, giver in lent.items() if (giver is None) == lacks] for lacks in (False, True))
-    if not (equal and lacking):
-        return ""
-    there = checkpoint_name(manifest.version)
-    return _HELD_BACK.format(path_of(name), rank, first_of(equal, _LISTED_MAX), first_of(lacking, _LISTED_MAX), there)
-
-
-def from_peers(checkpoint: Path, manifest: Manifest, rank: int, local: LocalState | None) -> LocalState:
-    """Return the objects of ``extra_state`` and the buffers that a rank which died gets from a replica; see ``lender``.
-
-    An average of the weights, for example, is equal on all replicas.
+    Args:
+        manifest: the manifest of the checkpoint.
+        rank: the rank.
     """
-    pieces, extra, buffers = manifest.pieces, dict[str, bytes](), dict[str, Tensor]()
-    if local is not None and not is_provisional(pieces, rank):
-        return LocalState(b"", {}, {})
-    givers, replicas = _givers(manifest, rank), _replicas(manifest, rank)
-    alone = [name for name, giver in givers.items() if giver is None and name.startswith(BUFFER)]
-    levelled = {name: leveller(pieces, name, replicas) for name in alone}
-    givers |= levelled
-    why = "they were equal before the update" if local is not None else "it is equal on all replicas that saved it"
-    found = {giver: read_local_state(checkpoint, pieces, giver) for giver in {*givers.values()} if giver is not None}
-    states = {giver: state for giver, state in found.items() if state is not None}
-    for giver, state in states.items():
-        for name in (each for each in state.extra if givers.get(name_of(each)) == giver):
-            extra[name] = state.extra[name]
-            log.info(_OF_A_PEER, manifest.version, f"extra_state[{name!r}]", rank, giver, why)
-        for name in (each for each in state.buffers if givers.get(BUFFER + each) == giver):
-            buffers[name] = state.buffers[name]
-            reason = _LEVELLED if BUFFER + name in levelled else why
-            log.info(_OF_A_PEER, manifest.version, f"the buffer {name}", rank, giver, reason)
-    for name, own in (local.extra if local is not None else {}).items():
-        lent = _lenders(pieces, rank, name, own, givers)
-        theirs = {key: states[giver].extra.get(name) for key, giver in lent.items() if giver in states}
-        if name not in extra and lent and (whole := _with_values(own, lent.keys(), theirs)) is not None:
-            extra[name] = whole
-            for key, lends in lent.items():
-                log.info(_OF_A_PEER, manifest.version, f"extra_state[{name!r}][{key!r}]", rank, lends, why)
-    return LocalState(b"", buffers, extra)
 
+    def __init__(self, manifest: Manifest, rank: int) -> None:
+        self._manifest, self._rank, self._changes = manifest, rank, UpdateChanges(manifest.pieces)
+        held = [ranks for ranks in manifest.groups.values() if rank in ranks]
+        self._ranks = set(range(manifest.world_size)).intersection(*held)
+        names, lender = self._changes.names, self._changes.lender
+        self._givers = {name: lender(name, rank, self._ranks) for name in names}  # of objects, values and buffers
 
-def _givers(manifest: Manifest, rank: int) -> dict[str, int | None]:
-    """Return which replica lends its state of each object, value and buffer to a rank that died; None: none does."""
-    pieces, replicas = manifest.pieces, _replicas(manifest, rank)
-    return {name: lender(pieces, name, rank, replicas) for name in objects_kept(pieces)}
+    def lend(self, checkpoint: Path, local: LocalState | None) -> LocalState:
+        """Return the objects of ``extra_state`` and the buffers that the rank gets from a replica.
 
+        An average of the weights, for example, is equal on all replicas.
 
-def _replicas(manifest: Manifest, rank: int) -> set[int]:
-    """Return the ranks that hold the same shards as ``rank``."""
-    held = [ranks for ranks in manifest.groups.values() if rank in ranks]
-    return set(range(manifest.world_size)).intersection(*held)
+        Args:
+            checkpoint: the directory of the checkpoint.
+            local: the state of the rank from before the update; None: none was saved.
+        """
+        pieces, extra, buffers = self._manifest.pieces, dict[str, bytes](), dict[str, Tensor]()
+        alone = [name for name, giver in self._givers.items() if giver is None and name.startswith(BUFFER)]
+        levelled = {name: self._changes.leveller(name, self._ranks) for name in alone}
+        givers = self._givers | levelled
+        why = "they were equal before the update" if local is not None else "it is equal on all replicas that saved it"
+        found = {g: read_local_state(checkpoint, pieces, g) for g in {*givers.values()} if g is not None}
+        states = {giver: state for giver, state in found.items() if state is not None}
+        for giver, state in states.items():
+            for name in (each for each in state.extra if givers.get(name_of(each)) == giver):
+                extra[name] = state.extra[name]
+                self._say_lent(f"extra_state[{name!r}]", giver, why)
+            for name in (each for each in state.buffers if givers.get(BUFFER + each) == giver):
+                buffers[name] = state.buffers[name]
+                self._say_lent(f"the buffer {name}", giver, _LEVELLED if BUFFER + name in levelled else why)
+        for name, own in (local.extra if local is not None else {}).items():
+            lent = self._lenders(name, own)
+            theirs = {key: states[giver].extra.get(name) for key, giver in lent.items() if giver in states}
+            if name not in extra and lent and (whole := _with_values(own, lent.keys(), theirs)) is not None:
+                extra[name] = whole
+                for key, lends in lent.items():
+                    self._say_lent(f"extra_state[{name!r}][{key!r}]", lends, why)
+        return LocalState(b"", buffers, extra)
 
+    def _say_lent(self, what: str, giver: int | None, why: str) -> None:
+        log.info(_OF_A_PEER, self._manifest.version, what, self._rank, giver, why)
 
-def _lenders(
-    pieces: Sequence[Piece], rank: int, name: str, state: bytes, givers: Mapping[str, int | None]
-) -> dict[str, int | None]:
-    """Return which rank lends each value in the encoded state of an object that the update has changed on any rank.
+    def _lenders(self, name: str, state: bytes) -> dict[str, int | None]:
+        """Return which rank lends each value in the encoded state of an object that the update has changed on any rank.
 
-    None: nobody does, or what the update has made of this rank's value is not known. {}: the update has not changed the
-    object on each rank, so that it may not have changed it on this one either.
-    """
-    keys = values_in(memoryview(state), VALUES_MAX) if moves(pieces, name_of(name)) == {True} else ()
-    values = {key: name_of(name, key) for key in keys}
-    lent = {key: givers.get(value) for key, value in values.items() if True in moves(pieces, value)}
-    return lent | {key: None for key, value in values.items() if is_alone(pieces, value, rank)}
+        None: nobody does, or what the update has made of this rank's value is not known. {}: the update has not changed
+        the object on each rank, so that it may not have changed it on this one either.
+        """
+        changes = self._changes
+        keys = values_in(memoryview(state), VALUES_MAX) if changes.moves(name_of(name)) == {True} else ()
+        values = {key: name_of(name, key) for key in keys}
+        lent = {key: self._givers.get(value) for key, value in values.items() if True in changes.moves(value)}
+        return lent | {key: None for key, value in values.items() if changes.is_alone(value, self._rank)}
+
+    def behind(self, local: LocalState, peers: LocalState, extra: ExtraState) -> list[str]:
+        """Return notes on the state of a rank which died in the update that lacks what others have changed since.
+
+        Args:
+            local: the state of the rank, from before the update.
+            peers: what ``lend`` has returned.
+            extra: the user's objects.
+        """
+        version, notes = self._manifest.version, []
+        own = sorted(local.extra.keys() - peers.extra - extra.completed)
+        if behind := [repr(name) for name in own if self._changes.moves(name_of(name)) != {False}]:
+            notes.append(_BEHIND.format(self._rank, version, ", ".join(behind)))
+            notes += filter(None, (self._held_back(name, local.extra[name]) for name in own))
+        own = sorted(local.buffers.keys() - peers.buffers)
+        if behind := [repr(name) for name in own if self._changes.has_changed(BUFFER + name)]:
+            notes.append(_BUFFERS_BEHIND.format(self._rank, version, first_of(behind, _LISTED_MAX)))
+        return notes
+
+    def _held_back(self, name: str, state: bytes) -> str:
+        """Return which values of an object could have been lent, and which not; empty if all can be had, or none."""
+        lent = self._lenders(name, state)
+        equal, lacking = ([repr(k) for k, giver in lent.items() if (giver is None) == lacks] for lacks in (False, True))
+        if not (equal and lacking):
+            return ""
+        lists, there = (
+            (first_of(each, _LISTED_MAX) for each in (equal, lacking)),
+            checkpoint_name(self._manifest.version),
+        )
+        return _HELD_BACK.format(path_of(name), self._rank, *lists, there)
 
 
 def _with_values(state: bytes, keys: Collection[str], theirs: Mapping[str, bytes | None]) -> bytes | None:

@@ -15,10 +15,10 @@ from tests.adapters.torch.stub_processor import INCARNATION, Stateful, StubProce
 from tests.adapters.torch.test_local_piece import adapter
 from ttp.adapters.torch.adapter import TorchAdapter
 from ttp.adapters.torch.local_state.image import BUFFER, without_still
-from ttp.adapters.torch.restoring.rank_local import from_peers
+from ttp.adapters.torch.restoring.rank_local import Replicas
 from ttp.core.layout import Layout, Rank, Shard
 from ttp.core.messages import Piece
-from ttp.processor.local_state.local_piece import LOCAL_KIND, lender, objects_kept
+from ttp.processor.local_state.local_piece import LOCAL_KIND, UpdateChanges
 from ttp.store.manifest import Manifest
 
 SMALL, LARGE = 4, 1 << 15
@@ -145,8 +145,8 @@ def test_ranks_of_other_shards_are_not_asked(tmp_path: Path) -> None:
     path, _ = averaged(tmp_path, [(1, 2), (1, 2)])
     manifest = Manifest.load(path)
     sharded = replace(manifest, groups={Shard("a"): (Rank(0), Rank(1)), Shard("b"): (Rank(2),)})
-    assert from_peers(path, manifest, 2, None).extra.keys() == {"ema"}
-    assert from_peers(path, sharded, 2, None).extra == {}
+    assert Replicas(manifest, 2).lend(path, None).extra.keys() == {"ema"}
+    assert Replicas(sharded, 2).lend(path, None).extra == {}
 
 
 def test_ranks_with_equal_states_share_an_entry_in_the_manifest(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_ranks_with_equal_states_share_an_entry_in_the_manifest(tmp_path: Path) 
     (table,) = (json.loads(piece.table) for piece in pieces if piece.kind == LOCAL_KIND)
     (both, dead) = table["changes"]["ema"]
     assert both[2] == [0, 1] and dead[2] == [2] and dead[:2] == [both[0], ""]
-    assert [name for name in objects_kept(pieces) if not name.startswith(BUFFER)] == ["ema"]
+    assert [name for name in UpdateChanges(pieces).names if not name.startswith(BUFFER)] == ["ema"]
 
 
 BIAS, MEAN = "norm.num_batches_tracked", "norm.running_mean"
@@ -241,9 +241,9 @@ def test_only_buffers_that_the_update_changes_are_in_the_manifest(
 ) -> None:
     """A model may have hundreds, and each rank its own statistics in most of them."""
     _, pieces = buffers_after(tmp_path / "changed", [(1, 2), (1, 2)])
-    assert objects_kept(pieces) == [BUFFER + BIAS]
+    assert UpdateChanges(pieces).names == [BUFFER + BIAS]
     path, pieces = buffers_after(tmp_path / "still", [(1, 1), (1, 1)])
-    assert objects_kept(pieces) == []
+    assert UpdateChanges(pieces).names == []
     path, pieces = buffers_after(tmp_path / "died", [(1, 1), (1, None)])
     assert buffers_of(path, 1, 2) == (1, 1) and "behind" not in caplog.text
 
@@ -285,11 +285,11 @@ def pieces(*tables: Any) -> list[Piece]:
 )
 def test_who_lends(changes: Any, rank: int, expected: int | None) -> None:
     replicas = (0, 1, 2)
-    assert lender(pieces({"x": changes}), "x", rank, replicas) == expected
+    assert UpdateChanges(pieces({"x": changes})).lender("x", rank, replicas) == expected
     if isinstance(changes, list):
-        assert lender(pieces(*({"x": [change]} for change in changes)), "x", rank, replicas) == expected
+        assert UpdateChanges(pieces(*({"x": [change]} for change in changes))).lender("x", rank, replicas) == expected
 
 
 def test_tables_of_other_forms_name_no_objects() -> None:
     wrong: Iterable[Any] = ([], "x", None, 5)
-    assert objects_kept(pieces(*wrong)) == [] and lender(pieces(*wrong), "x", 1, (0, 1)) is None
+    assert UpdateChanges(pieces(*wrong)).names == [] and UpdateChanges(pieces(*wrong)).lender("x", 1, (0, 1)) is None

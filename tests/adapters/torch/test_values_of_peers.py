@@ -13,7 +13,7 @@ from tests.adapters.torch.stub_processor import Stateful
 from tests.adapters.torch.test_local_piece import adapter
 from tests.adapters.torch.test_states_of_peers import BIAS, Peers
 from ttp.adapters.torch.local_state.image import BUFFER
-from ttp.processor.local_state.local_piece import objects_kept
+from ttp.processor.local_state.local_piece import UpdateChanges
 from ttp.store.encoding import encode, values_in
 from ttp.store.manifest import Manifest
 
@@ -120,7 +120,7 @@ def test_a_value_beside_a_large_array_is_not_taken_from_a_rank_that_had_another(
 def test_values_of_objects_that_no_update_changes_are_not_in_the_manifest(tmp_path: Path) -> None:
     state = {"seed": 1, "cursor": 2}
     path = progress_after(tmp_path, (state, state), (state, state))
-    assert objects_kept(Manifest.load(path).pieces) == ["progress"]
+    assert UpdateChanges(Manifest.load(path).pieces).names == ["progress"]
 
 
 @pytest.mark.parametrize("kind", [BUFFER, "value:", "object:"])

@@ -63,8 +63,8 @@ class Gate:
     """
 
     __slots__ = (
-        "_admitted", "_between", "_closed", "_closure", "_done", "_halted", "_left", "_lock", "_near", "_on_left",
-        "_on_quiet", "_opened", "_parked", "_torn", "_updating", "_wake", "redone", "version",
+        "_admitted", "_between", "_closure", "_done", "_halted", "_lock", "_near", "_on_left", "_on_quiet", "_opened",
+        "_parked", "_torn", "_wake", "closed", "left", "redone", "updating", "version",
     )  # fmt: skip
 
     def __init__(self, on_quiet: Callable[[], None] = _nothing, on_left: Callable[[], None] = _nothing) -> None:
@@ -72,12 +72,15 @@ class Gate:
         self._lock = threading.Lock()
         self._opened = threading.Event()
         self._on_quiet, self._on_left = on_quiet, on_left
-        self._closed = False
+        self.closed = False
+        """Whether updates may not start. The training thread reads it without the lock, and checks again under it."""
         self._closure = 0
         self._admitted = False
-        self._updating = False
+        self.updating = False
+        """Whether an update is running. For the training thread, which alone sets it."""
         self._between = False
-        self._left = False  # an update was left by an exception that the program has caught
+        self.left = False
+        """Whether the last update was left by an exception that the program has caught. For the training thread."""
         self._torn = False
         self._parked = False
         self._near = False
@@ -104,16 +107,16 @@ class Gate:
         """
         while True:
             with self._lock:
-                if self._updating:
+                if self.updating:
                     self._leave()
                 if self._halted:
                     self._parked = False
                     raise Halted
-                if not self._closed or self._admitted:
-                    if self._left and not again:
+                if not self.closed or self._admitted:
+                    if self.left and not again:
                         self.version = Version(self.version + 1)
                     self.redone = self._admitted
-                    self._updating, self._admitted, self._left, self._between = True, False, False, False
+                    self.updating, self._admitted, self.left, self._between = True, False, False, False
                     return
                 self._parked = True
                 self._opened.clear()
@@ -132,7 +135,7 @@ class Gate:
             with self._lock:
                 if self._halted:
                     raise Halted
-                if self._admitted or not self._closed:
+                if self._admitted or not self.closed:
                     return self._admitted
                 self._parked = True
                 self._opened.clear()
@@ -176,25 +179,10 @@ class Gate:
         Raises:
             Halted: see ``halt``.
         """
-        while self.redone and self._closed:
+        while self.redone and self.closed:
             if self._halted:
                 raise Halted
             time.sleep(POLL_S)
-
-    @property
-    def updating(self) -> bool:
-        """True while an update is running. Takes no lock: for the training thread itself."""
-        return self._updating
-
-    @property
-    def left(self) -> bool:
-        """True if the last update was left before its end. Takes no lock: for the training thread."""
-        return self._left
-
-    @property
-    def closed(self) -> bool:
-        """True while updates may not start. Takes no lock: the training thread checks again under the lock."""
-        return self._closed
 
     def stand_between(self) -> None:
         """Note that the training thread is between two optimizer steps of one update, perhaps for a long time.
@@ -203,8 +191,8 @@ class Gate:
         from before the update can be saved. ``begin_update`` continues the update.
         """
         with self._lock:
-            self._updating, self._between = False, True
-            closed = self._closed
+            self.updating, self._between = False, True
+            closed = self.closed
         if closed:
             self._on_quiet()
 
@@ -212,27 +200,27 @@ class Gate:
         """Note that the update is finished. The copy is of the next version, or of ``version`` if that is given."""
         with self._lock:
             self.version = Version(self.version + 1) if version is None else version
-            self._updating = self._left = False
-            closed = self._closed
+            self.updating = self.left = False
+            closed = self.closed
         if closed:
             self._on_quiet()
 
     def leave_update(self) -> None:
         """Note that a caught exception has left the update: the copy is torn until a later update is finished."""
         with self._lock:
-            if self._updating or self._between:
+            if self.updating or self._between:
                 self._leave()
-            closed = self._closed
+            closed = self.closed
         if closed:
             self._on_quiet()
 
     def _leave(self) -> None:
-        self._updating, self._between, self._left = False, False, True
+        self.updating, self._between, self.left = False, False, True
 
     def mark_torn(self) -> None:
         """Note that an exception has left the update. Does nothing if no update is running."""
         with self._lock:
-            if self._updating:
+            if self.updating:
                 self._torn = True
         self._on_quiet()
 
@@ -261,7 +249,7 @@ class Gate:
             of the update.
         """
         with self._lock:
-            self._closed = True
+            self.closed = True
             state, wake = self._state(), self._wake
         wake()
         return state
@@ -269,7 +257,7 @@ class Gate:
     def admit(self) -> bool:
         """Let the training thread make one update, if it stands at the closed gate. Returns whether it does."""
         with self._lock:
-            if not (self._closed and self._parked) or self._torn or self._left or self._between:
+            if not (self.closed and self._parked) or self._torn or self.left or self._between:
                 return False
             self._admitted = True
             self._opened.set()
@@ -285,12 +273,12 @@ class Gate:
         """Note that the copy was repaired and is of ``version``, before the training thread enters its loop again."""
         with self._lock:
             self.version = version
-            self._updating = self._left = self._between = self._torn = self._halted = self._admitted = False
+            self.updating = self.left = self._between = self._torn = self._halted = self._admitted = False
 
     def open(self) -> None:
         """Let updates start again. A thread that waits at the gate no longer counts as parked, even before it wakes."""
         with self._lock:
-            self._closed = self._admitted = self._halted = self._parked = False
+            self.closed = self._admitted = self._halted = self._parked = False
             self._closure += 1
             self._opened.set()
 
@@ -300,9 +288,9 @@ class Gate:
             return self._state()
 
     def _state(self) -> GateState:
-        if self._torn or self._left or (self._between and self._closed):
+        if self._torn or self.left or (self._between and self.closed):
             phase = Phase.TORN
-        elif self._updating or self._between or self._admitted:  # an admitted thread may begin at any moment
+        elif self.updating or self._between or self._admitted:  # an admitted thread may begin at any moment
             phase = Phase.UPDATING
         else:
             phase = Phase.DONE if self._done else Phase.IDLE

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -127,86 +127,82 @@ def is_provisional(pieces: Sequence[Piece], rank: int) -> bool:
     return any(piece.kind == LOCAL_KIND and rank in _listed(piece, "provisional", list, []) for piece in pieces)
 
 
-def lender(pieces: Sequence[Piece], name: str, rank: int, replicas: Collection[int]) -> int | None:
-    """Return a replica whose state of the object ``name`` is right for ``rank`` too, which saved none after the update.
+class UpdateChanges:
+    """How the last update has changed the objects, on the ranks whose pages are in a checkpoint.
 
-    The replicas whose state was equal to that of ``rank`` before the update tell what the update has made of it, if
-    they all agree. If the state of ``rank`` was not saved at all, all replicas are asked.
-
-    Args:
-        pieces: the pieces of the checkpoint.
-        name: name of the object.
-        rank: the rank without a state.
-        replicas: the ranks that hold the same shards as ``rank``: the state may be that of a shard.
-
-    Returns:
-        The replica; None: there is none, or they disagree.
-    """
-    changes = _changes(pieces, name)
-    own = next((before for before, _, ranks in changes if rank in ranks), None)
-    fitting = [(after, ranks) for before, after, ranks in changes if after and own in (None, before)]
-    states = {other: after for after, ranks in fitting for other in ranks if other in replicas}
-    return min(states) if len({*states.values()}) == 1 else None
-
-
-def leveller(pieces: Sequence[Piece], name: str, replicas: Collection[int]) -> int | None:
-    """Return a replica whose state of the object ``name`` is right for any replica that saved none after the update.
-
-    So it is if the update has made different states equal, on each replica that finished it: counts of an iteration,
-    for example, that are set to zero.
+    The methods take the name of an object. A state that was not saved, or is not of the form that is written, is as if
+    nothing were known of it.
 
     Args:
         pieces: the pieces of the checkpoint.
-        name: name of the object.
-        replicas: the ranks that hold the same shards.
-
-    Returns:
-        The replica; None: there is none.
     """
-    finished = [(before, after, r) for before, after, ranks in _changes(pieces, name) if after for r in ranks]
-    known = [(before, after, r) for before, after, r in finished if r in replicas]
-    befores, afters = {before for before, _, _ in known}, {after for _, after, _ in known}
-    levelled = len(afters) == 1 < len(befores) and "" not in befores and befores.isdisjoint(afters)
-    return min(r for _, _, r in known) if levelled else None
 
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self._of: defaultdict[str, list[tuple[str, str, list[int]]]] = defaultdict(list)  # digests, and the ranks
+        tables = [_listed(piece, "changes", dict, {}) for piece in pieces if piece.kind == LOCAL_KIND]
+        self.names = sorted({name for table in tables for name in table})
+        """The names of the objects whose changes are known."""
+        for name, entries in (item for table in tables for item in table.items()):
+            for entry in entries if isinstance(entries, list) else ():
+                match entry:
+                    case [str(before), str(after), [*ranks]] if ranks and all(isinstance(rank, int) for rank in ranks):
+                        self._of[name].append((before, after, ranks))
 
-def moves(pieces: Sequence[Piece], name: str) -> set[bool]:
-    """Return whether the update has changed the object, for all ranks that finished it; empty if nothing is known."""
-    return {before != after for before, after, _ in _changes(pieces, name) if after}
+    def lender(self, name: str, rank: int, replicas: Collection[int]) -> int | None:
+        """Return a replica whose state of the object is right for ``rank`` too, which saved none after the update.
 
+        The replicas whose state was equal to that of ``rank`` before the update tell what the update has made of it, if
+        they all agree. If the state of ``rank`` was not saved at all, all replicas are asked.
 
-def may_be_behind(pieces: Sequence[Piece], name: str) -> bool:
-    """Return False if the update is known to have left the object as it was on all ranks that finished it."""
-    return moves(pieces, name) != {False}
+        Args:
+            name: name of the object.
+            rank: the rank without a state.
+            replicas: the ranks that hold the same shards as ``rank``: the state may be that of a shard.
 
+        Returns:
+            The replica; None: there is none, or they disagree.
+        """
+        own = next((before for before, _, ranks in self._of[name] if rank in ranks), None)
+        fitting = [(after, ranks) for before, after, ranks in self._of[name] if after and own in (None, before)]
+        states = {other: after for after, ranks in fitting for other in ranks if other in replicas}
+        return min(states) if len({*states.values()}) == 1 else None
 
-def is_alone(pieces: Sequence[Piece], name: str, rank: int) -> bool:
-    """Return whether the object may be one that only ``rank`` changes, so that the others do not tell what it became.
+    def leveller(self, name: str, replicas: Collection[int]) -> int | None:
+        """Return a replica whose state of the object is right for any of ``replicas`` that saved none after the update.
 
-    That is so if it was equal on several others before the update, and another one on ``rank``; or if what it was there
-    is not known.
-    """
-    changes = _changes(pieces, name)
-    own = {before for before, _, ranks in changes if rank in ranks}
-    before = {state for state, after, _ in changes if after}
-    others = {other for _, after, ranks in changes if after for other in ranks}
-    return not own or (len(before) == 1 < len(others) and own.isdisjoint(before))
+        So it is if the update has made different states equal, on each replica that finished it: counts of an
+        iteration, for example, that are set to zero. None: it is not so.
+        """
+        finished = [(before, after, r) for before, after, ranks in self._of[name] if after for r in ranks]
+        known = [(before, after, r) for before, after, r in finished if r in replicas]
+        befores, afters = {before for before, _, _ in known}, {after for _, after, _ in known}
+        levelled = len(afters) == 1 < len(befores) and "" not in befores and befores.isdisjoint(afters)
+        return min(r for _, _, r in known) if levelled else None
 
+    def moves(self, name: str) -> set[bool]:
+        """Return whether the update has changed the object, for all ranks that finished it; empty: nothing is known."""
+        return {before != after for before, after, _ in self._of[name] if after}
 
-def has_changed(pieces: Sequence[Piece], name: str) -> bool:
-    """Return whether the object has changed, on a rank that finished the update, since each state that is left of it.
+    def is_alone(self, name: str, rank: int) -> bool:
+        """Return whether the object may be one that only ``rank`` changes: the others do not tell what it became.
 
-    In a version of several backward passes the earlier states of a rank that finished it are those of several passes.
-    The last one is what a rank that died in the update has.
-    """
-    finished = [(before != after, ranks) for before, after, ranks in _changes(pieces, name) if after]
-    still = {rank for moved, ranks in finished if not moved for rank in ranks}
-    return any(moved and not still.issuperset(ranks) for moved, ranks in finished)
+        That is so if it was equal on several others before the update, and another one on ``rank``; or if what it was
+        there is not known.
+        """
+        own = {before for before, _, ranks in self._of[name] if rank in ranks}
+        before = {state for state, after, _ in self._of[name] if after}
+        others = {other for _, after, ranks in self._of[name] if after for other in ranks}
+        return not own or (len(before) == 1 < len(others) and own.isdisjoint(before))
 
+    def has_changed(self, name: str) -> bool:
+        """Return whether, on a rank that finished the update, the object has changed since each state left of it.
 
-def objects_kept(pieces: Sequence[Piece]) -> list[str]:
-    """Return the names of the objects whose changes are in these pieces."""
-    return sorted({name for p in pieces if p.kind == LOCAL_KIND for name in _listed(p, "changes", dict, {})})
+        In a version of several backward passes the earlier states of a rank that finished it are those of several
+        passes. The last one is what a rank that died in the update has.
+        """
+        finished = [(before != after, ranks) for before, after, ranks in self._of[name] if after]
+        still = {rank for moved, ranks in finished if not moved for rank in ranks}
+        return any(moved and not still.issuperset(ranks) for moved, ranks in finished)
 
 
 def ranks_kept(pieces: Sequence[Piece]) -> list[int]:
@@ -246,23 +242,6 @@ def why_lost(pieces: Sequence[Piece], rank: int) -> str:
         if why := missing.get(str(rank)):
             return str(why)
     return "no rank of its host was left to save it"
-
-
-def _changes(pieces: Sequence[Piece], name: str) -> list[tuple[str, str, list[int]]]:
-    """Return ``(before, after, ranks)`` of each change in these pieces; what is not of this form is left out."""
-    return _all_changes(tuple(piece for piece in pieces if piece.kind == LOCAL_KIND)).get(name, [])
-
-
-@functools.lru_cache(maxsize=1)  # each object and value is asked for in turn, and thousands of ranks have long tables
-def _all_changes(pieces: tuple[Piece, ...]) -> dict[str, list[tuple[str, str, list[int]]]]:
-    found: dict[str, list[tuple[str, str, list[int]]]] = {}
-    for piece in pieces:
-        for name, entries in _listed(piece, "changes", dict, {}).items():
-            for entry in entries if isinstance(entries, list) else ():
-                match entry:
-                    case [str(before), str(after), [*ranks]] if ranks and all(isinstance(rank, int) for rank in ranks):
-                        found.setdefault(name, []).append((before, after, ranks))
-    return found
 
 
 def _listed(piece: Piece, name: str, kind: type, absent: Any) -> Any:

@@ -63,7 +63,7 @@ def read_page(page_dir: Path, rank: int, version: int, incarnation: int) -> Page
             return _Reader(fd, rank, incarnation).read(version)
     except FileNotFoundError:
         return f"there is no page {page_dir / name}"
-    except (OSError, MemoryError, UnsafeError, _BadPageError) as problem:
+    except _UNUSABLE as problem:
         return f"page {page_dir / name} cannot be used: {problem}"
 
 
@@ -72,11 +72,9 @@ def read_early(page_dir: Path, rank: int, version: int, incarnation: int) -> lis
 
     Never raises for the file's contents.
     """
-    try:
-        with open_file(page_dir, page_name(rank)) as fd:
-            return _Reader(fd, rank, incarnation).read_early(version)
-    except (OSError, MemoryError, UnsafeError, _BadPageError):
-        return []
+    with contextlib.suppress(*_UNUSABLE), open_file(page_dir, page_name(rank)) as fd:
+        return _Reader(fd, rank, incarnation).read_early(version)
+    return []
 
 
 def newest_pages(page_dir: Path, rank: int, pid: int, count: int, start: int = 0) -> tuple[int, list[Page]]:
@@ -93,18 +91,19 @@ def newest_pages(page_dir: Path, rank: int, pid: int, count: int, start: int = 0
         The incarnation of the process, and its newest ``count`` whole pages, the oldest first; none if there is no page
         of that process. Never raises for the file's contents.
     """
-    try:
-        with open_file(page_dir, page_name(rank)) as fd:
-            header = os.pread(fd, HEADER_BYTES, 0).ljust(HEADER.size, b"\0")
-            _, _, _, owner, incarnation, began = HEADER.unpack_from(header)
-            reader, mine = _Reader(fd, rank, incarnation), owner == pid and start in (0, began)
-            return incarnation, reader.read_newest(count) if mine else []
-    except (OSError, MemoryError, UnsafeError, _BadPageError):
-        return 0, []
+    with contextlib.suppress(*_UNUSABLE), open_file(page_dir, page_name(rank)) as fd:
+        header = os.pread(fd, HEADER_BYTES, 0).ljust(HEADER.size, b"\0")
+        _, _, _, owner, incarnation, began = HEADER.unpack_from(header)
+        reader, mine = _Reader(fd, rank, incarnation), owner == pid and start in (0, began)
+        return incarnation, reader.read_newest(count) if mine else []
+    return 0, []
 
 
 class _BadPageError(Exception):
     """A slot or file is invalid; the text says why."""
+
+
+_UNUSABLE = (OSError, MemoryError, UnsafeError, _BadPageError)
 
 
 @dataclass(frozen=True, slots=True)
