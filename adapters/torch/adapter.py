@@ -311,13 +311,20 @@ class TorchAdapter(Restoring):
             turns.communication = None
         make = partial(self._make_preimage, self._optimizer, reserve=False)
         between = source.between = BetweenSteps(turns, owners, len(processor.layout.groups) > 1, make)
-        model, given, extra = self._model, self._given, self._extra
-        compared = (self._names, self._optimizer) if self._layout is None else None
-        self._around = AroundUpdate(
-            source, model, given, extra, self._trial, buckets, between, self._followers, self._barrier, compared
+        around = AroundUpdate(
+            source,
+            model=self._model,
+            optimizers=self._given,
+            extra=self._extra,
+            trial=self._trial,
+            buckets=buckets,
+            between=between,
+            followers=self._followers,
+            barrier=self._barrier,
+            compared=(self._names, self._optimizer) if self._layout is None else None,
         )
-        self.capture.on_changed = self._around.late.changed
-        return self._around
+        self.capture.on_changed = around.late.changed
+        return around
 
     def _make_barrier(self, processor: Processor) -> UpdateBarrier | None:
         if not needs_barrier(processor.layout, self._undo):

@@ -62,8 +62,27 @@ class Staged:
 class _Twin:
     """Memory on the device to which buffers are copied first, and the event behind the last copy out of it."""
 
+    runtime: Runtime
     memory: Tensor
     copied_out: Event | None = None
+
+    @classmethod
+    def pair(cls, runtime: Runtime, size: int) -> list[_Twin]:
+        """Return two twins, which captures use in turn."""
+        return [cls(runtime, runtime.on_device(size)) for _ in range(2)]
+
+    def wait(self) -> None:
+        """Make the training's stream (not the host) wait until the old content has been copied out."""
+        if self.copied_out is not None:
+            self.runtime.training_waits_for(self.copied_out)
+
+    def copy_out(self, target: Tensor, source: Tensor) -> Event:
+        """Queue a copy of ``source``, in this memory, on the side stream, behind the training's work so far."""
+        self.runtime.side_waits_for(self.runtime.event(side=False))
+        with self.runtime.on_side():
+            target.copy_(source, non_blocking=True)
+        self.copied_out = self.runtime.event(side=True)
+        return self.copied_out
 
 
 @dataclass(slots=True, eq=False)
@@ -99,6 +118,12 @@ class _LargeCopy:
     pinned: Tensor
     home: list[Tensor]  # the list to which the memory returns when ``users`` is 0
     users: int = 1
+
+    def let_go(self) -> None:
+        """Note that one user less needs the copy."""
+        self.users -= 1
+        if not self.users:
+            self.home.append(self.pinned)
 
 
 @dataclass(slots=True, eq=False)
@@ -247,7 +272,7 @@ class DeviceBuffers:
         if staging is not None and staging.layout is self._layout:
             self._staging.append(staging)
         for held in staged.large:
-            _let_go(held)
+            held.let_go()
 
     # ----------------------------------------------------------------------------------------------------- bringing
 
@@ -257,10 +282,10 @@ class DeviceBuffers:
             return small.runtime.event(side=False)
         twin, pairs = small.twins[self._turn % 2], small.pairs[self._turn % 2]
         self._turn += 1
-        self._wait_for(small.runtime, twin)
+        twin.wait()
         for targets, sources in pairs:
             torch._foreach_copy_(targets, sources)
-        return self._copy_out(small.runtime, twin, pinned, twin.memory)
+        return twin.copy_out(pinned, twin.memory)
 
     def _bring_large(self, entry: BufferEntry, events: list[Event], learning: bool) -> _LargeCopy | None:
         """Return a copy of a large buffer: the last one if the buffer is unchanged, else a new one.
@@ -282,7 +307,7 @@ class DeviceBuffers:
         if pinned is None:
             return None
         if newest is not None:
-            _let_go(newest)
+            newest.let_go()
         large.newest = held = _LargeCopy(entry, stamp, pinned, large.free, users=2)
         runtime = holder(self._runtimes, entry.tensor)
         if runtime is None:
@@ -291,10 +316,10 @@ class DeviceBuffers:
         for source, target in _chunks(flat_bytes(entry.tensor), pinned):
             twin = self._twins[id(runtime)][self._turn % 2]
             self._turn += 1
-            self._wait_for(runtime, twin)
+            twin.wait()
             there = twin.memory[: source.numel()]
             there.copy_(source)
-            events.append(self._copy_out(runtime, twin, target, there))
+            events.append(twin.copy_out(target, there))
         return held
 
     def _memory_for(self, large: _Large) -> Tensor | None:
@@ -302,21 +327,6 @@ class DeviceBuffers:
             large.made += 1
             return self._runtimes[0].pinned(large.size)
         return large.free.pop() if self._until(lambda: large.free) else None
-
-    @staticmethod
-    def _wait_for(runtime: Runtime, twin: _Twin) -> None:
-        """Make the training's stream (not the host) wait until the twin's old content has been copied out."""
-        if twin.copied_out is not None:
-            runtime.training_waits_for(twin.copied_out)
-
-    @staticmethod
-    def _copy_out(runtime: Runtime, twin: _Twin, target: Tensor, source: Tensor) -> Event:
-        """Queue a copy out of a twin on the side stream, behind the training's work so far."""
-        runtime.side_waits_for(runtime.event(side=False))
-        with runtime.on_side():
-            target.copy_(source, non_blocking=True)
-        twin.copied_out = runtime.event(side=True)
-        return twin.copied_out
 
     # ------------------------------------------------------------------------------------------------------ building
 
@@ -328,7 +338,7 @@ class DeviceBuffers:
             self._layout = layout
             for small in self._small:  # their memory may be used again when the last copies out of it have run
                 for twin in small.twins:
-                    self._wait_for(small.runtime, twin)
+                    twin.wait()
             self._small = [
                 self._pack(runtime, [n for n, (held_by, _) in enumerate(places) if held_by is runtime])
                 for runtime in self._runtimes
@@ -342,7 +352,7 @@ class DeviceBuffers:
         for entry in self.table.large:
             runtime = holder(self._runtimes, entry.tensor)
             if runtime is not None and id(runtime) not in self._twins:
-                self._twins[id(runtime)] = [_Twin(runtime.on_device(_TWIN_BYTES)) for _ in range(2)]
+                self._twins[id(runtime)] = _Twin.pair(runtime, _TWIN_BYTES)
         self._built = self.table.layout
 
     def _pack(self, runtime: Runtime, places: list[int]) -> _Small:
@@ -351,8 +361,7 @@ class DeviceBuffers:
         for entry in entries:
             spans.append(slice(total, total + entry.size))
             total += -(-entry.size // _ALIGNMENT) * _ALIGNMENT
-        twins = [_Twin(runtime.on_device(total)) for _ in range(2)]
-        return _Small(runtime, places, spans, twins)
+        return _Small(runtime, places, spans, _Twin.pair(runtime, total))
 
     def _pairs(self, small: _Small, twin: _Twin) -> list[_Pairs]:
         """Return what to copy to a twin: dense buffers as plain bytes, those with gaps one by one."""
@@ -378,12 +387,6 @@ class DeviceBuffers:
                 parts[place] = view[span]
             pinned.append(memory)
         return _StagingBuffer(self._layout, pinned, parts)
-
-
-def _let_go(held: _LargeCopy) -> None:
-    held.users -= 1
-    if not held.users:
-        held.home.append(held.pinned)
 
 
 def _chunks(source: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -16,9 +16,10 @@ initialised itself from the rank's first batch, or because the forward pass went
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -139,39 +140,54 @@ def different_weights(
     holds = sorted(map(names.of, state.parameters))  # this also finds names of new parameters
     alone = {*map(id, names.parameters.values())}.difference(reduced)  # not those that the loop has replaced meanwhile
     compared = {parameter: data for parameter, data in noted if id(parameter) in alone}
-    connected = (data for parameter, data in (*noted, *state.weights.items()) if id(parameter) in reduced)
-    mine, equal = (xxhash.xxh3_128_hexdigest(b"".join(each)) for each in (compared.values(), connected))
-    own = (_tensors(state.equal.get(each, {})) for each in compared)
-    own_state = xxhash.xxh3_128_hexdigest(b"".join(part for tensors in own for part in _some(tensors)))
-    held = xxhash.xxh3_128_hexdigest(str(holds).encode())
     parts = [tensor for _, tensor in state.shares]
-    shares = xxhash.xxh3_128_hexdigest(b"".join((str([part.shape for part in parts]).encode(), *_some(parts))))
+    own = (tensor for each in compared for tensor in _tensors(state.equal.get(each, {})))
+    mine = {
+        "weights": _digest(compared.values()),
+        "reduced": _digest(data for p, data in (*noted, *state.weights.items()) if id(p) in reduced),
+        "state": _digest(_some(own)),
+        "holds": _digest([str(holds).encode()]),
+        "shares": _digest([str([part.shape for part in parts]).encode(), *_some(parts)]),
+    }
+    try:
+        first = _first_of_launch(env, version, {"rank": env.rank} | mine)
+    except RuntimeError as problem:  # the process that keeps the store has died, and the job is being saved
+        log.debug("the ranks were not compared: %s", problem)
+        return ""
+    other, differing = first["rank"], {name for name, digest in mine.items() if first[name] != digest}
+    listed = ", ".join(map(names.of, compared))
+    if "weights" in differing:
+        return _DIFFERENT.format(rank=env.rank, other=other, world_size=env.world_size, names=listed)
+    if "holds" in differing:
+        count = f"{len(holds)} parameter{'s' * (len(holds) > 1)}"
+        some = f"{count} ({first_of(holds, _NAMED)})" if holds else "no parameter"
+        return _SPREAD.format(found=f"rank {env.rank} has state for {some}, and rank {other} for others")
+    if "shares" in differing:
+        some = first_of(dict.fromkeys(names.of(each) for each, _ in state.shares), _NAMED) or "some parameters"
+        return _SPREAD.format(found=f"rank {env.rank} and rank {other} have different shares of that for {some}")
+    if "reduced" in differing:
+        log.warning(_DIVERGED, env.rank, other)
+    if "state" in differing:
+        log.warning(_SAME_WEIGHTS, other, listed)
+    return ""
+
+
+def _first_of_launch(env: RankEnv, version: Version, mine: dict[str, Any]) -> dict[str, Any]:
+    """Leave ``mine`` in the store for the ranks of this launch that come later. Returns what the first rank has left.
+
+    Raises:
+        RuntimeError: the store does not answer.
+    """
     library: Any = dist
     store = library.PrefixStore("ttp/weights", library.distributed_c10d._get_default_store())
     key = f"{env.run_id}/{env.launch}/{_numbers[env.launch]}/{version}"
     _numbers[env.launch] += 1
-    try:
-        first = store.compare_set(key, "", f"{env.rank} {mine} {equal} {own_state} {held} {shares}").decode()
-    except RuntimeError as problem:  # the process that keeps the store has died, and the job is being saved
-        log.debug("the ranks were not compared: %s", problem)
-        return ""
-    other, theirs, equal_there, their_state, held_there, their_shares = first.split()
-    listed = ", ".join(map(names.of, compared))
-    where = {"rank": env.rank, "other": other, "world_size": env.world_size}
-    if theirs != mine:
-        return _DIFFERENT.format(**where, names=listed)
-    if held_there != held:
-        count = f"{len(holds)} parameter{'s' * (len(holds) > 1)}"
-        some = f"{count} ({first_of(holds, _NAMED)})" if holds else "no parameter"
-        return _SPREAD.format(found=f"rank {env.rank} has state for {some}, and rank {other} for others")
-    if their_shares != shares:
-        some = first_of(dict.fromkeys(names.of(each) for each, _ in state.shares), _NAMED) or "some parameters"
-        return _SPREAD.format(found=f"rank {env.rank} and rank {other} have different shares of that for {some}")
-    if equal_there != equal:
-        log.warning(_DIVERGED, env.rank, other)
-    if their_state != own_state:
-        log.warning(_SAME_WEIGHTS, other, listed)
-    return ""
+    left: dict[str, Any] = json.loads(store.compare_set(key, "", json.dumps(mine)))
+    return left
+
+
+def _digest(parts: Iterable[bytes]) -> str:
+    return xxhash.xxh3_128_hexdigest(b"".join(parts))
 
 
 def _tensors(state: Mapping[str, Any]) -> list[Tensor]:
@@ -180,7 +196,7 @@ def _tensors(state: Mapping[str, Any]) -> list[Tensor]:
     return [value for value in every if type(value) is Tensor and value.dim()]
 
 
-def _some(tensors: Sequence[Tensor]) -> Iterator[bytes]:
+def _some(tensors: Iterable[Tensor]) -> Iterator[bytes]:
     """Yield some bytes of each tensor on the host. Those on a device may be behind the noted weights."""
     for value in tensors:
         if is_plain(value) and value.device.type == "cpu" and value.numel():
