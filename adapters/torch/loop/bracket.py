@@ -79,11 +79,6 @@ def _nothing(*_: object) -> None:
     """Do nothing."""
 
 
-def _no_way_back(_version: int, _number: int, _within: bool) -> bool:
-    """Return False: there are no copies, so training cannot go back to the last version."""
-    return False
-
-
 class Calls(NamedTuple):
     """Functions that a ``Bracket`` calls around an update, all of them on the training thread.
 
@@ -104,7 +99,7 @@ class Calls(NamedTuple):
 
     before_gate: Callable[[], None] = _nothing
     before_update: Callable[[int, bool], None] = _nothing
-    before_turn: Callable[[int, int, bool], bool] = _no_way_back
+    before_turn: Callable[[int, int, bool], bool] = lambda *_: False  # there are no copies to go back to
     after_update: Callable[[], None] = _nothing
     after_end: Callable[[], None] = _nothing
     before_forward: Callable[[], None] = _nothing
@@ -222,9 +217,14 @@ class Bracket:
             if self._ended < _VERSIONS_LOOKED_AT and (check := self._turns.communication) is not None:
                 check.step_begins(type(optimizer).__name__)
             return None
+        return self._begin_with_closure(type(optimizer), closure, args, kwargs)
+
+    def _begin_with_closure(
+        self, kind: Any, closure: Closure, args: Any, kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Begin a step that evaluates a closure; returns its arguments, with a closure that opens the update."""
         if self._stage is LEFT:
             self._stage = ABANDONED  # the closure makes a new gradient
-        kind: Any = type(optimizer)
         evaluate = self._evaluate
         if not evaluates_first(kind):
             self._say_once(WHOLE_STEP.format(kind.__name__))

@@ -83,18 +83,77 @@ class _Sample(NamedTuple):
         return bytes_now if len(bytes_now) == len(self.zeros) else self.zeros
 
 
-class _Places(NamedTuple):
-    """Where the bytes of all samples were found: addresses of the parameters, and the bytes of host and devices."""
+class _Noted:
+    """Some bytes of a few parameters, noted at several moments: a row holds those of all samples at one moment.
 
-    addresses: list[int]
-    host: list[memoryview]
-    device: list[Tensor]
+    Args:
+        parameters: the parameters.
+        runtimes: the devices of the model; empty: it is on the host. Memory is allocated here.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor] = (), runtimes: Sequence[Runtime] = ()) -> None:
+        samples = [_sample(parameter, runtimes) for parameter in parameters]
+        self._on_host = [sample for sample in samples if sample.runtime is None]
+        self._on_device = [sample for sample in samples if sample.runtime is not None]
+        self.samples = *self._on_host, *self._on_device
+        self._pointers = [sample.pointer for sample in self.samples]
+        self._host_rows: list[list[bytes]] = [[b""] * len(self._on_host)] * _ROWS
+        self._device_rows = _device_rows(self._on_device)
+        self._places = self._found() if self.samples else ([], [], [])
+
+    def _found(self) -> tuple[list[int], list[memoryview], list[Tensor]]:
+        """Return the addresses of the parameters, and the bytes of those on the host and on devices, without a copy."""
+        host = [sample.live().numpy().data for sample in self._on_host]
+        return [pointer() for pointer in self._pointers], host, [sample.live() for sample in self._on_device]
+
+    def note(self, row: int, *, aside: bool = False) -> None:
+        """Keep the bytes in a row; on a device it is done in the order of its work.
+
+        Args:
+            row: the row.
+            aside: other memory may be in the parameters for this moment only; see ``looked_at``.
+        """
+        before = self._places
+        if [pointer() for pointer in self._pointers] != before[0]:
+            self._places = self._found()
+        _, host, device = self._places
+        self._host_rows[row] = [*map(bytes, host)]
+        if device:
+            torch._foreach_copy_(self._device_rows[row], device)
+        if aside:
+            self._places = before
+
+    def events(self) -> list[Event]:
+        """Return an event of each device behind its work so far."""
+        runtimes = {id(sample.runtime): sample.runtime for sample in self._on_device if sample.runtime is not None}
+        return [runtime.event(side=False) for runtime in runtimes.values()]
+
+    def looked_at(self) -> Iterator[tuple[_Sample, bool, Sequence[bytes]]]:
+        """Yield each sample, whether it has moved, and all its rows, past the work that is queued on a device.
+
+        The last row has the present bytes, in the memory in which the parameter was noted last, but for ``aside``; it
+        has moved if it is in other memory now.
+
+        Raises:
+            TimeoutError: they did not leave the device in time.
+        """
+        addresses, host, device = self._places
+        moved = (sample.pointer() != address for sample, address in zip(self.samples, addresses, strict=True))
+        rows_of_host = zip(*self._host_rows[:_NOW], [*map(bytes, host)], strict=True)
+        yield from zip(self._on_host, moved, rows_of_host, strict=False)
+        for number, sample in enumerate(self._on_device):
+            assert sample.runtime is not None
+            with sample.runtime.on_side():
+                rows = [row[number] for row in self._device_rows[:_NOW]]
+                for to, row in zip(sample.pinned, [*rows, device[number]], strict=True):
+                    to.copy_(row, non_blocking=True)
+            if not poll(sample.runtime.event(side=True).query, _PATIENCE_S):
+                raise TimeoutError(f"some bytes of the weights did not leave the device in {_PATIENCE_S:g} s")
+            yield sample, next(moved), [bytes(row.numpy().data) for row in sample.pinned]
 
 
 class Swapped:
     """Tells whether the model holds other weights than those of training.
-
-    A row holds the noted bytes of all samples at one moment; see ``_AFTER`` and the rows beside it.
 
     Args:
         optimizers: the optimizers that train the model.
@@ -117,14 +176,7 @@ class Swapped:
         chosen = [parameter for each in given for parameter in _chosen(each)][:_SAMPLES_MAX]
         others = _chosen([p for each in given for p in each if id(p) not in reduced])
         chosen += [other for other in others if not any(other is each for each in chosen)]
-        chosen += _beside(chosen, parameters)
-        samples = [_sample(parameter, runtimes) for parameter in chosen]
-        self._on_host = [sample for sample in samples if sample.runtime is None]
-        self._on_device = [sample for sample in samples if sample.runtime is not None]
-        self._pointers = [sample.pointer for sample in (*self._on_host, *self._on_device)]
-        self._host_rows: list[list[bytes]] = [[b""] * len(self._on_host)] * _ROWS
-        self._device_rows = _device_rows(self._on_device)
-        self._places = self._found()
+        self._noted = _Noted([*chosen, *_beside(chosen, parameters)], runtimes)
         self._updates = -1  # updates whose weights training has used; the weights before the first may be loaded late
         self._used = True  # training has used the weights since the last update
         self._learned: list[Event] = []  # events of the devices after the first updates
@@ -148,8 +200,7 @@ class Swapped:
         used, self._used = self._used, False
         if not used or self._updates != _UPDATES_LEARNED - 1:
             return False
-        runtimes = {id(sample.runtime): sample.runtime for sample in self._on_device if sample.runtime is not None}
-        self._learned = [runtime.event(side=False) for runtime in runtimes.values()]
+        self._learned = self._noted.events()
         return True
 
     def entered(self) -> None:
@@ -168,38 +219,21 @@ class Swapped:
 
     def evaluates(self) -> None:
         """Note the weights that a forward pass without gradients uses. They may be in the model for this pass only."""
-        kept = self._places
-        self._note(_EVALUATED)
-        if self._pointers:
-            self._places = kept
+        self._note(_EVALUATED, aside=True)
         self.evaluations += 1
         if (optimizer := self._in_evaluation()) and self._updates >= 0:
             first, self._others_evaluated = not self._others_evaluated, self.evaluations
             if first and tells():
                 log.warning(_EVALUATES_OTHERS, optimizer)
 
-    def _note(self, row: int) -> None:
-        """Keep the bytes in a row; on a device it is done in the order of its work. Never raises."""
+    def _note(self, row: int, *, aside: bool = False) -> None:
+        """See ``_Noted.note``. Never raises."""
         try:
-            if self._pointers:
-                self._read(row)
+            if self._noted.samples:
+                self._noted.note(row, aside=aside)
         except Exception:
             log.warning(_GIVEN_UP, exc_info=True)
-            self._on_host, self._on_device, self._pointers = [], [], []
-            self._host_rows, self._places = [[]] * _ROWS, _Places([], [], [])
-
-    def _read(self, row: int) -> None:
-        if [pointer() for pointer in self._pointers] != self._places.addresses:
-            self._places = self._found()
-        _, host, device = self._places
-        self._host_rows[row] = [*map(bytes, host)]
-        if device:
-            torch._foreach_copy_(self._device_rows[row], device)
-
-    def _found(self) -> _Places:
-        host = [sample.live().numpy().data for sample in self._on_host]
-        device = [sample.live() for sample in self._on_device]
-        return _Places([pointer() for pointer in self._pointers], host, device)
+            self._noted = _Noted()
 
     # -------------------------------------------------------------------------------------------------- any thread
 
@@ -213,8 +247,8 @@ class Swapped:
         """
         if not all(poll(event.query, _EARLY_S) for event in self._learned):
             raise TimeoutError(f"a device has not made the first updates after {_EARLY_S:g} s")
-        pairs = zip((*self._on_host, *self._on_device), self._looked_at(), strict=True)
-        return [(each.parameter, b"".join(rows[:_UPDATES_LEARNED])) for each, rows in pairs if not each.frozen]
+        seen = self._noted.looked_at()
+        return [(each.parameter, b"".join(rows[:_UPDATES_LEARNED])) for each, _, rows in seen if not each.frozen]
 
     def holds_others(self) -> bool:
         """Return whether the model holds other weights now.
@@ -245,31 +279,10 @@ class Swapped:
         return next((type(optimizer).__name__ for optimizer in moved), "")
 
     def _differs_in(self, row: int) -> bool:
-        addresses = self._places.addresses
-        samples = (*self._on_host, *self._on_device)
-        for sample, rows, address in zip(samples, self._looked_at(), addresses, strict=True):
-            moved = sample.pointer() != address
+        for sample, moved, rows in self._noted.looked_at():
             if self._is_compared(sample, rows) and (moved or rows[row] not in (rows[_AFTER], rows[_BEFORE])):
                 return True
         return False
-
-    def _looked_at(self) -> Iterator[Sequence[bytes]]:
-        """Yield all rows of each sample, the present bytes among them, past the work that is queued on a device.
-
-        Raises:
-            TimeoutError: they did not leave the device in time.
-        """
-        _, host, device = self._places
-        yield from zip(*self._host_rows[:_NOW], [*map(bytes, host)], strict=True)
-        for number, sample in enumerate(self._on_device):
-            assert sample.runtime is not None
-            with sample.runtime.on_side():
-                rows = [row[number] for row in self._device_rows[:_NOW]]
-                for to, row in zip(sample.pinned, [*rows, device[number]], strict=True):
-                    to.copy_(row, non_blocking=True)
-            if not poll(sample.runtime.event(side=True).query, _PATIENCE_S):
-                raise TimeoutError(f"some bytes of the weights did not leave the device in {_PATIENCE_S:g} s")
-            yield [bytes(row.numpy().data) for row in sample.pinned]
 
     def _is_compared(self, sample: _Sample, rows: Sequence[bytes]) -> bool:
         """Return whether the program was not seen to change these weights between updates.

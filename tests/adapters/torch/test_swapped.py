@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tests.adapters.torch.stub_processor import Loop
 from ttp.adapters.torch.loop.followers import Followers
-from ttp.adapters.torch.loop.swapped import Swapped
+from ttp.adapters.torch.loop.swapped import Swapped, _Noted
 from ttp.adapters.torch.loop.untouched import Untouched
 from ttp.core.decide import How
 from ttp.processor.source import MovedError
@@ -288,20 +288,20 @@ def test_loaded_weights_are_those_of_training_before_the_first_update_and_after_
 
 
 @pytest.mark.parametrize(
-    ("owner", "method"), [(Swapped, "_found"), (Swapped, "_read"), (Followers, "_state"), (Untouched, "_look")]
+    ("owner", "method"), [(_Noted, "_found"), (_Noted, "note"), (Followers, "_state"), (Untouched, "_look")]
 )
 def test_an_error_of_what_follows_the_loop_stops_no_training(
     owner: type, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = Job(tmp_path, model=nn.Sequential(nn.Linear(3, 3).requires_grad_(False), nn.Linear(3, 1)))
 
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("mine")
 
     monkeypatch.setattr(owner, method, fail)
     for _ in range(3):
         job.step()
-        if owner is Swapped:
+        if owner is _Noted:
             pointed(job)
         with torch.no_grad():
             job.model(INPUT)

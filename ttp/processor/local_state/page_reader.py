@@ -131,7 +131,6 @@ class _Reader:
         self._check_header()
         for _ in range(_ATTEMPTS):
             self.reasons.clear()
-            self.size = os.fstat(self.fd).st_size  # a living writer may make it grow
             page = self._newest_whole(version)
             if page is not None:
                 return page
@@ -139,14 +138,12 @@ class _Reader:
 
     def read_newest(self, count: int) -> list[Page]:
         self._check_header()
-        self.size = os.fstat(self.fd).st_size
         versions = sorted({body.version for body in self._bodies()})
         found = (self._newest_whole(version) for version in versions)
         return [page for page in found if page is not None][-count:]
 
     def read_early(self, version: int) -> list[bytes]:
         self._check_header()
-        self.size = os.fstat(self.fd).st_size
         found = []
         for body in self._bodies():
             if body.version == version and body.early:
@@ -178,6 +175,7 @@ class _Reader:
         return None
 
     def _bodies(self) -> list[_Body]:
+        self.size = os.fstat(self.fd).st_size  # a living writer may make it grow
         return [body for body in map(self._try_body, range(SLOTS)) if body is not None]
 
     def _try_body(self, slot: int) -> _Body | None:
