@@ -311,7 +311,7 @@ class TorchAdapter(Restoring):
             turns.communication = None
         make = partial(self._make_preimage, self._optimizer, reserve=False)
         between = source.between = BetweenSteps(turns, owners, len(processor.layout.groups) > 1, make)
-        around = AroundUpdate(
+        around = self._around = AroundUpdate(
             source,
             model=self._model,
             optimizers=self._given,

@@ -19,7 +19,7 @@ iteration has written them it cannot know.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -215,24 +215,22 @@ class Followers:
         try:
             found = {name: each for name, each in tensors.items() if _is_readable(each) and each.numel()}
             small = [n for n, each in found.items() if self._on_host(each) and each.nbytes <= _COPIED_BYTES_MAX]
-            return {n: (copied_bytes(each), None) if n in small else _moving(each) for n, each in found.items()}
+            return _states(found, small)
         except Exception:
             log.debug("tensors of the program are not compared", exc_info=True)
             return {}
 
     def _look(self) -> dict[str, _State]:
         try:
-            return {name: self._state(name) for name in self._named}
+            return _states(self._named, self.small)
         except Exception:
             log.warning("parameters that no optimizer trains are not followed; training goes on", exc_info=True)
             self._named, self.small = {}, []
             return {}
 
-    def _state(self, name: str) -> _State:
-        parameter = self._named[name]
-        if name in self.small:
-            return copied_bytes(parameter), None
-        return _moving(parameter)
+
+def _states(tensors: Mapping[str, Tensor], small: Collection[str]) -> dict[str, _State]:
+    return {n: (copied_bytes(each), None) if n in small else _moving(each) for n, each in tensors.items()}
 
 
 def _moving(tensor: Tensor) -> _State:

@@ -107,12 +107,7 @@ class _Noted:
         return [pointer() for pointer in self._pointers], host, [sample.live() for sample in self._on_device]
 
     def note(self, row: int, *, aside: bool = False) -> None:
-        """Keep the bytes in a row; on a device it is done in the order of its work.
-
-        Args:
-            row: the row.
-            aside: other memory may be in the parameters for this moment only; see ``looked_at``.
-        """
+        """Keep the bytes in a row, in the order of a device's work; ``aside``: this memory may be used now only."""
         before = self._places
         if [pointer() for pointer in self._pointers] != before[0]:
             self._places = self._found()
@@ -131,8 +126,7 @@ class _Noted:
     def looked_at(self) -> Iterator[tuple[_Sample, bool, Sequence[bytes]]]:
         """Yield each sample, whether it has moved, and all its rows, past the work that is queued on a device.
 
-        The last row has the present bytes, in the memory in which the parameter was noted last, but for ``aside``; it
-        has moved if it is in other memory now.
+        The last row has the present bytes in the memory that was noted last, but for ``aside``.
 
         Raises:
             TimeoutError: they did not leave the device in time.

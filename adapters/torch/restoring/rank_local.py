@@ -128,13 +128,9 @@ class Replicas:
         self._givers = {name: lender(name, rank, self._ranks) for name in names}  # of objects, values and buffers
 
     def lend(self, checkpoint: Path, local: LocalState | None) -> LocalState:
-        """Return the objects of ``extra_state`` and the buffers that the rank gets from a replica.
+        """Return the objects and buffers that the rank gets from a replica, such as an average of the weights.
 
-        An average of the weights, for example, is equal on all replicas.
-
-        Args:
-            checkpoint: the directory of the checkpoint.
-            local: the state of the rank from before the update; None: none was saved.
+        ``local``: the state of the rank from before the update; None: none was saved.
         """
         pieces, extra, buffers = self._manifest.pieces, dict[str, bytes](), dict[str, Tensor]()
         alone = [name for name, giver in self._givers.items() if giver is None and name.startswith(BUFFER)]
@@ -175,13 +171,7 @@ class Replicas:
         return lent | {key: None for key, value in values.items() if changes.is_alone(value, self._rank)}
 
     def behind(self, local: LocalState, peers: LocalState, extra: ExtraState) -> list[str]:
-        """Return notes on the state of a rank which died in the update that lacks what others have changed since.
-
-        Args:
-            local: the state of the rank, from before the update.
-            peers: what ``lend`` has returned.
-            extra: the user's objects.
-        """
+        """Return notes on what in ``local`` lacks the update, unless ``lend`` has returned it as ``peers``."""
         version, notes = self._manifest.version, []
         own = sorted(local.extra.keys() - peers.extra - extra.completed)
         if behind := [repr(name) for name in own if self._changes.moves(name_of(name)) != {False}]:

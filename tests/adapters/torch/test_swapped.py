@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.adapters.torch.stub_processor import Loop
-from ttp.adapters.torch.loop.followers import Followers
+from ttp.adapters.torch.loop import followers
 from ttp.adapters.torch.loop.swapped import Swapped, _Noted
 from ttp.adapters.torch.loop.untouched import Untouched
 from ttp.core.decide import How
@@ -288,10 +288,10 @@ def test_loaded_weights_are_those_of_training_before_the_first_update_and_after_
 
 
 @pytest.mark.parametrize(
-    ("owner", "method"), [(_Noted, "_found"), (_Noted, "note"), (Followers, "_state"), (Untouched, "_look")]
+    ("owner", "method"), [(_Noted, "_found"), (_Noted, "note"), (followers, "copied_bytes"), (Untouched, "_look")]
 )
 def test_an_error_of_what_follows_the_loop_stops_no_training(
-    owner: type, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    owner: Any, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = Job(tmp_path, model=nn.Sequential(nn.Linear(3, 3).requires_grad_(False), nn.Linear(3, 1)))
 
@@ -308,7 +308,7 @@ def test_an_error_of_what_follows_the_loop_stops_no_training(
     assert job.gate.version == 3
     assert [record.levelname for record in caplog.records] == ["WARNING"], caplog.text
     swapped = job.source.swapped
-    assert owner is not Swapped or not (job.swapped or swapped.early())
+    assert owner is not _Noted or not (job.swapped or swapped.early())
     job.save_and_go_on()
 
 

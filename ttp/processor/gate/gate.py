@@ -169,10 +169,6 @@ class Gate:
         """
         return _Nearby(self, wake)
 
-    def _set_near(self, near: bool, wake: Callable[[], None]) -> None:
-        with self._lock:
-            self._near, self._wake = near, wake
-
     def stay_redone(self) -> None:
         """Wait after a redone update until the gate opens.
 
@@ -306,7 +302,9 @@ class _Nearby:
         self._gate, self._wake = gate, wake
 
     def __enter__(self) -> None:
-        self._gate._set_near(True, self._wake)
+        with self._gate._lock:
+            self._gate._near, self._gate._wake = True, self._wake
 
     def __exit__(self, *_: object) -> None:
-        self._gate._set_near(False, _nothing)
+        with self._gate._lock:
+            self._gate._near, self._gate._wake = False, _nothing
