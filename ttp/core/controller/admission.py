@@ -1,7 +1,15 @@
 """Handles a rank's hello: admits the rank, sends it elsewhere, refuses it, or begins the next incarnation.
 
-A controller without a job that gets a hello from a rank of a running job sends the rank to the standby controllers,
-unless the rank asks this controller to take over. After a takeover ``gathering`` waits for the other ranks.
+``Admission.hello`` asks in this order, 1 and 2 only if the layout is known (the rules are in ``hello_rules``):
+
+1. The rank's place is about to move to this process: it is a guest, and waits (``is_guest``).
+2. Another controller has led the rank since: this controller forgets its own job (``may_have_moved``).
+3. This controller has no job and the rank knows standby controllers: the rank is sent there (``elsewhere``).
+4. The hello is invalid, or the rank does not fit the job now: it is refused (``malformed``, ``_refusal``).
+5. The rank's layout is unknown: it is asked for first, and then the hello is handled anew (``layout_exchange``).
+6. The rank is admitted, after the next incarnation has begun if ``starts_incarnation`` says so (``_admit``).
+
+Only ``membership`` keeps who is a member. After a takeover ``gathering`` waits for the other ranks.
 """
 
 from __future__ import annotations

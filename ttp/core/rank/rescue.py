@@ -5,6 +5,7 @@ An order that comes twice, because the stream broke after it, is carried out onc
 
 from __future__ import annotations
 
+import enum
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -53,6 +54,40 @@ class RankState:
         return raised or self.returned is not None
 
 
+class _Stage(enum.Enum):
+    """What an order that is being carried out waits for.
+
+    ::
+
+        commit ──────────────────────────────────> WRITING ──> its result is reported
+        save ──┬─────────────────────────────────> WRITING
+               ├──> REDOING ─────────────────────> WRITING, or its failure is reported
+               └──> LOOKING or AFTER_REDO ───────> the save begins anew, with what is known then
+    """
+
+    WRITING = "the saver thread"
+    REDOING = "the update that makes the ordered version"
+    LOOKING = "the look at the state behind the gate, because the training thread has moved"
+    AFTER_REDO = "the end of an update for an earlier order, which decides what can be saved"
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """An order that is being carried out. ``until``: the time at which it stops to wait for a redo."""
+
+    order: m.Save | m.Commit
+    stage: _Stage = _Stage.WRITING
+    until: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Redo:
+    """The update that the training thread was let through for and has not ended yet."""
+
+    version: Version  # after the update
+    until: float  # the time at which it should be over
+
+
 class RankRescue:
     """A rank's work between a freeze and the thaw. The machine handles the release, which ends the process.
 
@@ -70,30 +105,28 @@ class RankRescue:
         self._generation = 0
         self._gives_up_at = 0.0  # until then a rank that is frozen for a fault waits for its release
         self._over: deque[tuple[int, str]] = deque(maxlen=OVER_MAX)
-        self._order: m.Save | m.Commit | None = None
+        self._task: _Task | None = None
+        self._redo: _Redo | None = None  # it may outlast its order
         self._looking = False  # the state behind the gate is being looked at: the result follows
-        self._waits = False  # the order is a save that waits for that result, or for the end of a redo
         self._results: dict[tuple[type[m.Save | m.Commit], int], m.Report] = {}
         self._results_of = ""  # the incident that the results belong to
         self.failure = ""
         """Why the last save or commit of this rank in the incident failed; empty: it did not."""
         self._preimage = False
-        self._redo_until: float | None = None  # the order waits for a redo, at most until then
-        self._redoing: Version | None = None  # the version that a redo makes, until that update is over
-        self._redo_ends = 0.0  # when that update should be over
 
     # ----------------------------------------------------------------------------------------------------------- time
 
     def deadlines(self) -> Iterator[float]:
         """Yield the times at which ``expire`` has something to do."""
-        if self._redo_until is not None:
-            yield self._redo_until
+        if self._task is not None and self._task.until is not None:
+            yield self._task.until
         if self.incident and not self._snapshot:
             yield self._gives_up_at
 
     def expire(self, now: float) -> bool:
         """Give up a redo that does not end. Return whether the whole rescue takes too long."""
-        if self._redo_until is not None and now >= self._redo_until:
+        task = self._task
+        if task is not None and task.until is not None and now >= task.until:
             self._redo_failed("the ordered update does not end")
         return bool(self.incident) and not self._snapshot and now >= self._gives_up_at
 
@@ -132,58 +165,63 @@ class RankRescue:
 
     def _thaw(self) -> None:
         self._cancel()
-        self.incident, self._snapshot, self._redoing, self._looking = "", False, None, False
+        self.incident, self._snapshot, self._redo, self._looking = "", False, None, False
         self._outbox.answers_aside = False
         self._outbox.do(act.OpenGate())
 
     def _start(self, order: m.Save | m.Commit, now: float) -> None:
-        key, running = (type(order), order.generation), self._order
+        key, task = (type(order), order.generation), self._task
         if key in self._results:
             self._outbox.answer(self._results[key])
             return
-        if running is not None and key == (type(running), running.generation):
+        if task is not None and key == (type(task.order), task.order.generation):
             return
         self._cancel()
-        self._order, self._generation = order, order.generation
+        self._generation = order.generation
         if isinstance(order, m.Commit):
+            self._task = _Task(order)
             self._outbox.do(act.StartCommit(order))
         else:
             self._save(order, now)
 
     def _save(self, order: m.Save, now: float) -> None:
-        """Begin a save. If the state is being looked at again, because the training thread has moved, wait for that.
-
-        Wait for the end of a redo too, which an earlier order has begun: whether it is made decides what can be saved.
-        """
-        version, phase, redoes = self._state.version, self._state.phase, order.order.how is How.REDO
-        on_its_way = self._redoing is not None and not redoes and now < self._redo_ends
-        self._waits = bool(order.order.shards) and (on_its_way or (self._looking and self._redoing is None))
-        self._redo_until = self._redo_ends if self._waits and on_its_way else None
-        if self._waits:
-            return
-        if not order.order.shards or self._holds(order):  # any rank can collect pages
-            self._outbox.do(act.StartSave(_as_it_is(order) if redoes else order))
-        elif redoes and order.version == version + 1 and phase is m.Phase.IDLE:
-            self._redo_until = now + self._timeouts.redo_s
-            if self._redoing is None:  # else the update is on its way, or its refusal, which would name no order
-                self._redoing, self._redo_ends = order.version, self._redo_until
+        """Begin a save, let it wait, or report that this rank cannot make it."""
+        state, redo, redoes = self._state, self._redo, order.order.how is How.REDO
+        if not order.order.shards:
+            self._write(order)  # any rank can collect pages
+        elif redo is not None and not redoes and now < redo.until:
+            self._task = _Task(order, _Stage.AFTER_REDO, redo.until)
+        elif self._looking and redo is None:
+            self._task = _Task(order, _Stage.LOOKING)
+        elif self._holds(order):
+            self._write(order)
+        elif redoes and order.version == state.version + 1 and state.phase is m.Phase.IDLE:
+            until = now + self._timeouts.redo_s
+            self._task = _Task(order, _Stage.REDOING, until)
+            if redo is None:  # else the update is on its way, or its refusal, which would name no order
+                self._redo = _Redo(order.version, until)
                 self._outbox.do(act.Redo(order.version))
         else:
-            how = phase.value if self._redoing is None else f"on its way to {self._redoing}"
-            text = f"version {order.version} was ordered, but this rank holds version {version} ({how})"
-            ahead = order.version < version and phase in (m.Phase.IDLE, m.Phase.DONE)  # it can save the newer version
-            rank = self._state.rank
-            self._finish(order, m.SaveFailed(rank, self.incident, order.generation, text, ahead))
+            how = state.phase.value if redo is None else f"on its way to {redo.version}"
+            text = f"version {order.version} was ordered, but this rank holds version {state.version} ({how})"
+            may_pass = order.version < state.version and state.phase in (m.Phase.IDLE, m.Phase.DONE)  # the newer one
+            self._failed(order, text, may_pass=may_pass)
 
     def _holds(self, order: m.Save) -> bool:
         """Return whether the saver can write the ordered version: from the live state, or from a pre-image (undo)."""
-        if self._redoing is not None:
-            return False  # a redo has let the training thread through and is not over
+        if self._redo is not None:
+            return False  # it has let the training thread through and is not over
         state = self._state
         torn = state.phase is m.Phase.TORN
         if order.order.how is How.UNDO and self._preimage:
             return order.version == (state.version if torn else state.version - 1)
         return order.version == state.version and not torn and state.phase is not m.Phase.UPDATING
+
+    def _write(self, order: m.Save) -> None:
+        self._task = _Task(order)
+        if order.order.how is How.REDO:  # its update is made, so the live state is saved
+            order = replace(order, order=replace(order.order, how=How.AS_IS))
+        self._outbox.do(act.StartSave(order))
 
     def _cancel(self) -> None:
         """Forget the order that is being carried out. A save is cancelled; a commit may go on.
@@ -191,11 +229,11 @@ class RankRescue:
         The saver thread may still be writing, so a repeated order is answered with a failure: it would use the same
         files.
         """
-        if isinstance(order := self._order, m.Save):
+        if self._task is not None and isinstance(order := self._task.order, m.Save):
             self._outbox.do(act.CancelSave())
             failed = m.SaveFailed(self._state.rank, order.incident, order.generation, "it was cancelled", may_pass=True)
             self._results[m.Save, order.generation] = failed
-        self._order, self._redo_until, self._waits = None, None, False
+        self._task = None
 
     # -------------------------------------------------------------------------------------------------------- answers
 
@@ -203,18 +241,24 @@ class RankRescue:
         """Answer the freeze with the state behind the closed gate, and begin a save that waits for it."""
         self._looking = quiet.phase is m.Phase.UPDATING
         self._answer(quiet)
-        if self._waits and isinstance(self._order, m.Save):
-            self._save(self._order, now)
+        self._save_anew(now)
+
+    def _save_anew(self, now: float) -> bool:
+        """Begin a save that has waited for what is known now. Return whether there was one."""
+        task = self._task
+        if task is None or task.stage not in (_Stage.LOOKING, _Stage.AFTER_REDO):
+            return False
+        assert isinstance(task.order, m.Save)
+        self._save(task.order, now)
+        return True
 
     def _answer(self, quiet: ev.Quiet) -> None:
         state = self._state
         state.version, state.phase, self._preimage = quiet.version, quiet.phase, quiet.has_preimage
-        if self._redoing is not None and (quiet.version >= self._redoing or quiet.phase is m.Phase.TORN):
-            self._redoing = None
-        if not self.incident:
+        if self._redo is not None and (quiet.version >= self._redo.version or quiet.phase is m.Phase.TORN):
+            self._redo = None
+        if not self.incident or not self._redone(quiet):
             return
-        if self._redo_until is not None and not (self._waits or self._redone(quiet)):
-            return  # the redo is still running
         self._outbox.answer(
             m.Frozen(
                 rank=state.rank,
@@ -243,12 +287,14 @@ class RankRescue:
         return self._snapshot and not self._state.program.updates_for_snapshot
 
     def _redone(self, quiet: ev.Quiet) -> bool:
-        """Return whether the redo is over, successfully or not; start the save after a success."""
-        order = self._order
+        """Return whether no redo is running for the order, or not any more; start the save after a success."""
+        task = self._task
+        if task is None or task.stage is not _Stage.REDOING:
+            return True
+        order = task.order
         assert isinstance(order, m.Save)
         if quiet.version == order.version and quiet.phase in (m.Phase.IDLE, m.Phase.DONE):  # DONE: it was the last one
-            self._redo_until = None
-            self._outbox.do(act.StartSave(_as_it_is(order)))
+            self._write(order)
         elif quiet.phase in (m.Phase.IDLE, m.Phase.UPDATING):
             return False
         else:
@@ -257,33 +303,27 @@ class RankRescue:
 
     def not_redone(self, text: str, now: float) -> None:
         """Report that the redo cannot be made, which was not begun, or begin the save that waits for its end."""
-        self._redoing = None
-        if self._waits and isinstance(self._order, m.Save):
-            self._save(self._order, now)
-        else:
+        self._redo = None
+        if not self._save_anew(now):
             self._redo_failed(text)
 
     def _redo_failed(self, text: str) -> None:
-        if self._redo_until is not None and isinstance(self._order, m.Save):
-            self._redo_until, self._waits = None, False
-            failed = m.SaveFailed(self._state.rank, self.incident, self._order.generation, text)
-            self._finish(self._order, failed)
+        if self._task is not None and self._task.until is not None:
+            self._failed(self._task.order, text)
 
     # -------------------------------------------------------------------------------------------------------- results
 
     def worked(self, result: m.Saved | m.SaveFailed | m.Committed | m.CommitFailed) -> None:
         """Report the result of a save or commit, if its order still holds."""
         kind = m.Save if isinstance(result, (m.Saved, m.SaveFailed)) else m.Commit
-        order = self._order
+        order = None if self._task is None else self._task.order
         if isinstance(order, kind) and (result.incident, result.generation) == (order.incident, order.generation):
             self._finish(order, result)
 
+    def _failed(self, order: m.Save | m.Commit, text: str, *, may_pass: bool = False) -> None:
+        self._finish(order, m.SaveFailed(self._state.rank, self.incident, order.generation, text, may_pass))
+
     def _finish(self, order: m.Save | m.Commit, result: m.Report) -> None:
-        self._order, self._results[type(order), order.generation] = None, result
+        self._task, self._results[type(order), order.generation] = None, result
         self.failure = result.text if isinstance(result, (m.SaveFailed, m.CommitFailed)) else ""
         self._outbox.answer(result)
-
-
-def _as_it_is(order: m.Save) -> m.Save:
-    """Return the order changed to save the live state, for a rank that has reached the version by a redo."""
-    return replace(order, order=replace(order.order, how=How.AS_IS))
