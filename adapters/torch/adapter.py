@@ -125,7 +125,6 @@ class TorchAdapter(Restoring):
         self.source.may_follow = lambda: self._followers is not None and not self._followers.all_small
         self._barrier: UpdateBarrier | None = None
         self._post_step: PostStepState | None = None
-        self._untouched = lambda: None
         self._resumed = False
         self.repeating: Repeating | None = None
         """Tracks the calls of the function that ``ttp.one_step`` decorates; None before ``attach``."""

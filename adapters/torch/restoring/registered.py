@@ -6,6 +6,7 @@ import abc
 import logging
 import os
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -66,7 +67,7 @@ class Restoring(abc.ABC):
     source: TorchSource
     _post_step: PostStepState | None
     _resumed: bool
-    _untouched: Callable[[], Untouched | None]
+    _untouched: weakref.ref[Untouched] | None = None
     start: Repeating | None = None
     """The interrupted call of the step function, if ranks stay in their loops (``ttp.one_step``); else None. A restore
     puts rank-local state back to the beginning of that call."""
@@ -211,7 +212,7 @@ class Restoring(abc.ABC):
             log.warning("restored version %s, but %s", version, note)
         if self._post_step is not None:
             self._post_step.restored(version)
-        if (untouched := self._untouched()) is not None:
+        if self._untouched is not None and (untouched := self._untouched()) is not None:
             untouched.restored(bool(job.extra.get(ZEROED)))
         for fence in (self.source.begun, self.source.finished):
             fence.record(version)
