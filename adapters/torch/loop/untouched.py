@@ -115,7 +115,7 @@ class Untouched:
         self._trained = [p.requires_grad for p in self._every]
         self._changes: Counter[int] = Counter()
         self._with_gradient: list[Tensor] = []  # at the last step, until the next forward pass
-        self._restored: list[_Look] | None = None  # the weights after a restore, until the first forward pass
+        self._restored: list[_Look] | None = None  # the weights after a restore, until the first pass or step
         self.habits = Habits()
 
     def stepped(self) -> bool:
@@ -184,6 +184,7 @@ class Untouched:
             UsageError: the weights have changed since the last backward pass, with no step in between.
         """
         self._with_gradient = [p for p in self._every if p.grad is not None]
+        self._restored = None  # a loop that calls no ``forward`` changes the weights by its step now
         if self._mark is not None and self._changed(whole=True):
             raise UsageError(f"the weights were changed between the backward pass and the step, {_NO_VERSION}")
 

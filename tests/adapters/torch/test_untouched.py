@@ -147,3 +147,15 @@ def test_weights_that_are_loaded_over_restored_ones_are_told_once(
         job.optimizer.step()
     said = [text for text in caplog.messages if "weights were changed between ttp.restore() and the first" in text]
     assert len(said) == other
+
+
+def test_a_step_before_the_first_forward_pass_is_no_other_weights(
+    weight: Any, watch: Untouched, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A loop may call other methods of the model than ``forward``, and ``forward`` itself only later."""
+    watch.restored(False)
+    watch.before_step()
+    weight.data.add_(1)
+    watch.stepped()
+    watch.forward()
+    assert not caplog.messages
