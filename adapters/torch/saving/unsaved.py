@@ -194,6 +194,7 @@ def attributes_of(model: nn.Module, extra: Collection[Any]) -> Numbers:
     return {
         (id(module), f"{type(module).__name__}.{name}"): repr(value)
         for module in _unsaved_modules(model.modules(), _held_by(extra))
+        if "torchmetrics.metric" not in (kind.__module__ for kind in type(module).__mro__)  # they count for the log
         for kept in [_kept_buffers(module) or any(p is not None for p in module._parameters.values())]
         for name, value in list(vars(module).items())
         if (type(value) in (int, float) and abs(value) < 1e15) or (kept and type(value) is bool and name != "training")

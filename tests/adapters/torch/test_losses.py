@@ -189,16 +189,35 @@ def test_counts_beside_buffers_that_change_are_told_once(
     assert said(tmp_path, caplog, kind, kept) == told
 
 
+class Metric(nn.Module):
+    """As the base class of torchmetrics."""
+
+    __module__ = "torchmetrics.metric"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._update_count = 0
+
+    def update(self) -> None:
+        self._update_count += 1
+
+
+class Accuracy(Metric):
+    """A metric of the program's own."""
+
+
 class Cooling(nn.Module):
     """A layer that counts its batches, and becomes colder with each of them; it keeps its loss to be looked at."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.metric = Accuracy()
         self.batches, self.heat, self.share, self.loss, self.mask = 0, 2.0, 1.0, 0.0, 1 << 20000
 
     def forward(self, x: Tensor) -> Any:
         self.batches, self.heat, self.share = self.batches + 1, self.heat * 0.9, self.share - 0.01
         self.loss = x.square().mean().item()
+        self.metric.update()
         return x / self.heat
 
 
