@@ -188,11 +188,8 @@ class Replicas:
         equal, lacking = ([repr(k) for k, giver in lent.items() if (giver is None) == lacks] for lacks in (False, True))
         if not (equal and lacking):
             return ""
-        lists, there = (
-            (first_of(each, _LISTED_MAX) for each in (equal, lacking)),
-            checkpoint_name(self._manifest.version),
-        )
-        return _HELD_BACK.format(path_of(name), self._rank, *lists, there)
+        lists = (first_of(each, _LISTED_MAX) for each in (equal, lacking))
+        return _HELD_BACK.format(path_of(name), self._rank, *lists, checkpoint_name(self._manifest.version))
 
 
 def _with_values(state: bytes, keys: Collection[str], theirs: Mapping[str, bytes | None]) -> bytes | None:
