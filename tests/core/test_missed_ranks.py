@@ -30,7 +30,8 @@ def test_who_waits_and_who_asks_later_is_told(change: dict[str, Any]) -> None:
     assert talk.hello(2, **change).endswith(":2 [refused] RestoreDecision:0")
     (decision,) = talk.orders(RestoreDecision)
     assert "rank 2 on h was refused: " in decision.error and decision.version and not decision.unread
-    assert talk.report(1, view(1)) == "RestoreDecision:1"
+    talk.lost(0)
+    assert talk.report(1, view(1)) == "RestoreDecision:1", "although all who had asked have left"
     assert talk.hello(2, **change).endswith(":2 [refused]"), "once"
 
 

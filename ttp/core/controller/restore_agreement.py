@@ -42,7 +42,7 @@ class Restoring:
         """Forget the view of a process that left before the job was formed."""
         self._views.pop(rank, None)
         self._restored.pop(rank, None)
-        if not self._views:
+        if not self._job.members.keys() - {rank}:
             self.decision = None  # processes that are started now look anew
 
     def give_up(self, error: str) -> None:
