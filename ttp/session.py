@@ -250,7 +250,7 @@ class Session:
             kind = FaultKind.PREEMPTED  # the program's handler of SIGTERM
         detail = log_error(self.processor.env.rank, problem)
         write_error_file(problem)
-        text = f"rank {self.processor.env.rank} raised {' after '.join(map(describe, errors_of(problem)))}"
+        text = f"{self.processor.name} raised {' after '.join(map(describe, errors_of(problem)))}"
         self.processor.report(kind, text, detail[-8000:], then=EXIT_BAD_CONFIG if wrong else None)
         self.processor.wait_released()
 

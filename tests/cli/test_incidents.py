@@ -191,6 +191,13 @@ def test_like_answers_are_one_row(tmp_path: Path) -> None:
     assert sum(line.kind != "answer" for line, _ in rows(log)) == len(SAVED) - 3
 
 
+def test_evidence_names_its_witness(tmp_path: Path) -> None:
+    seen = {("exited", -1): "its launcher", ("outside", -1): "an operator or a monitor", ("exited", 2): "rank 2"}
+    story = [(0.1, "evidence", {"rank": 3, "evidence": kind, "text": "x", "witness": who}) for kind, who in seen]
+    told = [text for _, text in rows(read_incident(write(tmp_path, "one", story)))]
+    assert told == [f"{kind}: x (told by {who})" for (kind, _), who in seen.items()]
+
+
 def test_a_thousand_ranks_that_report_the_same_are_not_a_thousand_rows(tmp_path: Path) -> None:
     """The page for browsers shows some hundred rows, of which these would hide the rest."""
     broken: dict[str, Any] = {"evidence": "collective", "text": "closed by peer"}

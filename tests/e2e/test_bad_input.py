@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -119,7 +120,8 @@ def test_a_configuration_that_shows_to_be_wrong_in_training_is_reported_too(solo
     """Without the report other ranks would wait for a rank that just left."""
     done = solo(tmp_path / "ck", 9, SOLO_STRANGER="1")
     assert done.returncode == 64
-    assert "exits with 64: a configuration or a program is wrong: rank 0 raised ConfigError: the opt" in done.stderr
+    cause = f"a configuration or a program is wrong: rank 0 on {socket.gethostname()} raised ConfigError: the opt"
+    assert f"exits with 64: {cause}" in done.stderr
 
 
 def test_what_one_rank_alone_is_refused_ends_every_rank_with_64_and_says_why(
@@ -130,7 +132,8 @@ def test_what_one_rank_alone_is_refused_ends_every_rank_with_64_and_says_why(
     job = forked_job(ranks=2, steps=4, faults=[odd])
     assert job.live(100) == [64, 64], job.story()
     said = (job.directory / "rank0.out").read_text()
-    assert "rank 0 exits with 64" in said and "rank 1 raised UsageError: this training state could not" in said
+    assert "rank 0 exits with 64" in said
+    assert re.search(r"rank 1 on \S+ raised UsageError: this training state could not", said), said
     assert "odd is a builtins.object, which has no form on disk" in said, said
     assert job.committed() in ([1], [2]), job.story()
 

@@ -10,7 +10,9 @@ from typing import Any
 
 from ttp.cli.incident_reader import IncidentLog, Line
 from ttp.cli.output import count_text
+from ttp.core.controller.evidence import OUTSIDER
 from ttp.core.layout import compact_ranks, ranks_text
+from ttp.core.messages import FaultKind
 from ttp.store.room import size_text
 
 Facts = Mapping[str, Any]
@@ -127,10 +129,10 @@ def _opened(f: Facts) -> str:
 
 
 def _evidence(f: Facts) -> str:
-    witness = f.get("witness")
-    source = "" if witness is None or witness == f.get("rank") else " (told by the launcher or an operator)"
-    if isinstance(witness, int) and witness >= 0 and source:
-        source = f" (told by rank {witness})"
+    witness, source = f.get("witness"), ""
+    if isinstance(witness, int) and witness != f.get("rank"):
+        outsider = "its launcher" if f.get("evidence") == FaultKind.EXITED.value else "an operator or a monitor"
+        source = f" (told by {outsider if witness == OUTSIDER else f'rank {witness}'})"
     return f"{f.get('evidence')}: {_cut(str(f.get('text')))}{source}"
 
 

@@ -119,7 +119,7 @@ class Processor:
             wrote=self._wrote, look_again=self._inspector.look_again,
         )  # fmt: skip
         self._errands = Errands(job, put)
-        self._closed = False
+        self.name, self._closed = f"rank {env.rank} on {greeting.host}", False
         self._exit_code: int | None = None
         self.broken = False
         """Whether ``report`` has said that this rank cannot train on."""
@@ -204,8 +204,7 @@ class Processor:
             kind: kind of fault.
             text: what happened.
             detail: more about it, such as a traceback.
-            then: exit code of this process after the rescue, whatever its outcome; None: the controller's. With 64 all
-                ranks exit with 64.
+            then: exit code of this process, whatever the rescue's outcome; None: the controller's. 64: of all ranks.
         """
         self._exit_code, self.broken = then, True
         self._inspector.left = True
@@ -236,7 +235,7 @@ class Processor:
 
     def report_preemption(self, text: str) -> None:
         """Report what ends this rank (``was asked to``...); unlike an exception it leaves a running update alone."""
-        self._inbox.put(ev.Raised(m.FaultKind.PREEMPTED, f"rank {self.env.rank} {text}"))
+        self._inbox.put(ev.Raised(m.FaultKind.PREEMPTED, f"{self.name} {text}"))
 
     def wait_released(self) -> None:
         """Wait for the rescue after ``report``. The process exits in this call, unless no controller can be reached."""

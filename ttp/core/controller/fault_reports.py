@@ -155,4 +155,4 @@ class FaultReports:
             if member.left and member.done and needed and not self._job.ended:
                 how = "by sys.exit(0), Ctrl-C or the end of its program"
                 text = f"{member.name} left train() at version {member.version} while others trained ({how})"
-                self._rescue.fault(rank, m.FaultKind.EXITED, text, now, witness=OUTSIDER)
+                self._rescue.fault(rank, m.FaultKind.EXITED, text, now)

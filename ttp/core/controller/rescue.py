@@ -68,13 +68,10 @@ class Rescue:
         self._retries = Retries(job, outbox)
         self._shadow = Shadow(job, outbox, self.saving, committing, self.verdict)
 
-        def blame(subject: Rank, kind: m.FaultKind, text: str, now: float) -> None:
-            self.fault(subject, kind, text, now, witness=OUTSIDER)
-
         def drain(hosts: frozenset[str]) -> None:
             self.verdict.drained |= hosts
 
-        context = RescueContext(job, outbox, self._planner.decide, committing.on_disk, blame, timeouts.rescue_s, drain)
+        context = RescueContext(job, outbox, self._planner.decide, committing.on_disk, self.fault, timeouts.rescue_s, drain)
         self.program = self._planner.program = make_program(context)
 
     # ------------------------------------------------------------------------------------------------------- evidence
