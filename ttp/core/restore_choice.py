@@ -1,7 +1,7 @@
 """Chooses the checkpoint that all ranks restore, from the checkpoints that each rank found.
 
 A rank's reasons for skipping checkpoints (``RestoreView.skipped``) are texts for people. Some of them are read here, by
-the words with which the functions below, or ``ttp.store.verify``, have made them.
+the words with which the functions below, or ``ttp.store``, have made them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from ttp.core.restore_messages import Candidate, Reading, RestoreView
 LOOK_AGAIN_S = (1.0, 2.0, 4.0, 8.0, 16.0)
 """Seconds that a restart waits, time after time, for storage that is away on a host."""
 _IN_FALLBACK = "in the fallback directory "
-_DAMAGED = " is damaged: "
-"""What the reason of a skipped checkpoint contains if bytes of a piece have changed."""
+DAMAGED = " is damaged"
+"""What the reason of a skipped checkpoint contains, before a colon, if bytes of it have changed."""
+MISSING = " is missing"
+"""The end of the reason of a skipped checkpoint that lacks a piece."""
 NOT_TRIED = "older checkpoints: they are not tried after so many that are not whole"
 """The last reason for which a rank skips checkpoints, if it has stopped before the last one."""
 UPGRADE = ": upgrade ttp"
@@ -69,7 +71,7 @@ def none_whole(views: Iterable[RestoreView]) -> tuple[Version, str]:
         return newer
     offered = {c.name: c.version for view in listed for c in view.candidates}
     skipped = [text for view in listed for text in view.skipped]
-    bad = {text.partition(": ")[0] for text in skipped if _DAMAGED in text}
+    bad = {text.partition(": ")[0] for text in skipped if f"{DAMAGED}: " in text}
     notes = [text.removeprefix(_NONE_WHOLE) for text in skipped if text.startswith(_NONE_WHOLE)]
     newest = max([*offered.values(), *(int(note) for note in notes if note.isdecimal())], default=0)
     if not newest or not bad.issuperset(offered):
@@ -164,7 +166,7 @@ def _advice(views: list[RestoreView]) -> str:
     offered = sorted({c.name for view in views for c in view.candidates})
     damaged = [name for name in offered if any(text.startswith(f"{name}: ") for v in views for text in v.skipped)]
     if damaged:
-        lacking = any(text.endswith(" is missing") for view in views for text in view.skipped)
+        lacking = any(text.endswith(MISSING) for view in views for text in view.skipped)
         shared = ". Is save_dir shared by all hosts?" if lacking else ""
         return (
             f"Repair {', '.join(damaged)}, which some ranks found damaged, or move it away: the ranks have no other "

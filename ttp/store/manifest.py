@@ -13,7 +13,7 @@ from typing import Any
 from ttp._version import __version__
 from ttp.core.layout import WORLD_SIZE_MAX, Rank, Shard, Version
 from ttp.core.messages import Piece
-from ttp.core.restore_choice import UPGRADE
+from ttp.core.restore_choice import DAMAGED, UPGRADE
 from ttp.errors import CheckpointError, ToldAs
 from ttp.store.digest import digest_bytes
 from ttp.store.json_text import parse_json
@@ -158,7 +158,7 @@ def _read(path: Path) -> bytes:
 
 
 def _parse(data: bytes, path: Path) -> Manifest:
-    with ToldAs(CheckpointError, f"{path} is damaged", ValueError):
+    with ToldAs(CheckpointError, f"{path}{DAMAGED}", ValueError):
         document = parse_json(data)
     if not isinstance(document, dict) or document.get("format") != _FORMAT:
         raise ForeignCheckpointError(f'{path} was not written by ttp: it does not say "format": "{_FORMAT}"')
@@ -170,13 +170,13 @@ def _parse(data: bytes, path: Path) -> Manifest:
         )
     if document.pop(_SEAL, None) != _seal(document):
         subject = f"{path} {newer}, unless it" if newer else path
-        raise CheckpointError(f"{subject} is damaged: it does not have the digest that it was written with")
+        raise CheckpointError(f"{subject}{DAMAGED}: it does not have the digest that it was written with")
     if newer:
         raise CheckpointError(f"{path} {newer}")
     try:
         return _from_json(document)
     except (AttributeError, KeyError, TypeError, ValueError, ArithmeticError) as problem:
-        raise CheckpointError(f"{path} is damaged: {type(problem).__name__}: {problem}") from None
+        raise CheckpointError(f"{path}{DAMAGED}: {type(problem).__name__}: {problem}") from None
 
 
 def _seal(document: dict[str, Any]) -> str:

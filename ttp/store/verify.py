@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from ttp.core.restore_choice import DAMAGED, MISSING
 from ttp.errors import CheckpointError
 from ttp.store import names
 from ttp.store.digest import Progress, digest_file
@@ -64,7 +65,7 @@ def piece_problems(
             yield f"piece {piece.file} cannot be read: {problem.strerror or problem}"
             continue
         if (read, digest) != (piece.size, piece.digest):
-            yield f"piece {piece.file} is damaged: its digest is {digest}, the manifest says {piece.digest}"
+            yield f"piece {piece.file}{DAMAGED}: its digest is {digest}, the manifest says {piece.digest}"
 
 
 def unlisted_files(path: Path, manifest: Manifest) -> list[str]:
@@ -109,7 +110,7 @@ def describe(file: str, size: int | str | None, wanted: int) -> str:
         wanted: its bytes according to the manifest.
     """
     if size is None:
-        return f"piece {file} is missing"
+        return f"piece {file}{MISSING}"
     if isinstance(size, str):
         return f"piece {file} cannot be read: {size}"
     return f"piece {file} has {size} bytes instead of {wanted}"

@@ -71,7 +71,8 @@ class Rescue:
         def drain(hosts: frozenset[str]) -> None:
             self.verdict.drained |= hosts
 
-        context = RescueContext(job, outbox, self._planner.decide, committing.on_disk, self.fault, timeouts.rescue_s, drain)
+        decide, on_disk = self._planner.decide, committing.on_disk
+        context = RescueContext(job, outbox, decide, on_disk, self.fault, timeouts.rescue_s, drain)
         self.program = self._planner.program = make_program(context)
 
     # ------------------------------------------------------------------------------------------------------- evidence
