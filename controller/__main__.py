@@ -252,13 +252,19 @@ async def _watch_ring(driver: Driver, run_dir: Path) -> None:
 
 
 async def _again_and_again(look: Callable[[], None], every_s: float) -> None:
-    """Call ``look`` each ``every_s`` seconds until cancelled. An error of it is logged, and ends nothing."""
+    """Call ``look`` each ``every_s`` seconds until cancelled. An error of it is logged, and ends nothing.
+
+    One that comes again and again is logged once: it may last for days.
+    """
+    told = ""
     while True:
         await asyncio.sleep(every_s)
         try:
             look()
-        except Exception:
-            log.exception("an error in a watch of this controller; it goes on")
+        except Exception as problem:
+            if repr(problem) != told:
+                log.exception("an error in a watch of this controller; it goes on")
+            told = repr(problem)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ def test_no_error_ends_a_watch_of_the_controller(
 ) -> None:
     async def watched() -> None:
         again, driver = asyncio.Event(), Mock(**{"machine.job.live": {}})
-        problems: list[Exception | None] = [ZeroDivisionError("any"), OSError("out of descriptors")]
+        problems: list[Exception | None] = [ZeroDivisionError("any"), *[OSError("out of descriptors")] * 3]
         problems += [None] * (watch == "_watch_ring")  # which looks once before
 
         def look(_: object) -> None:
@@ -34,4 +34,4 @@ def test_no_error_ends_a_watch_of_the_controller(
     monkeypatch.setattr(own, "OWNER_CHECK_S", 0.0)
     monkeypatch.setattr(own, "RING_CHECK_S", 0.0)
     asyncio.run(watched())
-    assert caplog.text.count("an error in a watch of this controller") == 2
+    assert caplog.text.count("an error in a watch of this controller") == 2, "each error once"

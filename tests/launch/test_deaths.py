@@ -129,7 +129,7 @@ def test_an_error_about_one_worker_hides_no_other(children: list[Child], caplog:
     watching.watch({0: orderly, 1: children[0]}, notes)
     assert notes.heard.get(timeout=LONG_S)[0] == 1
     watching.close()
-    assert "cannot report the death of rank 0" in caplog.text
+    assert "cannot report the death of rank 0 (exited with code 0)" in caplog.text
 
 
 def test_watch_is_silent_about_what_the_launcher_stops(watch: WorkerWatch, children: list[Child]) -> None:

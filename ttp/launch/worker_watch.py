@@ -104,7 +104,8 @@ class WorkerWatch:
             reporter.exited(rank, pid, reason, code)
             logger.warning("rank %d (pid %d): %s", rank, pid, reason)
         except Exception:
-            logger.exception("cannot report the death of rank %d; the controller will notice it later", rank)
+            what = describe_exit(code)
+            logger.exception("cannot report the death of rank %d (%s); the controller will notice it later", rank, what)
 
 
 # -------------------------------------------------------------------------------------------------------- out of memory
