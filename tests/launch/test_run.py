@@ -48,12 +48,14 @@ BAD: dict[str, tuple[dict[str, str], list[str], str]] = {
     "elastic nodes, no port": ({}, ["--nnodes", "1:4", "x.py"], "needs TTP_PORT"),
     "stands by for itself": ({}, ["--stand-by", "x.py"], "--stand-by takes the place of a lost host"),
     "stands by without the script": (
-        {},
+        {"TTP_PORT": "29400"},
         ["--nnodes", "2", "--stand-by", "none.py"],
         "the training script none.py does not exist on this host",
     ),
+    "no such script": ({}, ["none.py"], "the training script none.py does not exist on this host"),
+    "no such module": ({}, ["-m", "no_such.module"], "there is no module no_such for -m no_such.module"),
     "nnodes": ({}, ["--nnodes", "many", "x.py"], "neither a number nor MIN:MAX"),
-    "no process": ({}, ["--nproc-per-node", "0", "x.py"], "does not accept these flags"),
+    "no process": ({}, ["--nproc-per-node", "0", __file__], "does not accept these flags"),
     "elastic, but all are waited for": ({}, ["--nnodes", "2", "--elastic", "x.py"], "use --rdzv-backend c10d"),
     "no script": ({}, [], "training_script"),
     "unknown flag": ({}, ["--no-such-flag", "x.py"], "training_script"),
@@ -277,7 +279,7 @@ def test_run_path_is_launched_too(start: Start, launcher: str, environ: dict[str
 
 def test_a_restart_that_cannot_begin_leaves_the_job_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as after the loss of the first node's launcher, which passes the token on: 64 would end the job for good."""
-    launch = _TorchLaunch(["x.py"])
+    launch = _TorchLaunch([__file__])
 
     def torchrun(_: object) -> None:
         launch._remember(SimpleNamespace(job_code=75, exit_codes=lambda: {0: 75, 1: -9}))
@@ -299,7 +301,7 @@ def test_a_start_that_ends_before_the_ranks_have_joined(
     monkeypatch: pytest.MonkeyPatch, problem: Exception, fails: int, code: int, saved_before: bool, leaves: int
 ) -> None:
     """A failure at the first start, and 75 at a restart of a saved job: the moment does not matter."""
-    launch = _TorchLaunch(["x.py"])
+    launch = _TorchLaunch([__file__])
 
     def torchrun(_: object) -> None:
         launch._remember(SimpleNamespace(job_code=code, saved_before=saved_before))
@@ -314,7 +316,7 @@ def test_a_host_that_does_not_know_its_own_name_is_told_what_to_do(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Its message was "Temporary failure in name resolution"."""
-    launch = _TorchLaunch(["--rdzv-endpoint", "n1:29500", "x.py"])
+    launch = _TorchLaunch(["--rdzv-endpoint", "n1:29500", __file__])
     monkeypatch.setattr("torch.distributed.run.run", Mock(side_effect=socket.gaierror(-3, "Temporary failure")))
     monkeypatch.setattr(launch, "_our_agent", lambda _: nullcontext())
     assert launch.run(Config()) == 64
@@ -356,7 +358,7 @@ def test_the_last_line_of_the_log_says_what_to_do(
 )
 def test_nobody_reads_what_the_launcher_says(monkeypatch: pytest.MonkeyPatch, problem: Exception) -> None:
     """``ttp run 2>&1 | tee log``, where tee is gone: the job is saved, and its exit code must say so."""
-    launch = _TorchLaunch(["x.py"])
+    launch = _TorchLaunch([__file__])
 
     def torchrun(_: object) -> None:
         launch._remember(SimpleNamespace(job_code=75))

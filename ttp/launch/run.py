@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import logging
 import os
 import signal
@@ -14,6 +15,7 @@ import socket
 import sys
 import traceback
 from contextlib import AbstractContextManager, nullcontext
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -144,12 +146,6 @@ def _parse(argv: list[str]) -> Any:
             "--stand-by takes the place of a lost host in a job of several, but --nnodes says one host: give the same "
             "--nnodes, --rdzv-endpoint and --rdzv-id as on the hosts of the job"
         )
-    runs_a_file = not (arguments.module or arguments.no_python)
-    if arguments.stand_by and runs_a_file and not Path(arguments.training_script).exists():
-        raise ConfigError(
-            f"the training script {arguments.training_script} does not exist on this host, which needs it to take the "
-            "place of another"
-        )
     if arguments.elastic:
         _let_hosts_go(arguments)
     arguments.rdzv_conf = _rendezvous_settings(arguments)
@@ -157,6 +153,21 @@ def _parse(argv: list[str]) -> Any:
     if handled and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # torch would undo what ``nohup`` has done
         arguments.signals_to_handle = ",".join(name for name in handled.split(",") if name.strip() != "SIGHUP")
     return arguments
+
+
+def _check_program(arguments: Any) -> None:
+    """Raise ``ConfigError`` if workers cannot find their program here, or its top-level package with ``-m``."""
+    program = str(arguments.training_script)
+    if arguments.no_python:
+        return  # a command, which the operating system looks up
+    if not arguments.module:
+        if not Path(program).exists():
+            raise ConfigError(f"the training script {program} does not exist on this host (in {os.getcwd()})")
+    elif "PYTHON_EXEC" not in os.environ:  # else an interpreter with packages of its own
+        top = program.partition(".")[0]
+        here = [] if os.environ.get("PYTHONSAFEPATH") else [os.getcwd()]  # Python -m looks there first
+        if PathFinder.find_spec(top, here) is None and importlib.util.find_spec(top) is None:
+            raise ConfigError(f"there is no module {top} for -m {program}, in {os.getcwd()} or installed")
 
 
 def _with_ours(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -260,6 +271,7 @@ class _TorchLaunch(Launch):
 
         from ttp.launch.stand_by import HostMissingError
 
+        _check_program(self._arguments)
         try:
             with self._our_agent(config):
                 record(torchrun)(self._arguments)
