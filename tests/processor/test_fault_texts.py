@@ -93,6 +93,7 @@ def test_a_collective_that_fails_is_one_line(caplog: pytest.LogCaptureFixture, m
     line = called_torch_at(problem)
     assert line.startswith("test_fault_texts.py:" if module != "train" else "<string>:")
     assert f"rank 3: a collective failed at {line}" in record.message and "reset by peer" in record.message
+    assert record.levelname == "WARNING" and "asking the controller why" in record.message, "the cause comes later"
 
 
 def test_a_collective_that_fails_at_the_end_of_a_block_names_the_block() -> None:

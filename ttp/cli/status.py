@@ -48,11 +48,7 @@ SHARED_NAME = (
 LAUNCHER_WAITS = (
     "The launcher of this host runs: it starts its ranks again, or waits for those of other hosts, as its log says"
 )
-BETWEEN = (
-    "between two launches: the launchers start the ranks again, end, or wait for those of other hosts, at most for "
-    "TTP_RESCHEDULE_S (static rendezvous: torch's time-out); their log says after 10 s which are here, or after a "
-    "minute that the ranks wait"
-)
+BETWEEN = "between two launches: the launchers start the ranks again, or wait for other hosts; their log says which"
 
 Watch = Annotated[bool, typer.Option("--watch", help="Go on showing it until Ctrl-C. With --json: one line a time.")]
 Interval = Annotated[float, seconds("--interval", least=0.05, about="Seconds between two updates of --watch.")]

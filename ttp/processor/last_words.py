@@ -75,7 +75,8 @@ def complain(text: str, trace: str = "") -> None:
 def log_error(rank: int, problem: BaseException) -> str:
     """Log an exception of ``train()`` and return its traceback.
 
-    A failed collective is one line: when a rank dies, all others raise one, and their tracebacks would hide the reason.
+    A failed collective is one line, a warning: when a rank dies, all others raise one, and their tracebacks would hide
+    the reason.
     It is not if the program called it because of another error, which the traceback shows.
 
     Args:
@@ -85,9 +86,9 @@ def log_error(rank: int, problem: BaseException) -> str:
     detail = "".join(traceback.format_exception(problem))
     line = called_torch_at(problem) if is_collective_error(problem) and len(errors_of(problem)) == 1 else ""
     if line:
-        log.error(
-            "rank %s: a collective failed at %s, as it does when another rank is lost: %s (`ttp incidents DIR --last "
-            "--detail` shows the traceback)",
+        log.warning(  # it comes before the cause, which the controller tells when the state is saved
+            "rank %s: a collective failed at %s, as it does when another rank is lost; asking the controller why: %s "
+            "(`ttp incidents DIR --last --detail` shows the traceback)",
             rank,
             line,
             textwrap.shorten(describe(problem), SHOWN, placeholder="..."),
