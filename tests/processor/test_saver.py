@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import queue
 import threading
 from collections.abc import Callable
@@ -63,8 +64,11 @@ class Refusing(FakeSource):
 def test_a_traceback_is_logged_for_an_error_of_the_code_and_not_for_a_full_disk(
     problem: Exception, traceback: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert isinstance(save(Refusing(problem), tmp_path), SaveFailed)
-    record = caplog.records[-1]
+    saver = saver_of(Refusing(problem), tmp_path)
+    for generation in (1, 2):
+        assert isinstance(saver._save(order_of(generation), threading.Event()), SaveFailed)
+    record, *again = (each for each in caplog.records if each.levelno == logging.ERROR)
+    assert bool(again) == traceback, "a disk that stays full filled the log for TTP_OT"
     assert "version 2 was not saved: " in record.message and problem.args[-1] in record.message
     assert bool(record.exc_info) == traceback != record.message.endswith("repair the storage before")
 

@@ -162,12 +162,12 @@ def _check_program(arguments: Any) -> None:
         return  # a command, which the operating system looks up
     if not arguments.module:
         if not Path(program).exists():
-            raise ConfigError(f"the training script {program} does not exist on this host (in {os.getcwd()})")
+            raise ConfigError(f"the training script {program} does not exist on this host (in {Path.cwd()})")
     elif "PYTHON_EXEC" not in os.environ:  # else an interpreter with packages of its own
         top = program.partition(".")[0]
-        here = [] if os.environ.get("PYTHONSAFEPATH") else [os.getcwd()]  # Python -m looks there first
+        here = [] if os.environ.get("PYTHONSAFEPATH") else [str(Path.cwd())]  # Python -m looks there first
         if PathFinder.find_spec(top, here) is None and importlib.util.find_spec(top) is None:
-            raise ConfigError(f"there is no module {top} for -m {program}, in {os.getcwd()} or installed")
+            raise ConfigError(f"there is no module {top} for -m {program}, in {Path.cwd()} or installed")
 
 
 def _with_ours(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

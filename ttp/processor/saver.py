@@ -67,6 +67,7 @@ class Saver:
         self._look_again = look_again
         self._worker, self._tidying = SerialWorker("ttp-saver", at_once=True), SerialWorker("ttp-tidy")
         self._cancel = threading.Event()
+        self._refusals: set[tuple[str, int | None]] = set()
 
     @property
     def busy(self) -> bool:
@@ -148,8 +149,22 @@ class Saver:
             self._look_again()  # so that the controller knows the state before it hears that the save failed
             return m.SaveFailed(*work, _words(problem), may_pass=True)
         except BaseException as problem:
-            _log_failure(f"version {order.version} was not saved", problem)
+            self._log_failure(order, "was not saved", problem)
             return m.SaveFailed(*work, _words(problem), _of_storage(problem))
+
+    def _log_failure(self, order: m.Save | m.Commit, what: str, problem: BaseException) -> None:
+        """Log why an order failed; with a traceback, unless the storage refused: that is no fault of the code.
+
+        The order is given again every few seconds until the storage is repaired, and the second line says no more.
+        """
+        if not _of_storage(problem):
+            log.error("version %s %s: %s", order.version, what, _words(problem), exc_info=problem)
+            return
+        refusal = order.incident, getattr(problem, "errno", None)
+        level = logging.DEBUG if refusal in self._refusals else logging.ERROR
+        self._refusals.add(refusal)
+        hint = "if a rank has failed, this is tried again until TTP_OT is over: repair the storage before"
+        log.log(level, "version %s %s: %s; %s", order.version, what, _words(problem), hint)
 
     def pieces(self, order: m.Save, draft: Path, cancelled: Callable[[], bool]) -> list[m.Piece]:
         """Write the pieces of an order, from the live state and from kept copies."""
@@ -188,7 +203,7 @@ class Saver:
                 where = str(path)
             return m.Committed(*work, where, size)
         except BaseException as problem:
-            _log_failure(f"the checkpoint of version {order.version} was not committed", problem)
+            self._log_failure(order, "was not committed", problem)
             return m.CommitFailed(*work, _words(problem), _of_storage(problem))
 
     def _make(self, order: m.Commit) -> tuple[Path, int]:
@@ -231,15 +246,6 @@ def make_checkpoint(save_dir: Path, order: m.Commit, job: RankJob, progress: Pro
 def _of_storage(problem: BaseException) -> bool:
     """Return whether the storage caused an error, which may pass: space is freed, a server comes back."""
     return isinstance(problem, OSError) or isinstance(problem.__cause__, OSError)
-
-
-def _log_failure(what: str, problem: BaseException) -> None:
-    """Log why an order failed; with a traceback, unless the storage refused: that is no fault of the code."""
-    if _of_storage(problem):
-        hint = "if a rank has failed, this is tried again until TTP_OT is over: repair the storage before"
-        log.error("%s: %s; %s", what, _words(problem), hint)
-    else:
-        log.error("%s: %s", what, _words(problem), exc_info=problem)
 
 
 def _words(problem: BaseException) -> str:
