@@ -153,4 +153,4 @@ def test_none_at_all_is_refused() -> None:
 
 def test_a_misspelled_name_is_an_error_to_a_type_checker_too() -> None:
     with pytest.raises(AttributeError, match="no attribute 'wrap_optimiser'"):
-        ttp.wrap_optimiser(None)  # type: ignore[attr-defined]  # mypy says if this is needless
+        ttp.wrap_optimiser(None)  # type: ignore[attr-defined]  # tested too: needless, it fails mypy
