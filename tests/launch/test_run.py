@@ -54,6 +54,7 @@ BAD: dict[str, tuple[dict[str, str], list[str], str]] = {
     ),
     "no such script": ({}, ["none.py"], "the training script none.py does not exist on this host"),
     "no such module": ({}, ["-m", "no_such.module"], "there is no module no_such for -m no_such.module"),
+    "relative module": ({}, ["-m", ".train"], "there is no module .train for -m .train"),
     "nnodes": ({}, ["--nnodes", "many", "x.py"], "neither a number nor MIN:MAX"),
     "no process": ({}, ["--nproc-per-node", "0", __file__], "does not accept these flags"),
     "elastic, but all are waited for": ({}, ["--nnodes", "2", "--elastic", "x.py"], "use --rdzv-backend c10d"),

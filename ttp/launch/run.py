@@ -166,8 +166,8 @@ def _check_program(arguments: Any) -> None:
     elif "PYTHON_EXEC" not in os.environ:  # else an interpreter with packages of its own
         top = program.partition(".")[0]
         here = [] if os.environ.get("PYTHONSAFEPATH") else [str(Path.cwd())]  # Python -m looks there first
-        if PathFinder.find_spec(top, here) is None and importlib.util.find_spec(top) is None:
-            raise ConfigError(f"there is no module {top} for -m {program}, in {Path.cwd()} or installed")
+        if not top or (PathFinder.find_spec(top, here) is None and importlib.util.find_spec(top) is None):
+            raise ConfigError(f"there is no module {top or program} for -m {program}, in {Path.cwd()} or installed")
 
 
 def _with_ours(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
